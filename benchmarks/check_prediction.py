@@ -161,9 +161,9 @@ def connected(count: int, rate: str, delay_us: int) -> Iterator[Any]:
 
 def points(options: dict[str, Any]) -> Iterator[Point]:
     """Measure and predict all of them."""
-    from hpcstrat.tools.bench.prediction.forecast import Step, predict_point
+    from hpcstrat.tools.bench.prediction.forecast import ForecastStep, predict_point
     from hpcstrat.tools.bench.prediction.platforms import Network
-    from hpcstrat.tools.bench.prediction.rehearsal import Copied, Job, rehearse
+    from hpcstrat.tools.bench.prediction.rehearsal import Copied, SimulatedJob, rehearse
     from hpcstrat.tools.bench.prediction.traces import Machine
 
     compute, nbytes = options["compute_ms"] / 1e3, options["nbytes"]
@@ -177,7 +177,7 @@ def points(options: dict[str, Any]) -> Iterator[Point]:
             # What is copied and added inside of a host has a speed, too.
             copied = sum(
                 event.nbytes
-                for event in rehearse(shapes, Job(1, each))
+                for event in rehearse(shapes, SimulatedJob(1, each))
                 if isinstance(event, Copied)
             )
             memory = copied / (alone - compute) if copied else 4e9
@@ -188,8 +188,8 @@ def points(options: dict[str, Any]) -> Iterator[Point]:
                         [each] * count, measure_steps, compute, nbytes
                     )[0]
                 predicted = predict_point(
-                    Step(computing, shapes),
-                    Job(count, each),
+                    ForecastStep(computing, shapes),
+                    SimulatedJob(count, each),
                     Machine(5e-6, memory / 2, memory, options["mpi"]),
                     Network("ethernet", latency, speed),
                 )

@@ -146,7 +146,8 @@ def _names(key: str, table: dict[str, Any]) -> list[str]:
     if key in hpcstrat._MODULES:
         module = importlib.import_module(f"hpcstrat.{hpcstrat._MODULES[key]}")
         own = [name for name in module.__all__ if name not in hpcstrat.__all__]
-        public += [f"hpcstrat.{key}.{name}" for name in own]
+        values = [name for name in own if not inspect.ismodule(getattr(module, name))]
+        public += [f"hpcstrat.{key}.{name}" for name in values]
     return public
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hpcstrat.checkpoint import KeepBest as KeepBest
     from hpcstrat.data import Dataset as Dataset
     from hpcstrat.data import DistributedDataset as DistributedDataset
+    from hpcstrat.data.iterator import DistributedIterator as DistributedIterator
     from hpcstrat.elastic.preemption import (
         PreemptionCheckpointHandler as PreemptionCheckpointHandler,
     )
@@ -81,6 +82,9 @@ if TYPE_CHECKING:
     from hpcstrat.errors import TopologyError as TopologyError
     from hpcstrat.errors import UnavailableError as UnavailableError
     from hpcstrat.groups import SyncGroups as SyncGroups
+    from hpcstrat.integrations.tf_distribute import experimental as experimental
+    from hpcstrat.integrations.tf_distribute.absent import TPUStrategy as TPUStrategy
+    from hpcstrat.integrations.tf_distribute.function import function as function
     from hpcstrat.losses import compute_average_loss as compute_average_loss
     from hpcstrat.losses import scale_regularization_loss as _scale_regularization_loss
     from hpcstrat.parameter_server import coordinator as coordinator
@@ -108,6 +112,7 @@ if TYPE_CHECKING:
     from hpcstrat.strategies import has_strategy as has_strategy
     from hpcstrat.strategies import in_cross_replica_context as _in_cross
     from hpcstrat.strategies.base import ReplicaContext as ReplicaContext
+    from hpcstrat.strategies.extended import StrategyExtended as StrategyExtended
     from hpcstrat.tools import chaos as chaos
     from hpcstrat.variables import CentralVariable as CentralVariable
     from hpcstrat.variables import MirroredVariable as MirroredVariable
@@ -130,6 +135,7 @@ _MODULES = {
     "data": "data",
     "elastic": "elastic",
     "errors": "errors",
+    "experimental": "integrations.tf_distribute.experimental",
     "layers": "layers",
     "metrics": "metrics",
     "optimizers": "optimizers",
@@ -149,6 +155,7 @@ _NAMES = {
     "parameter_server.coordinator.between_graph": ("ParameterServerStrategyV1",),
     "parameter_server.coordinator.strategy": ("ParameterServerStrategy", "Server"),
     "data": ("Dataset", "DistributedDataset"),
+    "data.iterator": ("DistributedIterator",),
     "errors": (
         "CancelledError",
         "CheckpointError",
@@ -163,6 +170,8 @@ _NAMES = {
     ),
     "engine.arrays.indexed_slices": ("IndexedSlices",),
     "groups": ("SyncGroups",),
+    "integrations.tf_distribute.absent": ("TPUStrategy",),
+    "integrations.tf_distribute.function": ("function",),
     "losses": ("compute_average_loss", "scale_regularization_loss"),
     "engine.options": (
         "AutoShardPolicy",
@@ -197,6 +206,7 @@ _NAMES = {
         "in_cross_replica_context",
     ),
     "strategies.base": ("ReplicaContext",),
+    "strategies.extended": ("StrategyExtended",),
     "engine.observe.timeline": ("trace",),
     "engine.topology.topology": ("Topology",),
     "engine.logs": ("get_logger", "print_once"),
@@ -239,6 +249,9 @@ sys.meta_path.insert(0, OldPaths())
 # one is there, and how it ends, before MPI runs.
 if "mpi4py.MPI" in sys.modules or any(
     os.environ.get(name, "1") != "1"
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+    for name in (
+        *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+        *("FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE"),
+    )
 ):
     importlib.import_module("hpcstrat.safety.start.early").begin()

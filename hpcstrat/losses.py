@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import as_array, is_device, is_half, to_device
 from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.strategies.current import get_strategy, in_cross_replica_context
@@ -14,7 +14,7 @@ from hpcstrat.strategies.current import get_strategy, in_cross_replica_context
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
-@quiet
+@without_fp_warnings
 def compute_average_loss(
     per_example_loss: ArrayLike,
     sample_weight: ArrayLike | None = None,
@@ -82,7 +82,7 @@ def compute_average_loss(
     return as_array(mean).astype(losses.dtype, copy=False)
 
 
-@quiet
+@without_fp_warnings
 def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
     """Return this replica's part of a loss that does not depend on the examples.
 

@@ -19,8 +19,9 @@ check() {
     names+=("$name") commands+=("$*") checks+=("$!")
 }
 
-mapfile -t scripts < <(find .ci jobs benchmarks tests/cluster \
-    \( -name '*.sh' -o -name '*.sbatch' -o -name '*.env' -o -path '.ci/run' \) 2>/dev/null | sort)
+mapfile -t scripts < <(find .ci jobs benchmarks packaging tests/cluster \
+    \( -name '*.sh' -o -name '*.sbatch' -o -name '*.pbs' -o -name '*.flux' -o -name '*.lsf' \
+    -o -name '*.sge' -o -name '*.env' -o -path '.ci/run' \) 2>/dev/null | sort)
 
 # A file in git stays in every clone for ever. A copy without git holds nothing but its files.
 check_sizes() {
@@ -33,6 +34,10 @@ check "sizes of files" check_sizes
 check "ruff check" ruff check --quiet .
 check "ruff format" ruff format --quiet --diff .
 check "mypy" mypy --no-error-summary
+if command -v basedpyright >/dev/null; then
+    # As an editor shows it to users; mypy, which is stricter, looks at the library.
+    check "pyright" basedpyright --project tests/types --pythonpath "$(command -v python)"
+fi
 check "import-linter" lint-imports --no-logo
 check "numpydoc" python -m tests.docs.public
 check "codespell" codespell
@@ -40,6 +45,9 @@ if python -c "import rattler_build" 2>/dev/null; then
     check "conda recipe" python -c 'import rattler_build as build
 recipe = build.Stage0Recipe.from_file("packaging/conda/recipe.yaml")
 assert recipe.render(build.VariantConfig())'
+fi
+if command -v zizmor >/dev/null; then
+    check "workflows" zizmor --offline --quiet .github/workflows
 fi
 check "shellcheck" shellcheck --severity=style "${scripts[@]}"
 if python -c "import pydata_sphinx_theme, sphinx_design" 2>/dev/null; then

@@ -1,40 +1,15 @@
-"""What train_digits.py shows of its progress: a bar, and a picture of the curves."""
+"""What train_digits.py shows of a training: its rate, and a picture of the curves."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
-__all__ = ["CURVES", "draw", "progress_bar", "rate", "replicas_and_hosts"]
+__all__ = ["CURVES", "draw", "rate", "replicas_and_hosts"]
 
 CURVES = ("loss", "train accuracy", "test accuracy")
-
-
-def progress_bar(wanted: bool | None, is_first: bool) -> Progress:
-    """Return a bar on standard error, shown on the first replica only.
-
-    Not collective.
-
-    Parameters
-    ----------
-    wanted : bool or None
-        None for a bar where standard error is a terminal. Under mpirun it is a pipe.
-    is_first : bool
-        Whether this is the first replica.
-
-    Returns
-    -------
-    Progress
-        Does nothing where it is not shown.
-    """
-    shown = is_first and (sys.stderr.isatty() if wanted is None else wanted)
-    console = Console(stderr=True, force_terminal=shown or None)
-    return Progress(console=console, disable=not shown)
 
 
 def replicas_and_hosts(strategy: Any) -> str:

@@ -25,8 +25,7 @@ from digits_network import (
     least_loss,
     losses_and_gradients,
 )
-from digits_report import CURVES, draw, progress_bar, rate, replicas_and_hosts
-from rich.progress import Progress
+from digits_report import CURVES, draw, rate, replicas_and_hosts
 
 import hpcstrat as hs
 from hpcstrat.cluster_resolver import launch_from_environment
@@ -50,6 +49,7 @@ class Options:
     dtype: str
     checkpoint_dir: Path | None
     resume: bool
+    tensorboard: bool
     picture: Path | None
     dump: Path | None
     progress: bool | None
@@ -164,8 +164,8 @@ class Trainer:
         self.seen.assign(0)
         return share
 
-    def run_epoch(self, bar: Progress) -> None:
-        """Train on every image once, test, and note both in the curves.
+    def run_epoch(self, progress: hs.metrics.Progress) -> list[float]:
+        """Train on every image once, test, and return both for the curves.
 
         Collective over all replicas.
         """
@@ -179,8 +179,7 @@ class Trainer:
             loss = self.strategy.reduce("sum", losses, axis=None)
             sums.loss += float(loss) * num_global
             sums.num_images += num_global
-            for task in bar.task_ids:
-                bar.advance(task)
+            progress.advance()
             if self.preemption is not None:
                 self.preemption.save_checkpoint_if_preempted()
         row = [sums.loss / num_images, self.accuracy()]
@@ -191,6 +190,7 @@ class Trainer:
         curves = self.curves.numpy()
         curves[epoch] = row
         self.curves.assign(curves)
+        return row
 
     def restore(self, checkpoints: hs.CheckpointManager) -> None:
         """Go on from the newest checkpoint, if there is one; save before the job ends.
@@ -219,8 +219,12 @@ class Trainer:
         Collective over all replicas.
         """
         options = self.options
-        checkpoints = None
+        checkpoints = log = None
         if options.checkpoint_dir is not None:
+            sinks = [hs.metrics.TensorBoard()] if options.tensorboard else []
+            log = hs.metrics.Log(
+                options.checkpoint_dir, sinks=sinks, strategy=self.strategy
+            )
             checkpoints = hs.CheckpointManager(
                 options.checkpoint_dir,
                 parameters={v.name: v for v in self.parameters},
@@ -229,25 +233,28 @@ class Trainer:
                 train_batches=self.train_batches,
                 counts={"correct": self.correct, "seen": self.seen},
                 sums=self.sums,
+                log=log,
             )
             self.restore(checkpoints)
         steps_per_epoch = len(self.train_batches)
         done, start = self.train_batches.epoch, time.perf_counter()
-        with progress_bar(options.progress, self.is_first) as bar:
-            bar.add_task(
-                "training",
-                total=options.epochs * steps_per_epoch,
-                completed=done * steps_per_epoch
-                + self.sums.num_images // options.global_batch,
-            )
+        with hs.metrics.Progress(
+            options.epochs * steps_per_epoch,
+            "training",
+            start=done * steps_per_epoch + self.sums.num_images // options.global_batch,
+            show=options.progress,
+        ) as progress:
             for epoch in range(done, options.epochs):
-                self.run_epoch(bar)
-                if checkpoints is not None:
+                values = dict(zip(CURVES, self.run_epoch(progress), strict=True))
+                if checkpoints is not None and log is not None:
+                    # Before the save: it belongs to what need not be done again.
+                    log.scalars(epoch + 1, values)
                     checkpoints.save()
-                if bar.disable and options.progress is None:
-                    values = zip(CURVES, self.curves.numpy()[epoch], strict=True)
-                    words = [f"{name} {value:.4f}" for name, value in values]
+                if not progress.has_bar and options.progress is None:
+                    words = [f"{name} {value:.4f}" for name, value in values.items()]
                     hs.print_once(f"epoch {epoch + 1:3d}:", ", ".join(words))
+        if log is not None:
+            log.close()
         epochs = self.train_batches.epoch - done
         seconds = time.perf_counter() - start
         hs.print_once(rate(epochs, epochs * self.train_batches.num_rows, seconds))
@@ -371,9 +378,14 @@ def train(strategy: hs.MultiWorkerMirroredStrategy, options: Options) -> None:
 @click.option(
     "--checkpoint-dir",
     type=click.Path(path_type=Path),
-    help="Save ckpt-STEP.h5 there after each epoch.",
+    help="Save ckpt-STEP.h5 there after each epoch, with metrics.jsonl.",
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint.")
+@click.option(
+    "--tensorboard",
+    is_flag=True,
+    help="Write the log beside the checkpoints for TensorBoard, too.",
+)
 @click.option(
     "--picture",
     type=click.Path(path_type=Path),
@@ -400,6 +412,8 @@ def main(**words: Any) -> None:
     options = Options(**words)
     if options.resume and options.checkpoint_dir is None:
         raise click.UsageError("--resume needs --checkpoint-dir, to know where from")
+    if options.tensorboard and options.checkpoint_dir is None:
+        raise click.UsageError("--tensorboard needs --checkpoint-dir, to know where")
     count = options.logical_replicas
     with hs.MultiWorkerMirroredStrategy(logical_replicas=count) as strategy:
         train(strategy, options)

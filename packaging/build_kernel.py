@@ -20,8 +20,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = [
     *("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"),
-    # Sums have the bits of NumPy's; arrays come in any type.
-    *("-ffp-contract=off", "-fno-strict-aliasing"),
+    # Sums and steps have the bits of NumPy's; arrays come in any type; nobody asks for
+    # the errno of a square root, which would keep a loop from vectors.
+    *("-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno"),
 ]
 
 
@@ -32,7 +33,7 @@ class BuildKernel(BuildHookInterface):
         """Compile, and name the wheel for this kind of machine."""
         del version
         folder = Path(self.root, "hpcstrat", "engine", "native")
-        for name in ("kernel", "reader"):
+        for name in ("kernel", "reader", "update_rules"):
             made = folder / f"{name}.abi3.so"
             problem = compile_kernel(folder / f"{name}.c", made)
             if problem:

@@ -35,11 +35,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Jobs that are to fail would leave files where they run.
+os.environ.setdefault("HPCSTRAT_HANG_FOLDER", "")
 # XLA takes longer to make small programs fast than these ever run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Without a backend that is installed, Keras cannot be imported.
 if importlib.util.find_spec("tensorflow") is None:
     os.environ.setdefault("KERAS_BACKEND", "torch")
+
+
+def num_gpus() -> int:
+    """Return how many GPUs this machine has for CuPy."""
+    if why_no_gpu():
+        return 0
+    import cupy
+
+    return int(cupy.cuda.runtime.getDeviceCount())
 
 
 @functools.cache

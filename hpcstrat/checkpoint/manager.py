@@ -24,11 +24,11 @@ from hpcstrat.checkpoint.keep.keep_rules import KeepBest, KeepRules, checked_met
 from hpcstrat.checkpoint.keep.retention import Retention, best_path
 from hpcstrat.checkpoint.keep.search import newest_path
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.on_first import on_first
+from hpcstrat.checkpoint.on_rank_0 import on_rank_0
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restore.restorer import Restorer
 from hpcstrat.checkpoint.save.comparison import compare_copies, require_same_state
-from hpcstrat.checkpoint.save.pending_save import Order, checked_bandwidth
+from hpcstrat.checkpoint.save.pending_save import SaveOptions, checked_bandwidth
 from hpcstrat.checkpoint.save.saver import Saver
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.observe.job_timeline import measure
@@ -125,7 +125,7 @@ class CheckpointManager:
         self._pending: CheckpointError | None = None
         # Number of the part of the variables that the next asynchronous save compares.
         self._turn = 0
-        on_first(strategy, _CREATION, folder.prepare)
+        on_rank_0(strategy, _CREATION, folder.prepare)
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -293,7 +293,7 @@ class CheckpointManager:
         header.iterators, header.python = iterators, python
         header.metrics = numbers
         path = os.path.join(self.directory, name)
-        order = Order(
+        order = SaveOptions(
             path=path,
             asynchronous=asynchronous,
             replaces=replaces,
@@ -444,7 +444,7 @@ class CheckpointManager:
         """
         self._settle()
         newest = partial(newest_path, self.directory)
-        path: str | None = on_first(
+        path: str | None = on_rank_0(
             self._strategy, "search for the newest checkpoint", newest
         )
         return path
@@ -473,7 +473,7 @@ class CheckpointManager:
                 'keep_best=KeepBest("val_loss"), or the like'
             )
         self._settle()
-        path: str | None = on_first(
+        path: str | None = on_rank_0(
             self._strategy,
             "search for the best checkpoint",
             partial(best_path, self.directory, rule),
@@ -534,12 +534,19 @@ class CheckpointManager:
 
     def _newest_step(self) -> int:
         # Not each rank for itself: the folder may change meanwhile.
-        newest = on_first(
+        newest = on_rank_0(
             self._strategy,
             "search for the newest step",
             lambda: max((step_of(p) or 0 for p in self.checkpoints), default=0),
         )
         return int(newest)
+
+    def __repr__(self) -> str:
+        """Show what is saved, and where."""
+        return (
+            f"<{type(self).__name__} of {', '.join(sorted(self._objects.names))} in "
+            f"{self.directory!r}>"
+        )
 
 
 def _header(step: int, strategy: Any) -> Header:

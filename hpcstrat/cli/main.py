@@ -17,6 +17,8 @@ from hpcstrat.tools.checkpoints.commands import ckpt
 from hpcstrat.tools.checkpoints.verify_command import verify_bits
 from hpcstrat.tools.doctor import doctor
 from hpcstrat.tools.doctor.examination import launch_words, software
+from hpcstrat.tools.hang_command import hang
+from hpcstrat.tools.job_scripts import jobs
 from hpcstrat.tools.terminal import UncutGroup
 from hpcstrat.tools.timeline_commands import timeline
 from hpcstrat.tools.torch_command import torch
@@ -34,6 +36,8 @@ main.add_command(bench)
 main.add_command(chaos)
 main.add_command(ckpt)
 main.add_command(doctor)
+main.add_command(hang)
+main.add_command(jobs)
 main.add_command(timeline)
 main.add_command(torch)
 main.add_command(verify_bits)

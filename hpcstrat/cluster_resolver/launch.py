@@ -14,6 +14,7 @@ __all__ = ["Launch", "launch_from_environment"]
 _OPEN_MPI = "OMPI_COMM_WORLD_"
 _MPIEXEC = "mpiexec of MPICH"
 _SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+_FLUX, _JSRUN = "FLUX_TASK_RANK", "JSM_NAMESPACE_"
 # In this order: mpirun inside of a Slurm job starts ranks that see Slurm's, too.
 _LAUNCHERS = (
     (
@@ -23,11 +24,19 @@ _LAUNCHERS = (
         (f"{_OPEN_MPI}LOCAL_RANK",),
         (f"{_OPEN_MPI}LOCAL_SIZE",),
     ),
+    # jsrun of LSF; see its manual, "Environment variables".
+    (
+        *("jsrun", f"{_JSRUN}RANK", f"{_JSRUN}SIZE"),
+        (f"{_JSRUN}LOCAL_RANK",),
+        (f"{_JSRUN}LOCAL_SIZE",),
+    ),
+    # Cray's PALS, mpiexec beside PBS, gives the last ones.
     (
         *(_MPIEXEC, "PMI_RANK", "PMI_SIZE"),
-        ("MPI_LOCALRANKID", "SLURM_LOCALID"),
-        ("MPI_LOCALNRANKS", _SLURM_TASKS),
+        ("MPI_LOCALRANKID", "SLURM_LOCALID", "FLUX_TASK_LOCAL_ID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", _SLURM_TASKS, "PMI_LOCAL_SIZE"),
     ),
+    ("flux run", _FLUX, "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",), ()),
     (
         *("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         ("SLURM_LOCALID",),
@@ -36,7 +45,7 @@ _LAUNCHERS = (
 )
 # One number for all nodes, such as 2(x3).
 _EVERYWHERE = re.compile(r"(\d+)(?:\(x\d+\))?")
-# srun speaks MPICH's protocol, too, but gives none of these.
+# srun and flux run speak MPICH's protocol, too, but give none of these.
 _MPIEXEC_SIGNS = ("HYDI_CONTROL_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
@@ -86,7 +95,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
             local = (
                 int(env[place]) for place in places if env.get(place, "").isdecimal()
             )
-            started = "srun" if name == _MPIEXEC and _is_of_srun(env) else name
+            started = _speaker(env) if name == _MPIEXEC else name
             # A count of unlike nodes, such as 2(x3),1, does not tell this node's.
             found = (_EVERYWHERE.fullmatch(env.get(count, "")) for count in counts)
             here = next((int(match[1]) for match in found if match), None)
@@ -96,8 +105,12 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     return Launch()
 
 
-def _is_of_srun(env: Mapping[str, str]) -> bool:
-    """Whether it was srun that gave the rank of MPICH's protocol."""
-    # An mpiexec in a job step inherits Slurm's rank, which need not be its own.
-    same = env.get("SLURM_PROCID") == env["PMI_RANK"]
-    return same and not any(sign in env for sign in _MPIEXEC_SIGNS)
+def _speaker(env: Mapping[str, str]) -> str:
+    """Return the launcher that gave the rank of MPICH's protocol."""
+    if any(sign in env for sign in _MPIEXEC_SIGNS):
+        return _MPIEXEC
+    # An mpiexec in a job step inherits the scheduler's rank, which need not be its own.
+    for name, rank in (("flux run", _FLUX), ("srun", "SLURM_PROCID")):
+        if env.get(rank) == env["PMI_RANK"]:
+            return name
+    return "mpiexec of Cray PALS" if "PALS_RANKID" in env else _MPIEXEC

@@ -113,6 +113,14 @@ class ClusterResolver(ABC):
         """Name of the environment; empty for one's own machines."""
         return ""
 
+    def __repr__(self) -> str:
+        """Show this process's task."""
+        return (
+            f"<{type(self).__name__}, task {self.task_type or 'unknown'} "
+            f"{'' if self.task_id is None else self.task_id}".rstrip()
+            + ">"
+        )
+
 
 class SimpleClusterResolver(ClusterResolver):
     """A cluster that the program writes down.

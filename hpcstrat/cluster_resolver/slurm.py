@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 
+from hpcstrat.cluster_resolver.allocation import (
+    AllocationClusterResolver,
+    Placement,
+    block_places,
+)
 from hpcstrat.cluster_resolver.node_list import expand_node_list, expand_tasks_per_node
-from hpcstrat.cluster_resolver.resolver import ClusterResolver
-from hpcstrat.cluster_resolver.spec import ClusterSpec
 
 __all__ = ["SlurmClusterResolver"]
 
-_GPUS = "CUDA_VISIBLE_DEVICES"
 
-
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(AllocationClusterResolver):
     """The tasks that ``srun`` has started, whatever their number on each node.
 
     Parameters
@@ -72,16 +73,19 @@ class SlurmClusterResolver(ClusterResolver):
         if tasks_per_node is None:
             tasks_per_node = self._text("SLURM_STEP_TASKS_PER_NODE")
         counts = _counts(tasks_per_node, len(nodes))
-        self._jobs = dict(jobs) if jobs is not None else {"worker": num_tasks}
         self._check_tasks(num_tasks, nodes, counts)
-        self.rpc_layer = rpc_layer
-        self._places = self._lay_out(counts)
-        self._addresses = [
-            f"{nodes[node]}:{port_base + local}" for node, local in self._places
-        ]
-        self.task_type, self.task_id = self._own_task()
-        self._auto_set_gpu = auto_set_gpu
-        self._choose_gpus(gpus_per_node, gpus_per_task, counts)
+        if gpus_per_node is None:
+            stated = self._variables.get("SLURM_GPUS_ON_NODE", "")
+            gpus_per_node = int(stated) if stated.isdecimal() else 0
+        super().__init__(
+            *(Placement(self._rank, nodes, self._lay_out(counts)), jobs),
+            port_base=port_base,
+            gpus_on_node=gpus_per_node,
+            gpus_per_task=gpus_per_task,
+            auto_set_gpu=auto_set_gpu,
+            rpc_layer=rpc_layer,
+            variables=self._variables,
+        )
 
     def _text(self, name: str) -> str:
         value = self._variables.get(name, "")
@@ -102,12 +106,6 @@ class SlurmClusterResolver(ClusterResolver):
         return int(text)
 
     def _check_tasks(self, num_tasks: int, nodes: list[str], counts: list[int]) -> None:
-        if sum(self._jobs.values()) != num_tasks:
-            raise RuntimeError(
-                f"expected as many tasks in jobs as srun has started, {num_tasks}, "
-                f"found {sum(self._jobs.values())} in {self._jobs}; change jobs, or "
-                "srun's --ntasks"
-            )
         if len(counts) != len(nodes) or sum(counts) != num_tasks:
             raise RuntimeError(
                 f"expected {num_tasks} tasks on the nodes {nodes}, found "
@@ -121,7 +119,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _lay_out(self, counts: list[int]) -> list[tuple[int, int]]:
         """Return each rank's node, and its number there."""
-        places = [(node, i) for node, count in enumerate(counts) for i in range(count)]
+        places = block_places(counts)
         stated = self._variables.get("SLURM_DISTRIBUTION", "")
         # The distribution over sockets and cores follows; it moves no rank.
         across = stated.partition(":")[0].partition(",")[0]
@@ -143,97 +141,6 @@ class SlurmClusterResolver(ClusterResolver):
                 "--distribution=block or cyclic"
             )
         return places
-
-    def _own_task(self) -> tuple[str, int]:
-        first = 0
-        for job, count in self._jobs.items():
-            if self._rank < first + count:
-                return job, self._rank - first
-            first += count
-        raise AssertionError("every rank belongs to a job")
-
-    def _choose_gpus(
-        self, per_node: int | None, per_task: int | None, counts: list[int]
-    ) -> None:
-        node, local = self._places[self._rank]
-        text = self._variables.get(_GPUS, "")
-        visible = [name for name in text.split(",") if name]
-        if per_node is None:
-            stated = self._variables.get("SLURM_GPUS_ON_NODE", "")
-            per_node = int(stated) if stated.isdecimal() else 0
-        # A list of another length is this task's own, made by srun --gpus-per-task, or
-        # by another resolver.
-        whole = not visible or len(visible) == per_node
-        if per_task is None:
-            # Share of its own node: others may have more tasks.
-            share = per_node // counts[node]
-            per_task = share if whole else min(share, len(visible))
-        if per_task * counts[node] > per_node:
-            raise RuntimeError(
-                f"expected at most {per_node} GPUs for the {counts[node]} tasks of a "
-                f"node, found {per_task} for each; lower gpus_per_task"
-            )
-        self._gpus_per_task = per_task
-        names = visible or [str(number) for number in range(per_node)]
-        own = names[local * per_task : (local + 1) * per_task]
-        self._own_gpus = ",".join(own if whole else visible)
-
-    def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks and their addresses.
-
-        Not collective. Sets ``CUDA_VISIBLE_DEVICES`` with ``auto_set_gpu``.
-
-        Returns
-        -------
-        ClusterSpec
-            Ranks in the order of ``jobs``.
-        """
-        # Not before it is asked for, as in tf.distribute; never emptied.
-        if self._auto_set_gpu and self._own_gpus:
-            self._variables[_GPUS] = self._own_gpus
-        cluster, first = {}, 0
-        for job, count in self._jobs.items():
-            cluster[job] = self._addresses[first : first + count]
-            first += count
-        return ClusterSpec(cluster)
-
-    def get_task_info(self) -> tuple[str, int]:
-        """Return which task this process is.
-
-        Not collective.
-
-        Returns
-        -------
-        str, int
-            Job, and number in it.
-        """
-        return self._own_task()
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """Return how many GPUs this task has.
-
-        Not collective.
-
-        Parameters
-        ----------
-        task_type : str, optional
-            Not used.
-        task_id : int, optional
-            Not used.
-        config_proto : object, optional
-            Not used.
-
-        Returns
-        -------
-        dict of str to int
-            Such as ``{"GPU": 2}``; empty without GPUs.
-        """
-        return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}
 
 
 def _counts(tasks_per_node: int | Sequence[int] | str, num_nodes: int) -> list[int]:

@@ -23,8 +23,10 @@ from hpcstrat.data.rows import (
     ShuffledRows,
     SourceRows,
     Stage,
+    in_words,
 )
 from hpcstrat.data.sources import Columns, open_source
+from hpcstrat.engine.html import table
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import AutoShardPolicy
 from hpcstrat.engine.tree import flatten, tree_map, unflatten
@@ -1248,6 +1250,16 @@ class Dataset:
     def __repr__(self) -> str:
         """Return what ranks compare."""
         return f"<Dataset of {self._stage.describe()}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks; no function of the program is called."""
+        rows = {
+            "elements": in_words(self.cardinality()),
+            "examples": in_words(self.num_rows),
+            "global batch": self.batch_size or "unknown",
+            "made of": self._stage.describe(),
+        }
+        return table("Dataset", rows)
 
     def describe(self) -> str:
         """Say what ranks must agree on.

@@ -27,7 +27,7 @@ from hpcstrat.data.iterator import (
     EpochPlace,
     ReducibleDataset,
 )
-from hpcstrat.data.pipelines import Place, Steps
+from hpcstrat.data.pipelines import PipelinePlace, Steps
 from hpcstrat.data.placing import Placer, packed
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.options import InputOptions, InputReplicationMode
@@ -59,7 +59,7 @@ class DealtDataset(ReducibleDataset):
     ----------
     strategy : Strategy
         Whose replicas.
-    place : Place
+    place : PipelinePlace
         This replica's.
     make_steps : callable
         Returns the steps; called on ranks that run a pipeline.
@@ -71,7 +71,7 @@ class DealtDataset(ReducibleDataset):
     def __init__(
         self,
         strategy: Replicas,
-        place: Place,
+        place: PipelinePlace,
         make_steps: Callable[[], Steps],
         options: InputOptions,
     ) -> None:
@@ -102,7 +102,9 @@ class DealtDataset(ReducibleDataset):
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration; its first step starts the pipeline."""
-        return DistributedIterator(self._begin(EpochPlace(self._num_iterations, 0)))
+        return DistributedIterator(
+            self._begin(EpochPlace(self._num_iterations, 0)), self
+        )
 
     def _begin(self, position: EpochPlace) -> _Elements:
         elements = _Elements(
@@ -118,6 +120,14 @@ class DealtDataset(ReducibleDataset):
         self._num_iterations += 1
         return elements
 
+    def __repr__(self) -> str:
+        """Show what is read, and for how many replicas."""
+        return f"<{type(self).__name__} of {self._source()}, for {self._strategy!r}>"
+
+    def _source(self) -> str:
+        """Say what is read."""
+        return "the program's own batches"
+
 
 class _Elements:
     """This replica's batches; goes on after a step that failed, if a pipeline does."""
@@ -125,7 +135,7 @@ class _Elements:
     def __init__(
         self,
         strategy: Replicas,
-        place: Place,
+        place: PipelinePlace,
         placer: Placer,
         *,
         steps: Steps | None,
@@ -266,7 +276,7 @@ class _Elements:
         with collectives.moving(_NEXT) as comm:
             parts, came = dealt[: len(self._place.own)], None
             if not self._alone:
-                own = channel.patient(self._place.comm)
+                own = channel.interruptible(self._place.comm)
                 came = own.scatter(self._by_rank(dealt), root=0)
             try:
                 if came is not None:

@@ -18,11 +18,12 @@ from hpcstrat.data.iterator import (
     ReducibleDataset,
 )
 from hpcstrat.data.order import ORDER_VERSION
-from hpcstrat.data.pipelines import Place, function_steps, iterable_steps
+from hpcstrat.data.pipelines import PipelinePlace, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
 from hpcstrat.data.read_ahead import ReadAhead, num_readers, reading
 from hpcstrat.data.resuming import StatefulDataset, StreamDataset
-from hpcstrat.data.rows import Rows
+from hpcstrat.data.rows import Rows, in_words
+from hpcstrat.engine.html import table
 from hpcstrat.engine.options import (
     AutoShardPolicy,
     InputContext,
@@ -211,7 +212,23 @@ class DistributedDataset(ReducibleDataset):
         # At once, so that a loop that is left early does not repeat its epoch.
         self._next = (epoch + 1, 0)
         self._latest = batches.place
-        return DistributedIterator(batches)
+        return DistributedIterator(batches, self)
+
+    def __repr__(self) -> str:
+        """Show what is read, and for how many replicas."""
+        source = self._stage.describe()
+        return f"<{type(self).__name__} of {source}, for {self._strategy!r}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows = {
+            "global batches": in_words(self.cardinality),
+            "examples": in_words(self.num_rows),
+            "global batch": self._stage.batch_size,
+            "made of": self._stage.describe(),
+            "strategy": self._strategy,
+        }
+        return table(type(self).__name__, rows)
 
 
 class _Batches:
@@ -387,7 +404,7 @@ def distribute_dataset(
 
 def _deal(strategy: Replicas, dataset: Any, options: InputOptions) -> DealtDataset:
     # The steps are made later, on the ranks that run a pipeline alone.
-    place = Place(strategy, single=options.single_pipeline)
+    place = PipelinePlace(strategy, single=options.single_pipeline)
     if isinstance(dataset, Dataset):
         return StreamDataset(strategy, place, dataset, options)
     if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
@@ -438,7 +455,7 @@ def distribute_from_function(
             "expected experimental_place_dataset_on_device with PER_REPLICA and "
             f"without experimental_fetch_to_device, found {options}; change the options"
         )
-    place = Place(strategy, single=options.single_pipeline)
+    place = PipelinePlace(strategy, single=options.single_pipeline)
     return DealtDataset(
         strategy,
         place,

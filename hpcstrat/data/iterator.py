@@ -59,6 +59,10 @@ class Optional:
             raise ValueError("expected an element, found the end; ask has_value first")
         return self._element
 
+    def __repr__(self) -> str:
+        """Show the element, if there is one."""
+        return f"Optional({self._element!r})" if self._present else "Optional(no value)"
+
 
 class DistributedIterator:
     """Gives per-replica batches; made by ``iter`` of a distributed data set.
@@ -67,10 +71,18 @@ class DistributedIterator:
     ----------
     elements : iterator of tree
         Raises StopIteration at the end, on all replicas at the same step.
+    dataset : DistributedDataset or DealtDataset
+        Whose elements they are.
     """
 
-    def __init__(self, elements: Iterator[Tree]) -> None:
+    def __init__(self, elements: Iterator[Tree], dataset: ReducibleDataset) -> None:
         self._elements = elements
+        self._dataset = dataset
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a global batch, as ArraySpec."""
+        return self._dataset.element_spec
 
     def __iter__(self) -> Self:
         """Return the iterator itself."""
@@ -132,6 +144,10 @@ class DistributedIterator:
         element: Any = next(self, _END)
         return Optional(False) if element is _END else Optional(True, element)
 
+    def __repr__(self) -> str:
+        """Say what its elements are."""
+        return f"<{type(self).__name__} of this process's parts of batches>"
+
 
 _END = object()
 
@@ -158,6 +174,14 @@ class ReducibleDataset:
     def distribute_strategy(self) -> Replicas:
         """The strategy between whose replicas it is divided."""
         return self._strategy
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a global batch, as ArraySpec."""
+        raise ValueError(
+            "expected a hpcstrat.Dataset, which knows the arrays of its batches before "
+            "they are read, found an iterable or a function; look at the first batch"
+        )
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration."""

@@ -11,7 +11,7 @@ from hpcstrat.data.splitting import deal_elements, deal_pieces, pour_slots
 from hpcstrat.engine.options import AutoShardPolicy, InputContext
 from hpcstrat.engine.typing import Replicas, Tree
 
-__all__ = ["Place", "Steps", "function_steps", "iterable_steps"]
+__all__ = ["PipelinePlace", "Steps", "function_steps", "iterable_steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Steps:
         return self.cut(self.source)
 
 
-class Place:
+class PipelinePlace:
     """This rank's place among those that one pipeline serves.
 
     Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``, of which each
@@ -60,7 +60,7 @@ class Place:
             self.leads = self.comm.rank == 0
 
 
-def iterable_steps(dataset: Any, place: Place) -> Steps:
+def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
     """Return what makes a worker's steps from global batches.
 
     The data set may have ``batch_size`` (int or None), ``auto_shard_policy``, ``files``
@@ -105,7 +105,10 @@ def iterable_steps(dataset: Any, place: Place) -> Steps:
 
 
 def function_steps(
-    dataset_fn: Callable[[InputContext], Any], place: Place, *, per_replica: bool
+    dataset_fn: Callable[[InputContext], Any],
+    place: PipelinePlace,
+    *,
+    per_replica: bool,
 ) -> Steps:
     """Return what makes a worker's steps from an input function.
 

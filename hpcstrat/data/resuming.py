@@ -11,12 +11,12 @@ from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset
 from hpcstrat.data.iterator import DistributedIterator, EpochPlace
 from hpcstrat.data.order import ORDER_VERSION
-from hpcstrat.data.pipelines import Place, iterable_steps
+from hpcstrat.data.pipelines import PipelinePlace, iterable_steps
 from hpcstrat.data.rows import UNKNOWN
 from hpcstrat.engine.arrays.kinds import as_array
 from hpcstrat.engine.options import AutoShardPolicy, InputOptions
 from hpcstrat.engine.tree import flatten, unflatten
-from hpcstrat.engine.typing import Replicas
+from hpcstrat.engine.typing import Replicas, Tree
 
 __all__ = ["StatefulDataset", "StreamDataset"]
 
@@ -32,7 +32,7 @@ class StreamDataset(DealtDataset):
     ----------
     strategy : Strategy
         Whose replicas.
-    place : Place
+    place : PipelinePlace
         This replica's.
     dataset : Dataset
         The chain.
@@ -41,7 +41,11 @@ class StreamDataset(DealtDataset):
     """
 
     def __init__(
-        self, strategy: Replicas, place: Place, dataset: Dataset, options: InputOptions
+        self,
+        strategy: Replicas,
+        place: PipelinePlace,
+        dataset: Dataset,
+        options: InputOptions,
     ) -> None:
         super().__init__(
             strategy, place, lambda: iterable_steps(dataset, place), options
@@ -55,7 +59,12 @@ class StreamDataset(DealtDataset):
         epoch, position = self._next
         self._next = (epoch + 1, 0)
         self._latest = EpochPlace(epoch, position)
-        return DistributedIterator(self._begin(self._latest))
+        return DistributedIterator(self._begin(self._latest), self)
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a batch of the chain, as ArraySpec."""
+        return self._dataset.element_spec
 
     def _num_parts(self) -> int:
         """Return into how many different parts the data are divided."""
@@ -132,6 +141,9 @@ class StreamDataset(DealtDataset):
         self._next = (int(state["epoch"]), int(state["global_position"]))
         self._latest = None
 
+    def _source(self) -> str:
+        return self._dataset.describe()
+
 
 class StatefulDataset(DealtDataset):
     """Per-replica batches of an iterable that can save its position itself.
@@ -144,7 +156,7 @@ class StatefulDataset(DealtDataset):
     ----------
     strategy : Strategy
         Whose replicas.
-    place : Place
+    place : PipelinePlace
         This replica's.
     iterable : iterable
         Gives global batches.
@@ -153,7 +165,11 @@ class StatefulDataset(DealtDataset):
     """
 
     def __init__(
-        self, strategy: Replicas, place: Place, iterable: Any, options: InputOptions
+        self,
+        strategy: Replicas,
+        place: PipelinePlace,
+        iterable: Any,
+        options: InputOptions,
     ) -> None:
         super().__init__(
             strategy, place, lambda: iterable_steps(iterable, place), options
@@ -223,3 +239,6 @@ class StatefulDataset(DealtDataset):
             tensor = torch is not None and is_tensor
             leaves[number] = torch.from_numpy(array) if tensor else array  # type: ignore[union-attr]
         self._iterable.load_state_dict(unflatten(structure, leaves))
+
+    def _source(self) -> str:
+        return f"a {type(self._iterable).__name__}"

@@ -48,6 +48,7 @@ __all__ = [
     "ZippedRows",
     "as_places",
     "epoch_of_repetition",
+    "in_words",
     "join_blocks",
 ]
 
@@ -63,6 +64,11 @@ Places = slice | Array
 _BLOCK_ROWS = 256
 # Attributes that hold the stages before one.
 _PARENTS = ("parent", "parents", "rows", "first", "second")
+
+
+def in_words(count: int) -> str:
+    """Return a number of elements, or why there is none."""
+    return {INFINITE: "no end", UNKNOWN: "unknown"}.get(count, str(count))
 
 
 class Stage:

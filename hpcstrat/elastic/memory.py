@@ -207,7 +207,7 @@ class Memory:
         self._require_whole(objects)
         channel = strategy.collectives.channel
         if channel is not None:
-            channel.started.drain()
+            channel.pending.drain()
             # Ranks stay within one commit of each other, so that two are enough.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
@@ -223,6 +223,13 @@ class Memory:
         commit.num_ranks = strategy.num_ranks
         commit.key = self._generation, self._number
         self._calls = -1 if channel is None else channel.num_calls
+
+    def __repr__(self) -> str:
+        """Show the names of what is kept."""
+        return (
+            f"<Memory of {', '.join(sorted(self.state)) or 'nothing yet'}, commit "
+            f"{self._number}>"
+        )
 
 
 def _holding(commit: Snapshot) -> tuple[Any, int, int, list[int]]:

@@ -11,14 +11,13 @@ from hpcstrat.checkpoint.file.plain_state import from_text
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.restore.entry_matching import Match, match_entries
 from hpcstrat.elastic.snapshots import Key, Snapshot
-from hpcstrat.engine.arrays.casting import quietly
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.gpu.transfers import store
 from hpcstrat.engine.logs import get_logger
-from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.safety.divergence.divergence import check_mirrored
+from hpcstrat.variables import rule_of
 
 __all__ = ["Inventory", "choose", "restore_snapshot", "restore_whole"]
 
@@ -232,11 +231,15 @@ def _restore_lost(
                 rows.update(streams)
             continue
         for path, array in arrays.items():
-            kind = commit.entries[path].aggregation
-            if kind == "sum" and now == keeper:
-                values[path] = quietly(np.add, values[path], array)
-            elif kind == "only_first_replica" and lost == now == 0:
-                values[path] = array
+            rule = rule_of(commit.entries[path].aggregation)
+            if rule is None:
+                continue
+            first = lost == now == 0
+            kept = rule.after_loss(
+                values.get(path), array, keeps=now == keeper, succeeds_first=first
+            )
+            if kept is not None:
+                values[path] = kept
     without = [
         n for n, r in handover.newcomers.items() if r is None or not _kept(handover, r)
     ]
@@ -257,24 +260,20 @@ def _fill_newcomers(
     without: list[int],
 ) -> None:
     """Give newcomers whose predecessors' parts are lost parts that change no total."""
-    collectives, own = strategy.collectives, strategy.replica_id in without
     for path in commit.on_read():
-        kind, like = commit.entries[path].aggregation, commit.arrays[path]
-        if kind == "sum" and own:
-            values[path] = np.zeros_like(like)
-        elif kind == "mean":
-            # The mean is over those who have a part, so that it stays theirs.
-            term = np.zeros_like(like) if own else values[path]
-            what = f"mean of {path} for newcomers"
-            total = collectives.batch_reduce(ReduceOp.SUM, term, what)
-            if own:
-                count = strategy.num_replicas_in_sync - len(without)
-                values[path] = (total / count).astype(like.dtype)
-        elif kind == "only_first_replica":
-            what = f"value of {path} for newcomers"
-            given = collectives.broadcast(values.get(path, like), handover.root, what)
-            if own:
-                values[path] = given
+        rule = rule_of(commit.entries[path].aggregation)
+        if rule is None:
+            continue
+        part = rule.with_newcomers(
+            strategy,
+            values.get(path),
+            commit.arrays[path],
+            newcomers=without,
+            root=handover.root,
+            path=path,
+        )
+        if part is not None:
+            values[path] = part
 
 
 def _warn_of_lost(
@@ -284,17 +283,17 @@ def _warn_of_lost(
     if strategy.replica_id != handover.root:
         return
     gone = [lost for lost in sorted(handover.lost) if not _kept(handover, lost)]
-    entries = [commit.entries[path] for path in commit.on_read()]
-    sums = [e.path for e in entries if e.aggregation == "sum"]
-    rows = [e.path for e in entries if e.aggregation == "none"]
-    firsts = [e.path for e in entries if e.aggregation == "only_first_replica"]
+    paths: dict[str, list[str]] = {}
+    for path in commit.on_read():
+        paths.setdefault(commit.entries[path].aggregation, []).append(path)
     said = []
-    if gone and sums:
-        said.append(f"the parts of replicas {gone} in the sums {', '.join(sums)}")
-    if 0 in gone and firsts:
-        said.append(f"the values of replica 0 of {', '.join(firsts)}")
-    if without and rows:
-        said.append(f"the values of replicas {gone} of {', '.join(rows)}")
+    for aggregation, names in sorted(paths.items()):
+        rule, text = rule_of(aggregation), ", ".join(names)
+        if rule is not None:
+            said.append(rule.loss(gone, text))
+        elif without:
+            said.append(f"the values of replicas {gone} of {text}")
+    said = [text for text in said if text]
     if said:
         get_logger("elastic").warning(
             "at step %d these are lost: %s; elastic.run(partner_copies=True) keeps "

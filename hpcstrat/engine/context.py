@@ -15,9 +15,9 @@ from hpcstrat.engine.options import ReduceOp, VariableSynchronization
 from hpcstrat.engine.typing import Replicas, Tree
 
 __all__ = [
+    "AnnouncesInitErrors",
     "ContextEntry",
     "CurrentStrategy",
-    "MadeTogether",
     "current",
     "own_index",
     "pop",
@@ -80,7 +80,7 @@ class CurrentStrategy(Replicas, Protocol):
     def variable_class(self, synchronization: VariableSynchronization) -> Any: ...
 
     # Variables lie above this module.
-    def register(self, variable: Any) -> None: ...
+    def variable_made(self, variable: Any) -> None: ...
 
     def all_or_none(self, variable: Any, what: str) -> AbstractContextManager[None]: ...
 
@@ -133,7 +133,7 @@ def own_index() -> int | None:
     return None if entry is None else entry.index
 
 
-class MadeTogether:
+class AnnouncesInitErrors:
     """Base of what all replicas make together in a scope: they learn if one cannot.
 
     Whatever ``__init__`` raises, a wrong argument too, is announced to the others.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import platform
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from hpcstrat.cluster_resolver import launch_from_environment
 
-__all__ = ["get_logger", "place", "print_once", "set_rank"]
+__all__ = ["get_logger", "is_first_rank", "place", "print_once", "set_rank"]
 
 _ROOT = "hpcstrat"
 
@@ -28,19 +28,52 @@ def _add_place(record: logging.LogRecord) -> bool:
     return True
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
-    """Show warnings of every rank, and lower levels of rank 0 alone.
+class _OwnHandler(logging.StreamHandler[TextIO]):
+    """Shows warnings of every rank, and lower levels of rank 0 alone.
 
-    Nothing where the root logger has handlers, which show all records themselves.
+    Nothing of a record that a handler of the program is given, whenever it was added.
     """
-    if logging.getLogger().handlers:
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(
+            logging.Formatter(
+                "[%(name)s %(rank)d/%(size)d %(host)s] %(levelname)s: %(message)s"
+            )
+        )
+        self.addFilter(_add_place)
+
+    # Programs and tests replace the stream, and close what they put there.
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, unless others are given it."""
+        is_for_all = _Rank.rank == 0 or record.levelno >= logging.WARNING
+        if is_for_all and not self._others(record):
+            super().emit(record)
+
+    def _others(self, record: logging.LogRecord) -> bool:
+        logger: logging.Logger | None = logging.getLogger(record.name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
         return False
-    return _Rank.rank == 0 or record.levelno >= logging.WARNING
+
+
+_own = _OwnHandler()
 
 
 def set_rank(rank: int, size: int, host: str) -> None:
     """Tell the loggers which process this is."""
     _Rank.rank, _Rank.size, _Rank.host = rank, size, host
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0 of the job."""
+    return _Rank.rank == 0
 
 
 def place() -> str:
@@ -62,21 +95,13 @@ def get_logger(name: str | None = None) -> logging.Logger:
     -------
     logging.Logger
         Its records have the attributes ``rank``, ``size`` and ``host``, and propagate
-        to the handlers of the program's root logger. Where that has none, and the
-        program has not configured the logger ``hpcstrat`` before, warnings of every
-        rank and lower levels of rank 0 go to standard error.
+        to the handlers of the program's loggers. Those that find none, neither at this
+        logger nor at ``hpcstrat`` or the root, go to standard error: warnings of every
+        rank, and lower levels of rank 0.
     """
     root = logging.getLogger(_ROOT)
-    if not root.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(
-            logging.Formatter(
-                "[%(name)s %(rank)d/%(size)d %(host)s] %(levelname)s: %(message)s"
-            )
-        )
-        handler.addFilter(_add_place)
-        handler.addFilter(_is_shown)
-        root.addHandler(handler)
+    # It is there already where it was added before.
+    root.addHandler(_own)
     logger = root if name is None else root.getChild(name)
     # A logger passes on the records of its children without asking its own filters.
     logger.addFilter(_add_place)
@@ -95,7 +120,7 @@ def print_once(*values: Any, **options: Any) -> None:
     **options : object
         As for ``print``.
     """
-    if _Rank.rank == 0:
+    if is_first_rank():
         print(*values, **options)
         # Launchers read pipes, in which lines would be kept back.
         (options.get("file") or sys.stdout).flush()

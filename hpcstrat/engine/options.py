@@ -70,6 +70,32 @@ class ReduceOp(_NamedEnum):
     SUM = "SUM"
     MEAN = "MEAN"
 
+    @classmethod
+    def parse(cls, value: Any) -> ReduceOp:
+        """Return the operation that ``value`` is, names or stands for.
+
+        Not collective.
+
+        Parameters
+        ----------
+        value : ReduceOp or str or VariableAggregation
+            A member, or its name in upper or lower case; of aggregations ``SUM`` and
+            ``MEAN``.
+
+        Returns
+        -------
+        ReduceOp
+            The operation.
+
+        Raises
+        ------
+        ValueError
+            If there is no such operation.
+        """
+        if isinstance(value, VariableAggregation):
+            return cls.from_variable_aggregation(value)
+        return super().parse(value)
+
     @staticmethod
     def from_variable_aggregation(aggregation: Any) -> ReduceOp:
         """Return the operation that an aggregation stands for.
@@ -112,7 +138,10 @@ class VariableSynchronization(_NamedEnum):
 
 
 class VariableAggregation(_NamedEnum):
-    """The way in which values that replicas assign to a variable are combined."""
+    """The way in which a variable's values on all replicas are combined.
+
+    `hpcstrat.variables.aggregation_rules` has the rule of each.
+    """
 
     NONE = 0
     SUM = 1

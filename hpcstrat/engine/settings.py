@@ -99,6 +99,7 @@ class Settings:
     native : bool, optional
         Whether the compiled kernel sums in the memory that the ranks of a machine
         share, where all of them have it; else NumPy does, with the same bits.
+        ``HPCSTRAT_NATIVE=0`` leaves the update rules of optimizers to NumPy, too.
         Default: True.
     math_threads : int, optional
         With logical replicas, how many threads BLAS, OpenMP, PyTorch and XLA have in
@@ -107,6 +108,10 @@ class Settings:
         Folder for a log of digests of the mirrored variables, one for each entry into
         ``run``, which ``hpcstrat verify-bits`` compares with that of another run; empty
         for none. Default: empty.
+    hang_folder : str, optional
+        Folder for the job's file ``hpcstrat-hang-*.jsonl``, written when ranks are late
+        or an error ends the job, and explained by ``hpcstrat hang``; empty for none.
+        Default: ``"."``.
 
     Raises
     ------
@@ -135,6 +140,7 @@ class Settings:
     native: bool | None = _setting(True)
     math_threads: int | None = _setting(1, least=1)
     step_digests: str | None = _setting("")
+    hang_folder: str | None = _setting(".")
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.context import current, own_index
+from hpcstrat.engine.html import table
 from hpcstrat.engine.tree import tree_map
 from hpcstrat.engine.typing import Array, Tree
 
@@ -282,6 +283,11 @@ class PerReplica(ArrayOperators, DistributedValues):
             return f"PerReplica(own part: {parts[0]!r})"
         return f"PerReplica(own parts: {', '.join(map(repr, parts))})"
 
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        parts = enumerate(map(repr, self._parts))
+        return table("PerReplica", {f"own part {n}": part for n, part in parts})
+
 
 class Mirrored(ArrayOperators, DistributedValues):
     """A value that is the same on all replicas; acts as its local copy."""
@@ -306,6 +312,10 @@ class Mirrored(ArrayOperators, DistributedValues):
     def __repr__(self) -> str:
         """Show the local copy."""
         return f"Mirrored({self._local!r})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        return table("Mirrored", {"on all replicas": repr(self._local)})
 
 
 def _plain(value: Any) -> Array:

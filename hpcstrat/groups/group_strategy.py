@@ -28,9 +28,9 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
         self._take = take
         super().__init__(**options)
 
-    def register(self, variable: MirroredVariable) -> None:
+    def variable_made(self, variable: MirroredVariable) -> None:
         """Take a new variable; collective over all replicas if groups average it."""
-        super().register(variable)
+        super().variable_made(variable)
         kind = variable.dtype
         if variable.trainable and (kind.kind in "fc" or is_half(kind)):
             self._take(variable)

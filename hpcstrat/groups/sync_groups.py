@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.context import current, pop, push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.replica_collectives import Collectives
@@ -134,7 +134,7 @@ class SyncGroups:
         self._pairs: list[tuple[MirroredVariable, Variable]] = []
         # Parameters of the groups when the sum that is under way began.
         self._starts: list[Variable] = []
-        self._sum: Started | None = None
+        self._sum: PendingCall | None = None
         # Learning rate of the outer optimizer for the sum of this round.
         self._rate = 0.0
         try:
@@ -297,7 +297,7 @@ class SyncGroups:
                 "none; make them in the scope of SyncGroups.strategy"
             )
 
-    @quiet
+    @without_fp_warnings
     def _changes(self) -> list[Array]:
         """Return what this group has changed since the last round, negative."""
         changes = [outer.component - own.component for own, outer in self._pairs]
@@ -369,7 +369,7 @@ class SyncGroups:
         self._add_changes()
         self._counts.component[_UNDER_WAY] = -1
 
-    @quiet
+    @without_fp_warnings
     def _add_changes(self) -> None:
         for (variable, outer), start in zip(self._pairs, self._starts, strict=True):
             # Its memory is free from here on.

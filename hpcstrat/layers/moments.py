@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import (
     array_module,
     as_array,
@@ -32,7 +32,7 @@ __all__ = [
 _BACKWARD = "sync_batch_moments_backward"
 
 
-@quiet
+@without_fp_warnings
 def sync_batch_moments(
     x: ArrayLike, axis: int = -1, *, name: str = "sync_batch_moments"
 ) -> tuple[Array, Array, int]:
@@ -110,7 +110,7 @@ def _combined(
     return mean, variance, count if is_device(count) else round(float(count))
 
 
-@quiet
+@without_fp_warnings
 def sync_batch_moments_backward(
     x: ArrayLike,
     moments: tuple[Array, Array, int],

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import (
     array_module,
     as_array,
@@ -15,7 +15,7 @@ from hpcstrat.engine.arrays.kinds import (
     to_device,
     to_host,
 )
-from hpcstrat.engine.context import MadeTogether, own_index, second_strategy
+from hpcstrat.engine.context import AnnouncesInitErrors, own_index, second_strategy
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
 from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.layers.moments import (
@@ -27,12 +27,12 @@ from hpcstrat.layers.moments import (
     through_moments,
 )
 from hpcstrat.strategies import Strategy
-from hpcstrat.variables import Variable, class_of_own
+from hpcstrat.variables import Variable, class_for_state
 
 __all__ = ["SyncBatchNormalization"]
 
 
-class SyncBatchNormalization(MadeTogether):
+class SyncBatchNormalization(AnnouncesInitErrors):
     """Normalizes each channel by its mean and variance over the global batch.
 
     With ``m`` and ``v`` these moments, or the moving ones outside training, the result
@@ -104,7 +104,7 @@ class SyncBatchNormalization(MadeTogether):
             "synchronization": VariableSynchronization.ON_READ,
             "aggregation": VariableAggregation.MEAN,
         }
-        own = class_of_own()
+        own = class_for_state()
         self.moving_mean = own(zeros, name=f"{name}/moving_mean", **moving)
         self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
@@ -129,7 +129,7 @@ class SyncBatchNormalization(MadeTogether):
         """Gamma and beta, as far as there are any."""
         return [v for v in (self.gamma, self.beta) if v is not None]
 
-    @quiet
+    @without_fp_warnings
     def forward(self, x: ArrayLike, training: bool = False) -> Array:
         """Normalize this replica's part of the batch.
 
@@ -191,7 +191,7 @@ class SyncBatchNormalization(MadeTogether):
             scaled += self._spread(_beside(array, self.beta.component), array)
         return scaled.astype(dtype, copy=False)
 
-    @quiet
+    @without_fp_warnings
     def backward(self, dy: ArrayLike) -> tuple[Array, Array | None, Array | None]:
         """Return the gradients of the latest `forward`, which is forgotten then.
 
@@ -321,6 +321,13 @@ class SyncBatchNormalization(MadeTogether):
         else:
             # In place, as checkpoints and views of the program refer to this memory.
             np.copyto(old, moved, casting="same_kind")
+
+    def __repr__(self) -> str:
+        """Show name and options."""
+        return (
+            f"<{type(self).__name__} {self.name!r} channels={self.channels}, "
+            f"axis={self.axis}, momentum={self.momentum}, epsilon={self.epsilon}>"
+        )
 
 
 def _beside(array: Array, other: Array) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet, rounded
+from hpcstrat.engine.arrays.casting import rounded, without_fp_warnings
 from hpcstrat.engine.arrays.kinds import (
     array_module,
     as_array,
@@ -50,7 +50,7 @@ class Sum(Metric):
     def __init__(self, name: str = "sum", dtype: Any = np.float64) -> None:
         super().__init__(name, dtype, ("total",))
 
-    @quiet
+    @without_fp_warnings
     def update_state(
         self, values: ArrayLike, sample_weight: ArrayLike | None = None
     ) -> None:
@@ -79,7 +79,7 @@ class Sum(Metric):
             array = array * weights
         self._add(total=array.sum())
 
-    @quiet
+    @without_fp_warnings
     def result_of(self, totals: Any) -> Any:
         """Return the total.
 
@@ -104,7 +104,7 @@ class _Average(Metric):
     def __init__(self, name: str, dtype: Any) -> None:
         super().__init__(name, dtype, ("total", "count"))
 
-    @quiet
+    @without_fp_warnings
     def _average(self, array: Array, sample_weight: ArrayLike | None) -> None:
         count: Any = array.size
         if sample_weight is not None:
@@ -114,7 +114,7 @@ class _Average(Metric):
             count = array_module(weights).broadcast_to(weights, array.shape).sum()
         self._add(total=array.sum(), count=count)
 
-    @quiet
+    @without_fp_warnings
     def result_of(self, totals: Any) -> Any:
         """Return the quotient of total and count, 0 where the count is 0.
 

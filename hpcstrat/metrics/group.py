@@ -121,3 +121,7 @@ class MetricGroup:
             for name, metric in self._metrics.items()
             for total, variable in metric.checkpoint_variables().items()
         }
+
+    def __repr__(self) -> str:
+        """Show the metrics."""
+        return f"MetricGroup({self._metrics!r})"

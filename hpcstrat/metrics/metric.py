@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import is_device, to_host
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.context import MadeTogether, current, own_index
+from hpcstrat.engine.context import AnnouncesInitErrors, current, own_index
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.typing import Array
-from hpcstrat.variables import SyncOnReadVariable, Variable, class_of_own, read_all
+from hpcstrat.variables import SyncOnReadVariable, Variable, class_for_state, read_all
 
 __all__ = ["Metric", "read_totals"]
 
 
-class Metric(MadeTogether):
+class Metric(AnnouncesInitErrors):
     """A quantity computed from totals that each replica keeps for itself.
 
     Made in the scope of a strategy that distributes variables, it covers all replicas,
@@ -51,7 +51,7 @@ class Metric(MadeTogether):
         # All of one type, so that they travel in one buffer. Counts are float64, too,
         # because weights need not be integers; they are exact up to 2**53.
         self._totals = {
-            total: class_of_own()(
+            total: class_for_state()(
                 np.float64(0),
                 name=f"{name}/{total}",
                 synchronization=VariableSynchronization.ON_READ,
@@ -136,7 +136,7 @@ class Metric(MadeTogether):
         self._settle()
         return dict(self._totals)
 
-    @quiet
+    @without_fp_warnings
     def _settle(self) -> None:
         """Add to the totals what was kept on the GPU."""
         kept, self._on_device = self._on_device, {}

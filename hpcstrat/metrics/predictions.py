@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.kinds import as_array
 from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.metrics.averages import (
@@ -76,7 +76,7 @@ class BinaryAccuracy(MeanMetricWrapper):
         super().__init__(self._matches, name, dtype)
         self.threshold = threshold
 
-    @quiet
+    @without_fp_warnings
     def _matches(self, y_true: ArrayLike, y_pred: ArrayLike) -> Array:
         true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
         return _over_columns(true == (predicted > self.threshold))
@@ -171,7 +171,7 @@ class RootMeanSquaredError(MeanMetricWrapper):
         # Not over columns first: all elements count alike, as in tf.keras.
         super().__init__(_squared, name, dtype)
 
-    @quiet
+    @without_fp_warnings
     def result_of(self, totals: Any) -> Any:
         """Return the root of the quotient of total and count, 0 where that is 0.
 
@@ -215,7 +215,7 @@ def _over_columns(values: Array) -> Array:
     return mean_over(array, -1) if array.ndim > 1 else array
 
 
-@quiet
+@without_fp_warnings
 def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_array(y_true), as_array(y_pred))
     # A prediction of 0.1 in float32 is not the label 0.1 in float64.
@@ -224,7 +224,7 @@ def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return as_array(true == predicted)
 
 
-@quiet
+@without_fp_warnings
 def _equal_largest(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = of_one_library(as_float64(y_true), as_float64(y_pred))
     if true.ndim == 0 or true.shape != predicted.shape:
@@ -236,7 +236,7 @@ def _equal_largest(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return as_array(true.argmax(axis=-1) == predicted.argmax(axis=-1))
 
 
-@quiet
+@without_fp_warnings
 def _equal_class(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = of_one_library(as_array(y_true), as_float64(y_pred))
     if predicted.ndim == true.ndim and true.shape[-1:] == (1,):
@@ -255,17 +255,17 @@ def _difference(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return predicted - true
 
 
-@quiet
+@without_fp_warnings
 def _squared(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     difference = _difference(y_true, y_pred)
     return as_array(difference * difference)
 
 
-@quiet
+@without_fp_warnings
 def _squared_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return _over_columns(_squared(y_true, y_pred))
 
 
-@quiet
+@without_fp_warnings
 def _absolute_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return _over_columns(abs(_difference(y_true, y_pred)))

@@ -11,6 +11,7 @@ import numpy as np
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.arrays.row_updates import summed_rows
+from hpcstrat.engine.options import VariableAggregation
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import NonFiniteError
 from hpcstrat.optimizers.gradients import Gradient
@@ -21,6 +22,7 @@ from hpcstrat.variables import Variable, share_of
 __all__ = ["Accumulation"]
 
 _SUM, _COUNT, _CALLS = "gradient_sum", "gradient_count", "accumulated_steps"
+_TOTAL = VariableAggregation.SUM
 
 
 @dataclasses.dataclass(slots=True)
@@ -134,13 +136,13 @@ class Accumulation:
         slots, zero = self._slots, np.zeros((), np.int64)
         for variable in variables:
             if self._calls is None:
-                self._calls = slots.own(_CALLS, variable.distribute_strategy)
+                self._calls = slots.count(_CALLS, variable.distribute_strategy)
             if slots.find(_SUM, variable) is None:
                 module = array_module(variable.component)
                 array = module.zeros(variable.shape, variable.dtype)
-                slots.make(_SUM, variable, array, is_sum=True)
+                slots.make(_SUM, variable, array, aggregation=_TOTAL)
                 # Counted apart: sums of zeros do not say whether there was a gradient.
-                slots.make(_COUNT, variable, zero, is_sum=True)
+                slots.make(_COUNT, variable, zero, aggregation=_TOTAL)
 
     def _sum_and_count(self, variable: Variable) -> tuple[Array, Array]:
         total = self._slots.find(_SUM, variable)
@@ -205,7 +207,7 @@ class Accumulation:
             count = strategy.num_replicas_in_sync
             # The parts add up to the total, and differ in their last bits at most.
             value = share_of(value, count, strategy.replica_id)
-        self._slots.wait(name, value, strategy, is_sum=True)
+        self._slots.wait(name, value, strategy, _TOTAL)
         return True
 
     def restored(self, num_replicas: int, now: int) -> bool:

@@ -17,6 +17,7 @@ from hpcstrat.optimizers.parameters import (
     Step,
     require_range,
 )
+from hpcstrat.optimizers.rules import compiled_rules
 
 __all__ = ["Adam", "AdamW", "AdamWithDecay"]
 
@@ -71,12 +72,44 @@ class Adam(Optimizer):
     def update(  # numpydoc ignore=GL08
         self, step: Step, gradient: Array, value: Array, *slots: Array
     ) -> None:
-        self._direction(step, gradient, *slots)
-        gradient *= value.dtype.type(step.rate)
+        kept = self._kept(step)
+        if self._in_one_pass((gradient, *slots, value), step, kept):
+            return
+        number = value.dtype.type
+        if kept != 1:
+            # Before the step, as decay is of the variable as it was.
+            value *= number(kept)
+        self._first_stage(step, gradient, *slots)
+        gradient *= number(step.rate)
         value -= gradient
 
-    def _direction(self, step: Step, gradient: Array, *slots: Array) -> None:
+    def _kept(self, step: Step) -> float:
+        """Return the factor that the step's decay leaves of a variable."""
+        del step
+        return 1.0
+
+    def _in_one_pass(
+        self, arrays: tuple[Array, ...], step: Step, kept: float = 1.0
+    ) -> bool:
+        """Let the compiled rule update arrays, where it was built and takes them.
+
+        The gradient, the moments, and the variable; without that, the compiled rule
+        does what `_first_stage` does.
+        """
+        rules = compiled_rules()
+        if rules is None:
+            return False
+        factors = (
+            *(self.beta_1, 1 - self.beta_1, self.beta_2, 1 - self.beta_2),
+            *(self._root(step), self.epsilon, self._bias(step), step.rate, kept),
+        )
+        taken: bool = rules.adam(arrays, factors)
+        return taken
+
+    def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
         """Update the moments; put the step for a rate of 1 in the gradient's place."""
+        if self._in_one_pass((gradient, *slots), step):
+            return
         m, v = slots
         number = gradient.dtype.type
         scratch = np.multiply(
@@ -90,11 +123,18 @@ class Adam(Optimizer):
         v *= number(self.beta_2)
         v += gradient
         np.sqrt(v, out=scratch)
-        # Powers in double: in float32 a difference from 1 loses digits.
-        scratch /= number(math.sqrt(1 - self.beta_2**step.number))
+        scratch /= number(self._root(step))
         scratch += number(self.epsilon)
         np.divide(m, scratch, out=gradient)
-        gradient /= number(1 - self.beta_1**step.number)
+        gradient /= number(self._bias(step))
+
+    # Powers in double: in float32 a difference from 1 loses digits.
+
+    def _root(self, step: Step) -> float:
+        return math.sqrt(1 - self.beta_2**step.number)
+
+    def _bias(self, step: Step) -> float:
+        return 1 - self.beta_1**step.number
 
 
 class AdamWithDecay(Adam):
@@ -186,10 +226,7 @@ class AdamW(AdamWithDecay):
             **options,
         )
 
-    def update(  # numpydoc ignore=GL08
-        self, step: Step, gradient: Array, value: Array, *slots: Array
-    ) -> None:
-        if not self._is_excluded(step.name):
-            # Before the step, as decay is of the variable as it was.
-            value *= value.dtype.type(1 - step.rate * self.weight_decay)
-        super().update(step, gradient, value, *slots)
+    def _kept(self, step: Step) -> float:
+        if self._is_excluded(step.name):
+            return 1.0
+        return 1 - step.rate * self.weight_decay

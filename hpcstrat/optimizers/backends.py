@@ -32,7 +32,7 @@ class Backend(Protocol):
     sharded: bool
     """Whether each rank has a part of the state alone."""
 
-    repeats: bool
+    sums_in_place: bool
     """Whether sums can be made in the memory in which they are used."""
 
     def reduce(self, gradients: list[Any], out: list[Array] | None) -> list[Any]:
@@ -47,16 +47,16 @@ class Backend(Protocol):
         Collective over the strategy's replicas.
         """
 
-    def wholes(self, reduced: list[Any], own: list[Any]) -> list[Any]:
+    def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
         """Return combined gradients of all elements, given this rank's ``own``.
 
         Collective over the strategy's replicas.
         """
 
-    def cut(self, targets: list[Target]) -> list[Target]:
+    def arrays_here(self, targets: list[Target]) -> list[Target]:
         """Return what this rank updates, of the arrays of all variables and state."""
 
-    def own(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
+    def gradients_here(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
         """Return the gradients by which this rank updates."""
 
     def norm(self, arrays: Sequence[Array]) -> float | None:
@@ -73,7 +73,7 @@ class Copies:
     """Each rank updates its copy of every variable, by the whole sums."""
 
     sharded = False
-    repeats = True
+    sums_in_place = True
 
     def __init__(
         self, strategy: Strategy, pairs: Pairs, label: str, op: ReduceOp
@@ -85,7 +85,7 @@ class Copies:
 
     def reduce(self, gradients: list[Any], out: list[Array] | None) -> list[Any]:
         """Combine gradients over replicas."""
-        reduced: list[Any] = self._strategy.collectives.reduce_inside(
+        reduced: list[Any] = self._strategy.collectives.reduce_in_call(
             self._op, gradients, self._label, out=out
         )
         return reduced
@@ -98,16 +98,16 @@ class Copies:
         """Return what is given: all ranks have the same sums."""
         return finite
 
-    def wholes(self, reduced: list[Any], own: list[Any]) -> list[Any]:
+    def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
         """Return the combined gradients."""
         del own
         return reduced
 
-    def cut(self, targets: list[Target]) -> list[Target]:
+    def arrays_here(self, targets: list[Target]) -> list[Target]:
         """Return all."""
         return targets
 
-    def own(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
+    def gradients_here(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
         """Return all."""
         del optimizer
         return reduced
@@ -132,15 +132,15 @@ class Parts(Copies):
     """
 
     sharded = True
-    repeats = False
+    sums_in_place = False
 
-    def own(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
+    def gradients_here(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
         """Return this rank's parts, scaled and clipped by the whole gradients."""
         optimizer._condition(reduced, self)
         self._wholes = [_dense(gradient).reshape(-1) for gradient in reduced]
         return [w[part_of_rank(w.size, self._strategy)] for w in self._wholes]
 
-    def cut(self, targets: list[Target]) -> list[Target]:
+    def arrays_here(self, targets: list[Target]) -> list[Target]:
         """Return this rank's parts of the variables; their state is such a part."""
         found: list[Target] = []
         for step, (whole, *state) in targets:
@@ -160,7 +160,7 @@ class Parts(Copies):
             if in_two:
                 targets = zip(gradients, routine.targets, strict=True)
                 for part, (step, own) in targets:
-                    optimizer._direction(step, part, *own[1:])
+                    optimizer._first_stage(step, part, *own[1:])
             else:
                 optimizer._update_parts(gradients, routine)
         exchange_parts(
@@ -172,7 +172,7 @@ class Parts(Copies):
         if in_two:
             steps = [step for step, _ in routine.targets]
             for step, whole, array in zip(steps, wholes, arrays, strict=True):
-                optimizer._finish(step, whole.reshape(array.shape), array)
+                optimizer._second_stage(step, whole.reshape(array.shape), array)
 
 
 def backend_of(

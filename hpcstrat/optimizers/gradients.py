@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet, rounded
+from hpcstrat.engine.arrays.casting import rounded, without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import (
     array_module,
@@ -232,7 +232,7 @@ def require_names(variables: Iterable[Variable]) -> None:
     )
 
 
-@quiet
+@without_fp_warnings
 def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
     """Return what the caller of `apply_gradients` gives, of the variables' types.
 

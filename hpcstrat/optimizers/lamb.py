@@ -72,10 +72,10 @@ class LAMB(AdamWithDecay):
     def update(  # numpydoc ignore=GL08
         self, step: Step, gradient: Array, value: Array, *slots: Array
     ) -> None:
-        self._direction(step, gradient, *slots)
-        self._finish(step, gradient, value)
+        self._first_stage(step, gradient, *slots)
+        self._second_stage(step, gradient, value)
 
-    def _finish(self, step: Step, gradient: Array, value: Array) -> None:
+    def _second_stage(self, step: Step, gradient: Array, value: Array) -> None:
         rate: Any = step.rate
         number = value.dtype.type
         if not self._is_excluded(step.name):

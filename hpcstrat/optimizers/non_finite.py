@@ -1,7 +1,8 @@
 """Handles combined gradients that are NaN or infinite.
 
-A combined gradient has the same bits on every replica, so that all of them decide the
-same without a message. Only to find the replica from which it comes takes one.
+With the backends `Copies` and `Parts` a combined gradient has the same bits on every
+replica, so that all of them decide the same without a message; other backends agree by
+`Backend.all_finite`. To find the replica from which it comes takes a message.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.context import MadeTogether, current
+from hpcstrat.engine.context import AnnouncesInitErrors, current
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.engine.options import ReduceOp, VariableAggregation
@@ -42,7 +42,7 @@ from hpcstrat.optimizers.routine import Routine
 from hpcstrat.optimizers.rules import has_two_stages, is_of_elements
 from hpcstrat.optimizers.slots import Slots, spellings, unescaped
 from hpcstrat.strategies import get_strategy
-from hpcstrat.variables import HostValue, Variable, class_of_own
+from hpcstrat.variables import HostValue, Variable, class_for_state
 
 __all__ = ["Optimizer"]
 
@@ -56,7 +56,7 @@ _STATEFUL = (
 )
 
 
-class Optimizer(MadeTogether, ABC):
+class Optimizer(AnnouncesInitErrors, ABC):
     """Sums gradients over replicas, and updates variables in place.
 
     A subclass brings an update rule, `update`, and names the state that it needs.
@@ -110,8 +110,8 @@ class Optimizer(MadeTogether, ABC):
     elementwise: bool = False
 
     _two_stages: bool = False
-    """Whether `update` is a ``_direction`` of each element by itself, which it writes
-    over the gradient, and then a ``_finish`` of whole variables."""
+    """Whether `update` is a ``_first_stage`` of each element by itself, which it writes
+    over the gradient, and then a ``_second_stage`` of whole variables."""
 
     _by_rows: bool = False
     """Whether a gradient of zero leaves an element and its state alone."""
@@ -138,7 +138,7 @@ class Optimizer(MadeTogether, ABC):
         self._op = ReduceOp.from_variable_aggregation(aggregation)
         self._limit = clip_global_norm
         self._fills = missing_gradients == "zeros"
-        self.iterations = class_of_own(on_read=False)(
+        self.iterations = class_for_state(on_read=False)(
             HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
         )
         self._slots = Slots()
@@ -163,7 +163,9 @@ class Optimizer(MadeTogether, ABC):
         return {**self.__dict__, "_routine": None}
 
     @abstractmethod
-    def update(self, step: Step, gradient: Array, value: Array, *slots: Array) -> None:
+    def update(
+        self, step: Step, gradient: Array, value: Array, *slots: Any, **named: Any
+    ) -> None:
         """Update a value and its state in place: the rule, which a subclass brings.
 
         Not collective: all replicas are given the same. `apply_gradients` calls it for
@@ -179,7 +181,9 @@ class Optimizer(MadeTogether, ABC):
         value : ndarray of the same shape and dtype
             Of the variable.
         *slots : ndarray of the same shape and dtype
-            Its state, in the order of ``state``.
+            Its state, in the order of ``state``. A rule may name each of them instead.
+        **named : object
+            Nothing: type checkers accept rules with other parameters where it is there.
         """
 
     def _is_marked(self, name: str) -> bool:
@@ -356,7 +360,7 @@ class Optimizer(MadeTogether, ABC):
             parts = [[gradient for gradient, _ in pairs] for pairs in given]
             rate = self._rate(strategy.collectives)
             reduced = strategy.reduce_parts(self._op, parts, label, routine.sums)
-            updated = self._use(reduced, given, routine, rate)
+            updated = self._update_with(reduced, given, routine, rate)
             dense = not any(isinstance(g, IndexedSlices) for g in parts[0])
             self._routine = routine if dense and not self._fills else None
             if self._routine is not None and updated:
@@ -417,7 +421,7 @@ class Optimizer(MadeTogether, ABC):
         def update() -> bool:
             routine = self._planned(present, label)
             now = self._rate(strategy.collectives) if rate is None else rate
-            return self._use([g for g, _ in present], [present], routine, now)
+            return self._update_with([g for g, _ in present], [present], routine, now)
 
         if strategy.meetings is None:
             return update()
@@ -463,10 +467,10 @@ class Optimizer(MadeTogether, ABC):
         rate = self._rate(collectives)
         gradients: list[Any] = [gradient for gradient, _ in pairs]
         reduced = routine.backend.reduce(gradients, routine.sums)
-        return self._use(reduced, [pairs], routine, rate)
+        return self._update_with(reduced, [pairs], routine, rate)
 
-    @quiet
-    def _use(
+    @without_fp_warnings
+    def _update_with(
         self, reduced: list[Any], given: list[Pairs], routine: Routine, rate: float
     ) -> bool:
         """Update variables with combined gradients; quiet, as the sums of them are.
@@ -478,11 +482,11 @@ class Optimizer(MadeTogether, ABC):
             reduced = backend.merge(reduced)
         if routine.non_finite != "off" and self._refuses(reduced, given, routine):
             return False
-        reduced = backend.own(self, reduced)
+        reduced = backend.gradients_here(self, reduced)
         if not routine.begun:
             # The first step makes the state, after the first agreement of the ranks.
             targets = [self._target(v, backend.sharded) for _, v in given[0]]
-            routine.begin(self, backend.cut(targets), reduced)
+            routine.begin(self, backend.arrays_here(targets), reduced)
         # A rule sees the step that it makes, as Adam's bias correction counts from 1.
         number = int(self.iterations.component) + 1
         for step in routine.steps:
@@ -506,7 +510,7 @@ class Optimizer(MadeTogether, ABC):
         if backend.all_finite(finite):
             return False
         # All of them, to say which it is.
-        reduced = backend.wholes(reduced, [gradient for gradient, _ in given[0]])
+        reduced = backend.gather_whole(reduced, [gradient for gradient, _ in given[0]])
         # A combined gradient has the same bits on every replica: all decide alike.
         policy = routine.non_finite
         return self._non_finite.refuses(policy, strategy, given, reduced)
@@ -522,11 +526,11 @@ class Optimizer(MadeTogether, ABC):
                 raise
         return rate
 
-    def _direction(self, step: Step, gradient: Array, *slots: Array) -> None:
+    def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
         """Write over a gradient what a rule's first stage makes of it."""
         raise NotImplementedError
 
-    def _finish(self, step: Step, gradient: Array, value: Array) -> None:
+    def _second_stage(self, step: Step, gradient: Array, value: Array) -> None:
         """Update a variable by what the first stage has made of its gradient."""
         raise NotImplementedError
 
@@ -727,3 +731,10 @@ class Optimizer(MadeTogether, ABC):
                 "the checkpoint holds sums of an accumulation that has not ended, and "
                 "accumulate_steps is 1: these gradients are not used"
             )
+
+    def __repr__(self) -> str:
+        """Show kind and learning rate."""
+        return (
+            f"<{type(self).__name__} learning_rate="
+            f"{getattr(self.learning_rate, '__qualname__', self.learning_rate)}>"
+        )

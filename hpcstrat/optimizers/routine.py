@@ -128,7 +128,7 @@ class Routine:
     def repeat(self) -> None:
         """Let the sums of further steps be made as before."""
         on_gpu = any(is_device(wholes[0]) for _, wholes in self.targets)
-        if on_gpu or not self.backend.repeats:
+        if on_gpu or not self.backend.sums_in_place:
             return
         flat, sums = None, None
         if len(self.bundles) == 1 and not self.apart:

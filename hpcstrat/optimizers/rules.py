@@ -1,8 +1,23 @@
-"""Facts about an update rule that its class declares."""
+"""Update rules: facts that their classes declare, and the compiled ones."""
 
 from __future__ import annotations
 
-__all__ = ["has_two_stages", "is_of_elements"]
+import functools
+from types import ModuleType
+
+from hpcstrat.engine.native import load_update_rules
+from hpcstrat.engine.settings import Settings
+
+__all__ = ["compiled_rules", "has_two_stages", "is_of_elements"]
+
+
+@functools.cache
+def compiled_rules() -> ModuleType | None:
+    """Return the compiled rules; None without them, or with ``HPCSTRAT_NATIVE=0``.
+
+    Their results have the bits of NumPy's, so ranks need not agree on them.
+    """
+    return load_update_rules() if Settings().resolved().native else None
 
 
 def is_of_elements(kind: type) -> bool:
@@ -22,6 +37,6 @@ def _declares(kind: type, name: str) -> bool:
     for each in kind.__mro__:
         if name in vars(each):
             return bool(vars(each)[name])
-        if "update" in vars(each) or "_direction" in vars(each):
+        if "update" in vars(each) or "_first_stage" in vars(each):
             return False
     return False

@@ -9,6 +9,7 @@ import numpy as np
 from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
+from hpcstrat.optimizers.rules import compiled_rules
 
 __all__ = ["SGD"]
 
@@ -64,7 +65,11 @@ class SGD(Optimizer):
     def update(  # numpydoc ignore=GL08
         self, step: Step, gradient: Array, value: Array, *slots: Array
     ) -> None:
-        number = value.dtype.type
+        number, rules = value.dtype.type, compiled_rules()
+        if slots and rules is not None:
+            arrays, factors = (gradient, value, *slots), (-step.rate, self.momentum)
+            if rules.sgd(arrays, factors, self.nesterov):
+                return
         # Into the gradient, which is free: no array is made.
         gradient *= number(-step.rate)
         if not slots:

@@ -19,9 +19,11 @@ from hpcstrat.engine.arrays.kinds import array_module, is_device, to_device
 from hpcstrat.engine.context import pop, push
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_of_own
+from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_for_state
 
 __all__ = ["Slots", "file_names", "spellings", "unescaped"]
+
+_NONE = VariableAggregation.NONE
 
 # A / in a variable's name makes groups of HDF5. Where that cannot be, the name is
 # escaped: "dense" cannot be a dataset, and the group of "dense/bias", too.
@@ -87,19 +89,21 @@ class Slots:
         variable: Variable,
         array: Array,
         *,
-        is_sum: bool = False,
+        aggregation: VariableAggregation = _NONE,
         sharded: bool = False,
     ) -> Variable:
         """Make state of a variable, or take what waits for a variable of its name.
 
-        Collective over the strategy's replicas. With ``is_sum`` each replica has a part
-        of it: synchronized on read, with aggregation ``SUM``, so that checkpoints hold
-        the total and any number of replicas can share it. Raises ValueError where the
+        Collective over the strategy's replicas. With an ``aggregation`` each replica
+        has a part of it: synchronized on read, so that checkpoints hold the combined
+        value, and any number of replicas can share it. Raises ValueError where the
         restored value has another shape.
         """
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
-        each_has = is_sum or sharded
-        slot = self._claimed(name, strategy, array, is_sum=is_sum, each_has=each_has)
+        on_read = aggregation is not _NONE
+        slot = self._claimed(
+            name, strategy, array, aggregation, each_has=on_read or sharded
+        )
         if sharded:
             # Restored state is whole, on each rank.
             whole = array if slot is None else slot.component
@@ -109,7 +113,7 @@ class Slots:
             finally:
                 pop(token)
         if slot is None:
-            slot = _made(name, strategy, array, is_sum=is_sum, each_has=is_sum)
+            slot = _made(name, strategy, array, aggregation, each_has=on_read)
         owned = self._owned.get(id(variable))
         if owned is None:
             # Not a method, which would keep all of this alive.
@@ -119,7 +123,7 @@ class Slots:
         owned.kinds[kind] = slot
         return slot
 
-    def own(self, name: str, strategy: Replicas) -> Variable:
+    def count(self, name: str, strategy: Replicas) -> Variable:
         """Return a count of the optimizer's own, which belongs to no variable.
 
         Collective over the strategy's replicas, where it has not been restored.
@@ -133,8 +137,8 @@ class Slots:
         name: str,
         strategy: Replicas | None,
         array: Array,
+        aggregation: VariableAggregation = _NONE,
         *,
-        is_sum: bool = False,
         each_has: bool,
     ) -> Variable | None:
         """Return restored state, which waits no longer; collective if there is any.
@@ -163,24 +167,21 @@ class Slots:
             return saved
         value = saved.component.astype(array.dtype, copy=False)
         value = to_device(value) if is_device(array) else value
-        return _made(
-            name, strategy, value, is_sum=is_sum, is_own=True, each_has=each_has
-        )
+        return _made(name, strategy, value, aggregation, is_own=True, each_has=each_has)
 
     def wait(
         self,
         name: str,
         value: Array,
         strategy: Replicas | None,
-        *,
-        is_sum: bool = False,
+        aggregation: VariableAggregation = _NONE,
     ) -> None:
         """Keep restored state until the variable of its name needs it.
 
         Not collective, but all replicas do it in the same order. ``name`` is
         ``<kind>/<variable>``, ``value`` this replica's component.
         """
-        slot = _made(name, strategy, value, is_sum=is_sum, is_own=True, each_has=True)
+        slot = _made(name, strategy, value, aggregation, is_own=True, each_has=True)
         self._waiting[name] = slot
 
     def take(self, name: str) -> Array | None:
@@ -253,24 +254,24 @@ def _made(
     name: str,
     strategy: Replicas | None,
     array: Array,
+    aggregation: VariableAggregation = _NONE,
     *,
-    is_sum: bool = False,
     is_own: bool = False,
     each_has: bool = False,
 ) -> Variable:
     """Make a variable for state; collective unless ``is_own`` and ``each_has``."""
-    on, how = VariableSynchronization, VariableAggregation
+    on, on_read = VariableSynchronization, aggregation is not _NONE
     on_host = not is_device(array)
     # As if in the scope of the strategy, wherever the step is made.
     token = push(None if strategy is None else strategy.cross_entry)
     try:
-        kind = class_of_own(on_read=is_sum) if each_has else Variable
+        kind = class_for_state(on_read=on_read) if each_has else Variable
         return kind(
             HostValue(array, is_own=is_own) if on_host or is_own else array,
             trainable=False,
             name=name,
-            synchronization=on.ON_READ if is_sum else on.AUTO,
-            aggregation=how.SUM if is_sum else how.NONE,
+            synchronization=on.ON_READ if on_read else on.AUTO,
+            aggregation=aggregation,
         )
     finally:
         pop(token)

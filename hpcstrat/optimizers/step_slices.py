@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.packing import Bucket, Run, plan, spans_of, wire_dtype
 from hpcstrat.engine.channel.call import describe_call, signature_text
@@ -40,7 +40,7 @@ class StepSlices:
     """
 
     sharded = False
-    repeats = False
+    sums_in_place = False
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class StepSlices:
             elif number % self._count == self._rank:
                 yield index, slice(0, count)
 
-    def cut(self, targets: Sequence[Target]) -> list[Target]:
+    def arrays_here(self, targets: Sequence[Target]) -> list[Target]:
         """Return this rank's slices of variables and their state."""
         own: list[Target] = []
         for index, start, stop, _ in self._own:
@@ -176,18 +176,18 @@ class StepSlices:
             combined = self._collectives.batch_reduce(self._op, sparse, self._label)
         if self._dense:
             # Their headers came first, and their data use the same places.
-            channel.started.drain()
+            channel.pending.drain()
             steps = reduce_slices(
                 self._pieces,
                 [_flat(gradients[index]) for index in self._dense],
                 self._call,
                 channel,
-                place_bytes=channel.places.place_bytes(self._nbytes),
+                place_bytes=channel.rings.place_bytes(self._nbytes),
                 divisor=self._divisor,
             )
             channel.drive(steps, self._call, self._collectives.timeout_seconds)
         for total, narrow in self._narrowed:
-            quietly(assign, narrow, ..., total)
+            call_without_fp_warnings(assign, narrow, ..., total)
         own: list[Gradient] = []
         for index, _, _, part in self._own:
             own.append(part if self._by_elements else part.reshape(self._shapes[index]))
@@ -215,13 +215,13 @@ class StepSlices:
         """Whether the gradients of all slices are finite."""
         return not self._total(float(not finite))
 
-    def wholes(self, reduced: list[Any], own: list[Any]) -> list[Any]:
+    def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
         """Return combined gradients of all elements."""
         del reduced
         found: list[Any] = self._collectives.batch_reduce(self._op, own, self._label)
         return found
 
-    def own(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
+    def gradients_here(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
         """Return what is given."""
         del optimizer
         return reduced

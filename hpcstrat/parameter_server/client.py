@@ -13,7 +13,7 @@ from hpcstrat.engine.typing import Array
 from hpcstrat.errors import UnavailableError
 from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.parameter_server.mailbox import Mailbox, one_thread_at_a_time
-from hpcstrat.parameter_server.memory import Place, Reader, Readers
+from hpcstrat.parameter_server.shared_files import FilePlace, Reader, Readers
 
 __all__ = ["Client"]
 
@@ -44,14 +44,14 @@ class Client:
     def use(self, servers: Sequence[int]) -> None:
         """Take note of the servers that there are now."""
         self.servers = tuple(servers)
-        bells = self.mailbox.bells
+        bells = self.mailbox.wakeup_pipes
         for server in self.servers:
             # Those of lost ones stay, for who still waits for them.
             if (place := bells.place(server)) is not None:
                 self._counts[server] = bells.applied[place], bells.failed[place]
 
     def reader(
-        self, server: int, place: Place, shape: Any, dtype: Any
+        self, server: int, place: FilePlace, shape: Any, dtype: Any
     ) -> Reader | None:
         """Return a view of a shard in shared memory, if it can be seen from here."""
         if server not in self._counts:

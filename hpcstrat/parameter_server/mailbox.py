@@ -26,8 +26,8 @@ from hpcstrat.engine.topology.kept_requests import keep
 from hpcstrat.engine.topology.survival import is_loss, lost_ranks
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import RankLostError, UnavailableError
-from hpcstrat.parameter_server.bells import Bells
 from hpcstrat.parameter_server.handles import error_of
+from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 
 __all__ = ["Mailbox", "one_thread_at_a_time"]
 
@@ -105,14 +105,16 @@ class Mailbox:
     ``lock``, where there are several threads.
     """
 
-    def __init__(self, topology: Topology, channel: Channel, bells: Bells) -> None:
+    def __init__(
+        self, topology: Topology, channel: Channel, bells: WakeupPipes
+    ) -> None:
         self._mpi = topology.mpi
         self._channel = channel
         self._survives = topology.survives
         # Not one of the topology's own, which a loss revokes.
         self._comm = topology.replica_comm.Dup()
         self._comm.Set_errhandler(topology.mpi.ERRORS_RETURN)
-        self.bells = bells
+        self.wakeup_pipes = bells
         self.lock = threading.RLock()
         self.rank = self._comm.rank
         self._status = self._mpi.Status()
@@ -158,7 +160,7 @@ class Mailbox:
                 for view in views
                 for start in range(0, view.nbytes, _PIECE_BYTES)
             ]
-        self.bells.ring(rank)
+        self.wakeup_pipes.ring(rank)
         if large and tag == INBOX:
             # A reply's arrays are the server's own copies, and it must not wait. Nor is
             # what others have not taken waited for.
@@ -333,7 +335,7 @@ class Mailbox:
                 warned = seconds
                 get_logger().warning("have waited %.0f s for %s", seconds, what())
 
-        return self.bells.wait(ready, busy=self._is_busy, look=look)
+        return self.wakeup_pipes.wait(ready, busy=self._is_busy, look=look)
 
     def _is_busy(self) -> bool:
         return bool(self._outbox or self._arriving)

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcstrat.engine.typing import Array
 from hpcstrat.parameter_server.client import Client
-from hpcstrat.parameter_server.memory import Reader
+from hpcstrat.parameter_server.shared_files import Reader
 
 __all__ = ["Part", "Pieces"]
 

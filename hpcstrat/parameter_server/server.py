@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.arrays.casting import call_without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.row_updates import apply_at
 from hpcstrat.engine.typing import Array
@@ -21,7 +21,7 @@ from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import Step
 from hpcstrat.parameter_server.handles import error_bytes
 from hpcstrat.parameter_server.mailbox import Mailbox
-from hpcstrat.parameter_server.memory import Memory, Place
+from hpcstrat.parameter_server.shared_files import FilePlace, SharedFiles
 
 __all__ = ["VariableServer"]
 
@@ -34,7 +34,7 @@ class _Shard:
     __slots__ = ("array", "free", "name", "place", "slots", "steps", "version")
 
     def __init__(
-        self, memory: Memory, name: str, shape: tuple[int, ...], dtype: Any
+        self, memory: SharedFiles, name: str, shape: tuple[int, ...], dtype: Any
     ) -> None:
         self.name = name
         self.array, self.version, self.place = memory.allocate(shape, dtype)
@@ -59,15 +59,15 @@ class VariableServer:
     """
 
     def __init__(self, mailbox: Mailbox, users: Collection[int]) -> None:
-        self._mailbox, self._bells = mailbox, mailbox.bells
+        self._mailbox, self._bells = mailbox, mailbox.wakeup_pipes
         self._users = set(users)
-        place = mailbox.bells.place(mailbox.rank)
+        place = mailbox.wakeup_pipes.place(mailbox.rank)
         assert place is not None
         self._applied, self._failed = (
-            mailbox.bells.applied[place],
-            mailbox.bells.failed[place],
+            mailbox.wakeup_pipes.applied[place],
+            mailbox.wakeup_pipes.failed[place],
         )
-        self._memory = Memory()
+        self._memory = SharedFiles()
         self._shards: dict[int, _Shard] = {}
         # By who makes steps with it, and the optimizer: options are each client's own.
         self._rules: dict[tuple[int, int], Any] = {}
@@ -160,7 +160,7 @@ class VariableServer:
 
     def _create(
         self, number: int, name: str, shape: tuple[int, ...], dtype: Any, value: Any
-    ) -> Place:
+    ) -> FilePlace:
         """Make a shard of an array, of what a function makes here, or of zeros."""
         shard = _Shard(self._memory, name, shape, dtype)
         if isinstance(value, bytes):
@@ -200,7 +200,9 @@ class VariableServer:
         if operation is None:
             shard.update(lambda: np.copyto(array, value))
         else:
-            shard.update(lambda: quietly(operation, array, value, array))
+            shard.update(
+                lambda: call_without_fp_warnings(operation, array, value, array)
+            )
 
     def _scatter(
         self, kind: str, number: int, name: str, indices: Array, values: Array
@@ -213,7 +215,9 @@ class VariableServer:
                 array[indices] = values
             elif name in ("add", "subtract"):
                 # Each comes once: the client has added them up.
-                array[indices] = quietly(getattr(np, name), array[indices], values)
+                array[indices] = call_without_fp_warnings(
+                    getattr(np, name), array[indices], values
+                )
             else:
                 apply_at(name, array, indices, values)
 
@@ -241,7 +245,7 @@ class VariableServer:
 
     @staticmethod
     def _step(shard: _Shard, rule: Any, step: Step, values: Any, arrays: Any) -> None:
-        # Not `quietly`, which the rule may use itself.
+        # Not `call_without_fp_warnings`, which the rule may use itself.
         with np.errstate(all="ignore"):
             shard.update(lambda: rule._update_one(step, values, arrays))
 

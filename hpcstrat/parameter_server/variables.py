@@ -12,11 +12,12 @@ import numpy as np
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.row_updates import summed_rows
+from hpcstrat.engine.html import table
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import Adopted, HostValue
 from hpcstrat.parameter_server.handles import pickled
-from hpcstrat.parameter_server.memory import Place, Reader
 from hpcstrat.parameter_server.pieces import Pieces
+from hpcstrat.parameter_server.shared_files import FilePlace, Reader
 from hpcstrat.variables import Variable
 
 __all__ = ["Rows", "ServerVariable", "ShardedVariable"]
@@ -57,6 +58,10 @@ class Rows:
         self.dtype = np.dtype(dtype)
         self.make = make
 
+    def __repr__(self) -> str:
+        """Show shape and type of the variable."""
+        return f"Rows({self.shape}, {self.dtype})"
+
 
 @dataclass
 class _Shard:
@@ -66,7 +71,7 @@ class _Shard:
     number: int
     start: int
     stop: int
-    place: Place
+    place: FilePlace
     reader: Reader | None = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -384,13 +389,24 @@ class ServerVariable(Variable):
             "servers; make another of variable.numpy()"
         )
 
+    def _servers(self) -> str:
+        return ", ".join(str(shard.server) for shard in self._shards)
+
     def __repr__(self) -> str:
         """Show name, dtype, shape and where it is."""
-        servers = ", ".join(str(shard.server) for shard in self._shards)
         return (
             f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} on "
-            f"ranks {servers}>"
+            f"ranks {self._servers()}>"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks, without asking the servers."""
+        rows = {
+            "type": f"{self.dtype}{list(self.shape)}",
+            "trainable": self.trainable,
+            "on ranks": self._servers(),
+        }
+        return table(f"{type(self).__name__} {self.name}", rows)
 
 
 class ShardedVariable(ServerVariable):

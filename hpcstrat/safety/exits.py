@@ -4,11 +4,17 @@ An uncaught exception ends the job (`hpcstrat.safety.uncaught`). A
 rank that ends in any other way, by a plain return or ``sys.exit``, announces that on
 every open channel before ``MPI_Finalize``, and waits there for the others: a rank that
 makes a call instead raises a CollectiveError that names who has left.
+
+Before that its GPU has done all it was given, since kernels of the others may wait for
+its own, and NCCL is freed by all ranks together when all have left: its communicators
+would otherwise be destroyed, one by one, as Python ends, where a rank that comes first
+waits for the others for ever (github.com/vllm-project/vllm/pull/39846).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 from typing import Any
@@ -18,7 +24,7 @@ from hpcstrat.engine.logs import get_logger, place
 from hpcstrat.engine.observe import job_timeline
 from hpcstrat.engine.topology.topology import start_mpi
 from hpcstrat.safety import lateness, uncaught
-from hpcstrat.safety.presence import LEFT, own_board
+from hpcstrat.safety.presence import LEFT, own_registry
 from hpcstrat.safety.uncaught import abort, running_mpi
 from hpcstrat.safety.watchdog import watchdog
 
@@ -77,7 +83,7 @@ def _leave() -> None:
     if mpi is None or _Leaving.left or os.getpid() != _Leaving.process:
         return
     _Leaving.left = True
-    board = own_board()
+    board = own_registry()
     if board is not None:
         # Ranks that make a strategy of some ranks hear of nothing else.
         board.show(stage=LEFT)
@@ -86,6 +92,7 @@ def _leave() -> None:
         if channel.broken and not channel.between_calls:
             _give_up(channel)
         elif not channel.closed:
+            _finish_on_gpu(channel)
             channel.post_leave()
             waiting.append(channel)
     nap, look_at = 0.0, time.monotonic() + 1
@@ -100,11 +107,34 @@ def _leave() -> None:
     watchdog.stop()
 
 
+def _finish_on_gpu(channel: Channel) -> None:
+    """Wait until the GPU has done the work of started calls, and of all before."""
+    with contextlib.suppress(Exception):
+        channel.pending.drain()
+    if channel.device_group is None:
+        return
+    look_at = time.monotonic() + 1
+    try:
+        ended = channel.device_group.lane.done()
+        while not ended.agreed():
+            if time.monotonic() > look_at:
+                look_at = time.monotonic() + 1
+                _end_with(channel.dead())
+            time.sleep(_LONGEST_NAP_SECONDS)
+    except Exception as error:
+        abort(f"hpcstrat: {place()} ends the job: its GPU has failed: {error}", 1)
+
+
 def _sum_up() -> None:
     """Say who was late, and end the timeline, where all ranks have left together."""
     left = [c for c in _channels if not c.broken and not c.closed]
     for channel in left:
         lateness.conclude(channel.arrivals)
+    for channel in _channels:
+        if channel in left and channel.device_group is not None:
+            channel.device_group.close()
+        elif channel.device_group is not None and not channel.closed:
+            channel.device_group.abandon()
     together = len(left) == len(_channels)
     job_timeline.stop(together=together, limit_seconds=_CLOCKS_SECONDS)
 
@@ -145,8 +175,14 @@ def _check_alive(waiting: list[Channel]) -> None:
         # A rank that has answered every channel may be gone already.
         missing = set(channel.missing())
         if missing.intersection(dead):
-            abort(
-                f"hpcstrat: {place()} ends the job: the processes of ranks {dead} have "
-                "died; look for their last output",
-                1,
-            )
+            _end_with(dead)
+
+
+def _end_with(dead: list[int]) -> None:
+    """End the job where ranks have died for which this one waits."""
+    if dead:
+        abort(
+            f"hpcstrat: {place()} ends the job: the processes of ranks {dead} have "
+            "died; look for their last output",
+            1,
+        )

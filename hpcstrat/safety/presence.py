@@ -34,8 +34,8 @@ __all__ = [
     "LEFT",
     "MADE",
     "STARTS",
-    "Board",
-    "own_board",
+    "LaunchRegistry",
+    "own_registry",
 ]
 
 IMPORTED, STARTS, CREATES, MADE, FAILED, LEFT = (
@@ -53,14 +53,17 @@ _CHECK = struct.Struct("=IH")
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
 # Names as the kernel cuts them: what starts the ranks of one job on one host, each.
-_DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "slurmstepd", "prted", "prterun", "orted")
+_DAEMONS = (
+    *("hydra_pmi_proxy", "pmi_proxy", "slurmstepd", "prted", "prterun", "orted"),
+    "flux-shell",
+)
 _ATTEMPTS = 3
 _GATE_SECONDS = 2.0
 _OLD_SECONDS = 60.0
 _NAP_SECONDS = 0.001
 
 
-class Board:
+class LaunchRegistry:
     """The pages of a job's ranks on this host."""
 
     def __init__(self, launch: Launch, path: str) -> None:
@@ -203,10 +206,10 @@ class Board:
 class _OwnBoard:
     """The board of this process."""
 
-    board: Board | None = None
+    board: LaunchRegistry | None = None
 
 
-def own_board() -> Board | None:
+def own_registry() -> LaunchRegistry | None:
     """Return this job's board; None without a launcher, and in a child of a rank.
 
     The first call takes this process's page.
@@ -218,7 +221,7 @@ def own_board() -> Board | None:
         if not name:
             return None
         path = os.path.join(_FOLDER, f"{_NAME}{os.getuid()}-{name}")
-        own = Board(launch, path)
+        own = LaunchRegistry(launch, path)
         try:
             _sweep(path)
             if not own.open():
@@ -234,7 +237,7 @@ def _encoded(page: dict[str, Any]) -> bytes:
     return json.dumps(page, ensure_ascii=False).encode(errors="replace")
 
 
-def _leave(own: Board) -> None:
+def _leave(own: LaunchRegistry) -> None:
     if own.is_open:
         if own.page["stage"] not in (FAILED, LEFT):
             mpi: Any = sys.modules.get("mpi4py.MPI")
@@ -290,7 +293,10 @@ def _sweep(own: str) -> None:
 def _num_local(launch: Launch) -> int | None:
     """Return how many of the ranks this host has; None where that is not said."""
     env = os.environ
-    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+    for name in (
+        *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+        *("JSM_NAMESPACE_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    ):
         if env.get(name, "").isdecimal():
             return int(env[name])
     if launch.launcher != "srun":

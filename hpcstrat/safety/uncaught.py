@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 from hpcstrat.engine.call_sites import is_of_program
 from hpcstrat.engine.logs import place
 from hpcstrat.errors import ReplicaError
-from hpcstrat.safety.presence import FAILED, own_board
+from hpcstrat.safety.hang_file import add_event
+from hpcstrat.safety.presence import FAILED, own_registry
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
 
@@ -108,6 +110,14 @@ def _end_job(
     try:
         if first or _Hooks.before[-1] is not sys.__excepthook__:
             _show(kind, error, trace)
+        add_event(
+            "error",
+            kind=kind.__name__,
+            text=_words(error),
+            site=_site(trace).removeprefix(" at "),
+            caused=caused,
+            traceback="".join(traceback.format_exception(error)) if first else "",
+        )
     finally:
         abort(
             f"hpcstrat: {place()} ends the job: {why}",
@@ -116,7 +126,7 @@ def _end_job(
 
 
 def _is_first(kind: type[BaseException], error: BaseException) -> bool:
-    board = own_board()
+    board = own_registry()
     # The expected value is the same on all ranks; the found ones may differ.
     words = _words(error).partition(", found ")[0]
     return board is None or board.claims(f"{kind.__qualname__}: {words}")
@@ -144,7 +154,7 @@ def _site(trace: TracebackType | None) -> str:
 
 def _note(kind: type[BaseException], error: BaseException, **more: Any) -> None:
     """Tell the ranks of this host, which may wait in MPI."""
-    board = own_board()
+    board = own_registry()
     if board is not None:
         reason = f"{kind.__name__}: {_words(error)}"
         board.show(stage=FAILED, reason=reason, **more)

@@ -18,7 +18,7 @@ import numpy as np
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.context import (
     ContextEntry,
     current,
@@ -28,7 +28,7 @@ from hpcstrat.engine.context import (
     second_strategy,
 )
 from hpcstrat.engine.logical.meetings import (
-    Ended,
+    EndedReduction,
     Listener,
     Meetings,
     joined,
@@ -66,6 +66,7 @@ from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
 from hpcstrat.strategies.keras_guard import guard_keras
+from hpcstrat.strategies.older_methods import OlderMethods
 from hpcstrat.strategies.split import Split
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
@@ -265,7 +266,9 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         if options is not None and self._strategy.logical:
             require_no_wire_dtype(options)
-        return self.collectives.reduce_inside(op, value, "all_reduce", options, out=out)
+        return self.collectives.reduce_in_call(
+            op, value, "all_reduce", options, out=out
+        )
 
     @collective
     def start_all_reduce(
@@ -275,7 +278,7 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         *,
         out: Tree = None,
-    ) -> Started | Ended:
+    ) -> PendingCall | EndedReduction:
         """Start an `all_reduce`, whose result is awaited later.
 
         Collective over the strategy's replicas; does not wait for them.
@@ -298,7 +301,7 @@ class ReplicaContext:
 
         Returns
         -------
-        Started or Ended
+        Started or EndedReduction
             ``test()`` says whether it has ended, ``wait()`` returns what `all_reduce`
             would have returned.
 
@@ -312,7 +315,7 @@ class ReplicaContext:
         what = "start_all_reduce"
         self._require_current(what)
         op = ReduceOp.parse(reduce_op)
-        return self.collectives.start_inside(op, value, what, options, out=out)
+        return self.collectives.start_in_call(op, value, what, options, out=out)
 
     @collective
     def all_gather(
@@ -356,7 +359,7 @@ class ReplicaContext:
         )
 
 
-class Strategy:
+class Strategy(OlderMethods):
     """Base class: everything that strategies share.
 
     Programs make one of its subclasses.
@@ -403,8 +406,9 @@ class Strategy:
     # Whether variables and batches are put on this replica's GPU, wherever their first
     # values come from.
     puts_on_gpu = False
-    # The place of variables, and so the ranks that update them: "copies" on each rank,
-    # "slices" of one copy in each worker, "servers"; see `hpcstrat.optimizers`.
+    # The name of the class of `hpcstrat.optimizers.backends` that makes an optimizer's
+    # steps: on "copies" of variables on each rank, on "slices" of one copy in each
+    # worker, or on "servers".
     update_backend = "copies"
     # Whether this rank may have a CheckpointManager.
     saves_checkpoints = True
@@ -461,7 +465,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas whose updates are aggregated together."""
+        """Number of replicas, those of this one's group where they form groups."""
         return self._num_replicas
 
     @property
@@ -533,7 +537,7 @@ class Strategy:
             self._settings = Settings().resolved()
         return self._settings
 
-    def register(self, variable: MirroredVariable) -> None:
+    def variable_made(self, variable: MirroredVariable) -> None:
         """Take a variable among those whose copies are compared.
 
         Logically collective over the strategy's replicas. For the library's own
@@ -872,7 +876,7 @@ class Strategy:
         up already, as ``tree_order.merges`` says.
         """
         if self.meetings is None:
-            return self._ranks.reduce_inside(op, trees[0], what, out=out)
+            return self._ranks.reduce_in_call(op, trees[0], what, out=out)
         return self._sums.reduce(op, trees, what, out=out, are_roots=are_roots)
 
     @property
@@ -954,7 +958,7 @@ class Strategy:
         if plain and type(value) is np.ndarray:
             # Most calls are of this kind; each further look costs a microsecond.
             op = ReduceOp.parse(reduce_op)
-            return self.collectives.reduce_inside(op, value, "reduce", out=out)
+            return self.collectives.reduce_in_call(op, value, "reduce", out=out)
         return value_reduction.reduce(self, reduce_op, value, axis, out)
 
     @collective

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat.engine.collectives.slices import Pool
+from hpcstrat.engine.collectives.slices import SegmentPool
 from hpcstrat.engine.options import CommunicationOptions, VariableSynchronization
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.settings import Settings
@@ -117,7 +117,7 @@ class CentralStorageStrategy(MpiStrategy):
         if wrong:
             self.close()
             raise ValueError(wrong)
-        self.pool = Pool()
+        self.pool = SegmentPool()
         if names is not None:
             names = [names[replica] for replica in self.topology.worker_replicas]
         self._bind(names)

@@ -18,16 +18,16 @@ from hpcstrat.engine.topology.survival import is_loss
 from hpcstrat.engine.topology.topology import Topology, start_mpi
 from hpcstrat.errors import RankLostError, TopologyError
 from hpcstrat.safety import exits, lateness
-from hpcstrat.safety.divergence.copies import Copies
+from hpcstrat.safety.divergence.copies import MirroredCopies
 from hpcstrat.safety.start.creation import Creation
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.devices import Devices, prepare_mpi
 
-__all__ = ["Connection", "Wish", "connect", "subset"]
+__all__ = ["Connection", "StrategyRequest", "connect", "subset"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class StrategyRequest:
     """A strategy's arguments; see `MpiStrategy`. Not checked before `check`."""
 
     kind: str
@@ -138,7 +138,7 @@ class Connection:
         if topology.num_replicas > 1:
             self.channel = Channel(topology, native=bool(settings.native))
         self._record()
-        self.copies: Copies | None = None
+        self.copies: MirroredCopies | None = None
         self.users = 0
         try:
             self._watch(topology, settings)
@@ -160,7 +160,7 @@ class Connection:
     def _watch(self, topology: Topology, settings: Settings) -> None:
         """Let all that looks after the ranks begin."""
         if self.channel is not None:
-            self.copies = Copies(self.channel, settings)
+            self.copies = MirroredCopies(self.channel, settings)
             if settings.divergence != "off":
                 self.channel.position.copy_check = self.copies
             exits.register(self.channel)
@@ -270,19 +270,21 @@ def _job_channel() -> Channel | None:
     return None
 
 
-def _meet(creation: Creation, wish: Wish, problem: Exception | None) -> None:
+def _meet(
+    creation: Creation, request: StrategyRequest, problem: Exception | None
+) -> None:
     """Let all ranks make the same strategy, or none."""
     mpi = start_mpi()
     world = Topology.world()
-    good = wish.comm is None or _is_intracomm(wish.comm)
-    comm = wish.comm if good and wish.comm is not None else world
-    call = describe_call(f"creation of {wish.kind}")
+    good = request.comm is None or _is_intracomm(request.comm)
+    comm = request.comm if good and request.comm is not None else world
+    call = describe_call(f"creation of {request.kind}")
     if problem is None:
-        call = wish.call(world.size)
+        call = request.call(world.size)
     channel = _job_channel()
     if channel is None or comm.size < world.size:
         creation.meet(
-            mpi, comm, call, problem, survives=wish.survives, guesses=not good
+            mpi, comm, call, problem, survives=request.survives, guesses=not good
         )
         return
     # Its own watchdog looks after the ranks.
@@ -307,48 +309,52 @@ def subset(ranks: Sequence[int]) -> Any:
         return Topology.subset(ranks)
 
 
-def connect(wish: Wish, problem: Exception | None = None) -> tuple[Any, Connection]:
+def connect(
+    request: StrategyRequest, problem: Exception | None = None
+) -> tuple[Any, Connection]:
     """Return the connection of the ranks that are asked for, and its key.
 
-    Collective over ``wish.comm``, the start of MPI over all ranks of the job. The
+    Collective over ``request.comm``, the start of MPI over all ranks of the job. The
     connection has one user more. ``problem`` is why this rank cannot make the strategy:
     raised here, and on the others a ReplicaError.
     """
     refuse_children()
-    given = wish.settings if isinstance(wish.settings, Settings) else Settings()
-    with Creation(f"creation of {wish.kind}", given) as creation:
+    given = request.settings if isinstance(request.settings, Settings) else Settings()
+    with Creation(f"creation of {request.kind}", given) as creation:
         if problem is None:
             try:
-                wish.check()
+                request.check()
             except Exception as error:
                 problem = error
         # Before MPI starts, which may look for a GPU once: see `gpu.binding.foresee`.
         if problem is None:
-            prepare_mpi(given, wish.devices)
-        world = start_mpi(threads=bool(wish.progress_thread)).COMM_WORLD
+            prepare_mpi(given, request.devices)
+        world = start_mpi(threads=bool(request.progress_thread)).COMM_WORLD
         if world.size > 1:
             # An uncaught error ends the job also while its first strategy is formed.
             exits.install()
-        _meet(creation, wish, problem)
-        key = wish.key
-        return key, _found(key, wish)
+        _meet(creation, request, problem)
+        key = request.key
+        return key, _found(key, request)
 
 
-def _found(key: Any, wish: Wish) -> Connection:
+def _found(key: Any, request: StrategyRequest) -> Connection:
     """Return an open connection, or form one."""
-    connection, settings = _connections.get(key), wish.settings
+    connection, settings = _connections.get(key), request.settings
     if connection is not None and connection.channel is not None:
         # Calls that were started there use the communicators of the calls below. The
         # ranks have met over the channel of another connection, if there are several.
-        connection.channel.started.drain()
+        connection.channel.pending.drain()
     if connection is None:
         given = settings or Settings()
-        connection = _formed(wish.comm, wish.replicas_per_worker, given, wish.survives)
+        connection = _formed(
+            request.comm, request.replicas_per_worker, given, request.survives
+        )
         _connections[key] = connection
-    elif connection.topology.survives is not wish.survives:
+    elif connection.topology.survives is not request.survives:
         raise ValueError(
             f"expected on_lost_rank as in the strategies that are open, found "
-            f"{wish.on_lost_rank!r}; give all the same, or close them first"
+            f"{request.on_lost_rank!r}; give all the same, or close them first"
         )
     # Replica 0's settings again, so that all ranks raise or none.
     elif connection.topology.replica_comm.bcast(
@@ -362,7 +368,7 @@ def _found(key: Any, wish: Wish) -> Connection:
     elif connection.channel is not None:
         connection.channel.meet()
     connection.users += 1
-    if wish.progress_thread and connection.channel is not None:
+    if request.progress_thread and connection.channel is not None:
         try:
             connection.channel.use_progress_thread(connection.enter_device)
         except TopologyError:

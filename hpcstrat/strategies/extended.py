@@ -12,6 +12,7 @@ from hpcstrat.data import Dataset
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.context import CurrentStrategy, current, pop, push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.tree import flatten, tree_map
 from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.engine.values import (
@@ -21,6 +22,7 @@ from hpcstrat.engine.values import (
     localize,
 )
 from hpcstrat.errors import OutOfRangeError
+from hpcstrat.strategies.own_reductions import SumsBy, cross_replica
 from hpcstrat.strategies.steps import MultiStepContext
 from hpcstrat.variables import MirroredVariable, Variable
 
@@ -154,6 +156,25 @@ class StrategyExtended:
             )
         ]
 
+    def reduce_by(
+        self,
+        ops: CrossDeviceOps,
+        reduce_op: ReduceOp,
+        pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Combine values by an algorithm that need not be the strategy's own.
+
+        Collective over the strategy's replicas. For the library's own modules.
+        """
+        self._strategy._require_cross("a reduction by a CrossDeviceOps")
+        sums = SumsBy(self._strategy, ops, options)
+        results = sums.reduce(reduce_op, [value for value, _ in pairs])
+        return [
+            self._for(destinations, result)
+            for result, (_, destinations) in zip(results, pairs, strict=True)
+        ]
+
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
         """Give all replicas replica 0's value.
 
@@ -171,11 +192,21 @@ class StrategyExtended:
         Mirrored
             The value; bare where there is one replica.
         """
-        del destinations
         # Constants of the program are the same everywhere, and stay what they are.
         # Numbers of NumPy, of which some are Python's floats as well, were computed.
         if type(tensor) in (bool, int, float, complex):
             return tensor
+        ops = self._strategy.collectives.ops
+        if ops.overrides("broadcast_implementation"):
+            with cross_replica(self._strategy):
+                return ops.broadcast(tensor, destinations)
+        return self.broadcast_by_rank(tensor)
+
+    def broadcast_by_rank(self, tensor: Any) -> Any:
+        """Give all replicas rank 0's value.
+
+        Collective over the strategy's replicas. For the library's own modules.
+        """
         strategy = self._strategy
         own = strategy.parts(tensor)[0]
         array = strategy.collectives.broadcast(own, 0, "broadcast_to")
@@ -600,6 +631,10 @@ class StrategyExtended:
                     )
                 context.run_op = fn(context, batch)
         return context
+
+    def __repr__(self) -> str:
+        """Show the strategy."""
+        return f"<{type(self).__name__} of {self._strategy!r}>"
 
 
 def _update_in_merge(

@@ -29,8 +29,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     logical_replicas : int, optional
         How many replicas there are, whatever the number of ranks, which may be smaller:
         each rank then runs several, one after the other, and every result has the same
-        bits on any number of ranks; see ``docs/same-bits.md``. The same on every rank;
-        default: one replica on each rank.
+        bits on any number of ranks; see ``docs/user-guide/same-bits.md``. The same on
+        every rank; default: one replica on each rank.
     replicas_per_worker : int, optional
         Make the ranks of one node act as workers of this many replicas; default: one
         worker per node.

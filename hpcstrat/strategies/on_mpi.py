@@ -22,7 +22,8 @@ from hpcstrat.errors import RankLostError
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.base import Strategy
-from hpcstrat.strategies.connection import Wish, connect
+from hpcstrat.strategies.connection import StrategyRequest, connect
+from hpcstrat.strategies.own_reductions import HookedCollectives
 from hpcstrat.variables import MirroredVariable
 
 if TYPE_CHECKING:
@@ -31,24 +32,36 @@ if TYPE_CHECKING:
 __all__ = ["MpiStrategy"]
 
 
+def _require_ops(ops: Any) -> None:
+    if not isinstance(ops, (CrossDeviceOps, type(None))):
+        raise TypeError(
+            f"expected a CrossDeviceOps as cross_device_ops, found {ops!r:.80}; pass "
+            "hs.ReductionToOneDevice(), for example, or leave it out"
+        )
+
+
 def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
     """Refuse sums that would depend on the number of ranks, with logical replicas."""
     if options is not None:
         require_no_wire_dtype(options)
+    found = None
     if isinstance(ops, ReductionToOneDevice) and ops.combines:
+        found = "an accumulation_fn"
+    elif ops is not None and ops.overrides():
+        found = f"the hooks of {type(ops).__name__}"
+    if found is not None:
         raise ValueError(
             "expected sums with logical replicas, which are added in the order of a "
-            "tree, found an accumulation_fn; leave it out, or use merge_call and "
-            "all_gather"
+            f"tree, found {found}; leave it out, or use merge_call and all_gather"
         )
 
 
 class MpiStrategy(Strategy):
     """A strategy with one MPI rank per replica.
 
-    Collective over ``comm``. What its arguments mean stands at its subclasses, which
-    add ``devices`` that the program has named, and a ``problem`` that they have found
-    on this rank: it is raised here, once the other ranks know.
+    Collective over ``comm``. `MultiWorkerMirroredStrategy` describes the arguments.
+    Subclasses add ``devices`` that the program has named, and a ``problem`` that they
+    have found on this rank: it is raised here, once the other ranks know.
 
     Raises on every rank if the environment has a ``HPCSTRAT_`` variable that is unknown
     (ValueError), if another strategy over the same ranks is open with other settings
@@ -75,12 +88,13 @@ class MpiStrategy(Strategy):
         # there: one that raised here alone would leave the others waiting.
         if problem is None:
             try:
+                _require_ops(cross_device_ops)
                 Collectives(None, cross_device_ops, communication_options)
                 if logical_replicas is not None:
                     _require_any_order(cross_device_ops, communication_options)
             except Exception as error:
                 problem = error
-        wish = Wish(
+        request = StrategyRequest(
             kind=type(self).__name__,
             comm=comm,
             replicas_per_worker=replicas_per_worker,
@@ -91,13 +105,20 @@ class MpiStrategy(Strategy):
             devices=devices,
             logical_replicas=logical_replicas,
         )
-        self._key, connection = connect(wish, problem)
+        self._key, connection = connect(request, problem)
         self._connection = connection
         # A strategy may be closed while its connection lives on with others.
         self._closed = False
-        collectives = Collectives(
-            connection.channel, cross_device_ops, communication_options
-        )
+        collectives: Collectives
+        if cross_device_ops is not None and cross_device_ops.overrides():
+            collectives = HookedCollectives(
+                connection.channel, cross_device_ops, communication_options
+            )
+            collectives.strategy = self
+        else:
+            collectives = Collectives(
+                connection.channel, cross_device_ops, communication_options
+            )
         ranks = connection.topology.num_replicas
         if logical_replicas is not None and logical_replicas < ranks:
             # On every rank, as all have asked for the same number.
@@ -180,7 +201,7 @@ class MpiStrategy(Strategy):
         """The settings of the watch over the ranks; the same on every replica."""
         return self._connection.settings
 
-    def register(self, variable: MirroredVariable) -> None:
+    def variable_made(self, variable: MirroredVariable) -> None:
         """Take a variable among those whose copies are compared.
 
         Logically collective over the strategy's replicas. For the library's own
@@ -211,7 +232,7 @@ class MpiStrategy(Strategy):
     def lost_ranks(self) -> tuple[int, ...] | None:
         """The replicas that are known to have died; None while no loss was noticed."""
         channel = self._connection.channel
-        error = None if channel is None else channel.deaths.error
+        error = None if channel is None else channel.rank_loss.error
         return None if error is None else error.ranks
 
     def abandon(self) -> None:

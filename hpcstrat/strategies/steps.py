@@ -97,6 +97,13 @@ class MultiStepContext:
         entry = current()
         return None if entry is None else entry.replica_context
 
+    def __repr__(self) -> str:
+        """Show the names of the outputs."""
+        return (
+            f"<{type(self).__name__} with outputs "
+            f"{', '.join(sorted(self.last_step_outputs)) or 'none'}>"
+        )
+
 
 def _local_results(strategy: CurrentStrategy, value: Any) -> Any:
     return strategy.experimental_local_results(value)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
-import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.testing.job import start_time, wait_until
+from hpcstrat.testing.job import note_rank, wait_until, write_whole
 
 # A rank that failed lets the others write down how they failed for so long.
 _GRACE_SECONDS = 1.0
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.write_bytes(content)
-    partial.rename(path)
 
 
 def _call(folder: Path) -> bytes:
@@ -44,7 +35,7 @@ def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
         # Start where the user's function does.
         exc.__traceback__ = exc.__traceback__.tb_next
     text = "".join(traceback.format_exception(exc))
-    _write(folder / f"{rank}.failure", text.encode())
+    write_whole(folder / f"{rank}.failure", text.encode())
 
     def all_wrote() -> bool:
         done = [*folder.glob("*.failure"), *folder.glob("*.result")]
@@ -64,15 +55,12 @@ def main() -> None:
     """Run this process's part of the job."""
     folder = Path(sys.argv[1])
     launch = launch_from_environment()
-    stacks = (folder / f"{launch.rank}.stacks").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    pid = os.getpid()
-    _write(folder / f"{launch.rank}.pid", f"{pid} {start_time(pid)}".encode())
+    note_rank(folder, launch.rank)
     try:
         result = _call(folder)
     except BaseException as exc:
         _fail(folder, launch.rank, launch.size, exc)
-    _write(folder / f"{launch.rank}.result", result)
+    write_whole(folder / f"{launch.rank}.result", result)
 
 
 if __name__ == "__main__":

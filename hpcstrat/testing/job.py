@@ -18,6 +18,7 @@ whose ranks end each other it happened about once in fifty times on a busy machi
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import resource
 import signal
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from hpcstrat.engine.topology.process_stat import START, STATE, process_stat
 
-__all__ = ["Job", "start_time", "wait_until"]
+__all__ = ["Job", "note_rank", "start_time", "wait_until", "write_whole"]
 
 _NAP_SECONDS = 0.02
 _STACKS_SECONDS = 3.0
@@ -65,6 +66,21 @@ def start_time(pid: int) -> str:
         return ""
     # A zombie has ended, though its number is not free yet.
     return "" if fields[STATE] == "Z" else fields[START]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_bytes(content)
+    partial.rename(path)
+
+
+def note_rank(folder: Path, rank: int) -> None:
+    """Let the job of a folder ask this process for its stacks, and end it."""
+    stacks = (folder / f"{rank}.stacks").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    pid = os.getpid()
+    write_whole(folder / f"{rank}.pid", f"{pid} {start_time(pid)}".encode())
 
 
 def _signal(pid: int, number: int) -> None:

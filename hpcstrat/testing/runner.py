@@ -17,7 +17,16 @@ from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.job import Job
 from hpcstrat.testing.launcher import clean_environment, launch_command
 
-__all__ = ["Finished", "RankFailure", "RankTimeout", "launch", "run"]
+__all__ = [
+    "Finished",
+    "RankFailure",
+    "RankTimeout",
+    "finish",
+    "launch",
+    "read_failures",
+    "run",
+    "sections",
+]
 
 
 class RankFailure(HpcstratError):
@@ -134,6 +143,8 @@ def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     environment = clean_environment(changes)
     # A rank that crashes in C code shows where; `Job.show_stacks` needs it, too.
     environment.setdefault("PYTHONFAULTHANDLER", "1")
+    # Tests of failures would leave files.
+    environment.setdefault("HPCSTRAT_HANG_FOLDER", "")
     checkout = Path(__file__).parents[2]
     if checkout not in map(Path, sysconfig.get_paths().values()):
         paths = [str(checkout), environment.get("PYTHONPATH", "")]
@@ -141,7 +152,8 @@ def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     return environment
 
 
-def _sections(title: str, texts: Mapping[int, str]) -> str:
+def sections(title: str, texts: Mapping[int, str]) -> str:
+    """Return the texts of ranks, each below a line that names the rank."""
     return "".join(
         f"\n--- rank {rank}: {title}\n{text.rstrip()}\n"
         for rank, text in sorted(texts.items())
@@ -154,13 +166,13 @@ def _time_is_up(job: Job, n: int, timeout: float) -> RankTimeout:
     job.show_stacks()
     stacks, stderr = job.stacks(), job.stderr
     ended = [rank for rank in range(n) if (job.folder / f"{rank}.result").exists()]
-    failures = _failures(job.folder)
+    failures = read_failures(job.folder)
     message = (
         f"expected {n} ranks to end within {timeout:g} s, found them running"
         + (f", {ended} of them past their function" if ended else "")
         + "; look for the collective that not all ranks entered"
-        + _sections("traceback", failures)
-        + _sections("stacks", stacks)
+        + sections("traceback", failures)
+        + sections("stacks", stacks)
         + (f"\n--- standard error\n{stderr}" if stderr else "")
     )
     return RankTimeout(
@@ -168,11 +180,12 @@ def _time_is_up(job: Job, n: int, timeout: float) -> RankTimeout:
     )
 
 
-def _failures(folder: Path) -> dict[int, str]:
+def read_failures(folder: Path) -> dict[int, str]:
+    """Return what ranks of a job wrote into its folder of how they failed."""
     return {int(path.stem): path.read_text() for path in folder.glob("*.failure")}
 
 
-def _finish(
+def finish(
     command: Sequence[str],
     folder: Path,
     n: int,
@@ -231,7 +244,7 @@ def launch(
     words = launch_command(n, launcher, fault_tolerant=fault_tolerant)
     words += [os.fspath(word) for word in command]
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
-        return _finish(words, Path(folder), n, timeout, env)
+        return finish(words, Path(folder), n, timeout, env)
 
 
 def run(
@@ -287,7 +300,7 @@ def run(
         (folder / "call").write_bytes(_pickled(fn, args))
         child = [sys.executable, "-m", "hpcstrat.testing", name]
         words = [*launch_command(n, launcher), *child]
-        finished = _finish(words, folder, n, timeout, env)
+        finished = finish(words, folder, n, timeout, env)
         results = _results(folder, n, finished)
     # Through Python's streams, which pytest captures.
     sys.stdout.write(finished.stdout)
@@ -297,7 +310,7 @@ def run(
 
 def _results(folder: Path, n: int, finished: Finished) -> list[Any]:
     """Read what the ranks returned, or raise what became of them."""
-    failures = _failures(folder)
+    failures = read_failures(folder)
     files = [folder / f"{rank}.result" for rank in range(n)]
     lost = [rank for rank, file in enumerate(files) if not file.exists()]
     if not failures and not lost and finished.returncode == 0:
@@ -311,7 +324,7 @@ def _results(folder: Path, n: int, finished: Finished) -> list[Any]:
     message = (
         f"expected {n} ranks to return, found that {', '.join(found)} (the launcher's "
         f"exit code is {finished.returncode}); read the ranks' reports"
-        + _sections("traceback", failures)
+        + sections("traceback", failures)
         + ("" if failures else f"\n--- standard error\n{finished.stderr}")
     )
     raise RankFailure(

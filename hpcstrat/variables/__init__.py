@@ -6,15 +6,15 @@ own component only, and reading it in cross-replica context combines the compone
 """
 
 from hpcstrat.engine.values import HostValue
+from hpcstrat.variables.aggregation_rules import rule_of, share_of
 from hpcstrat.variables.central import CentralVariable
 from hpcstrat.variables.replicated import (
     DistributedVariable,
     MirroredVariable,
     SyncOnReadVariable,
-    class_of_own,
+    class_for_state,
     has_logical_replicas,
     read_all,
-    share_of,
 )
 from hpcstrat.variables.sharded import (
     ShardedVariable,
@@ -31,10 +31,11 @@ __all__ = [
     "ShardedVariable",
     "SyncOnReadVariable",
     "Variable",
-    "class_of_own",
+    "class_for_state",
     "exchange_parts",
     "has_logical_replicas",
     "part_of_rank",
     "read_all",
+    "rule_of",
     "share_of",
 ]

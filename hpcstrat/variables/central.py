@@ -51,7 +51,7 @@ class CentralVariable(MirroredVariable):
                 f"for variable {self.name!r}, found {found}; copy it, or use "
                 "MirroredStrategy"
             )
-        self._require_mean(array.dtype)
+        self._require_type(array.dtype)
         return self._laid_out(array, what, sends=sends)
 
     def _laid_out(self, array: Array, what: str, *, sends: bool) -> Array:

@@ -50,6 +50,10 @@ class FixedShardsPartitioner(Partitioner):
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         return _parts(shape, axis, self._num_shards)
 
+    def __repr__(self) -> str:
+        """Show the number of shards."""
+        return f"{type(self).__name__}({self._num_shards})"
+
 
 class MinSizePartitioner(Partitioner):
     """As many shards as there can be of a least size.
@@ -87,6 +91,10 @@ class MinSizePartitioner(Partitioner):
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         return _parts(shape, axis, min(self._most, max(1, nbytes // self._least)))
+
+    def __repr__(self) -> str:
+        """Show the sizes."""
+        return f"{type(self).__name__}({self._least}, {self._most})"
 
 
 class MaxSizePartitioner(Partitioner):
@@ -129,6 +137,10 @@ class MaxSizePartitioner(Partitioner):
         rows = max(1, self._largest // max(1, row_bytes))
         wanted = max(1, -(-length // rows))
         return _parts(shape, axis, min(wanted, self._most or wanted))
+
+    def __repr__(self) -> str:
+        """Show the sizes."""
+        return f"{type(self).__name__}({self._largest}, {self._most})"
 
 
 def _positive(name: str, value: int) -> int:

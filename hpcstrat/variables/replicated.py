@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
-from hpcstrat.engine.arrays.kinds import array_module, is_half
+from hpcstrat.engine.arrays.kinds import array_module
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import current, own_index, second_strategy
 from hpcstrat.engine.options import (
-    ReduceOp,
     VariableAggregation,
     VariableSynchronization,
 )
@@ -27,23 +25,21 @@ from hpcstrat.engine.values import (
     Mirrored,
     PerReplica,
 )
+from hpcstrat.variables.aggregation_rules import rule_of
 from hpcstrat.variables.variable import NOT_SUMMABLE, Variable, apply_into, view_of
 
 __all__ = [
     "DistributedVariable",
     "MirroredVariable",
     "SyncOnReadVariable",
-    "class_of_own",
+    "class_for_state",
     "has_logical_replicas",
     "read_all",
-    "share_of",
 ]
 
 _NONE = VariableAggregation.NONE
 _SUM = VariableAggregation.SUM
 _MEAN = VariableAggregation.MEAN
-
-_WIDEST = np.dtype(np.int64).itemsize
 
 _CROSS, _REPLICA, _UPDATE = "cross", "replica", "update"
 _ALONE = ObjectCollectives(None)
@@ -63,7 +59,7 @@ class DistributedVariable(Variable, DistributedValues):
 
         def shared() -> Any:
             own = make(initial_value, dtype)
-            self._require_mean(own.dtype)
+            self._require_type(own.dtype)
             # State of the library, which each replica has already: no call.
             if type(initial_value) is HostValue and initial_value.is_own:
                 return own
@@ -75,19 +71,29 @@ class DistributedVariable(Variable, DistributedValues):
             return own
 
         # An entry: Ctrl-C in a callable ends the calls of the other replicas, too. Of
-        # an error that is announced here `MadeTogether` tells nobody again.
+        # an error that is announced here `AnnouncesInitErrors` tells nobody again.
         component: Array = collectives.call(what, shared)
         return component
 
-    def _require_mean(self, dtype: np.dtype[Any]) -> None:
-        """Refuse aggregation MEAN of a type that has none."""
-        floating = dtype.kind == "f" or is_half(dtype)
-        if self.aggregation is _MEAN and not floating:
+    def _require_type(self, dtype: np.dtype[Any]) -> None:
+        """Refuse a type for which the variable's aggregation means nothing."""
+        rule = rule_of(self.aggregation)
+        problem = None if rule is None else rule.type_problem(dtype)
+        if problem is not None:
+            expected, advice = problem
             raise ValueError(
-                f"expected a floating dtype for variable {self.name!r} with "
-                f"aggregation MEAN, found {dtype}; make it a float, or choose SUM for "
-                "a total"
+                f"expected {expected} for variable {self.name!r} with aggregation "
+                f"{self.aggregation.name}, found {dtype}; {advice}"
             )
+
+    def _combined(self, parts: Sequence[Any], what: str) -> Any:
+        """Combine the values of all replicas by the variable's aggregation.
+
+        Collective over the strategy's replicas; ``parts`` are those of this process's.
+        """
+        rule = rule_of(self.aggregation)
+        assert rule is not None
+        return rule.combine(self._strategy, parts, what)
 
     @property
     def collectives(self) -> ObjectCollectives:
@@ -149,7 +155,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return (self._view,) * len(self._strategy.local_replicas)
 
     def _made(self) -> None:
-        self._strategy.register(self)
+        self._strategy.variable_made(self)
 
     def value(self) -> Array:
         """Return this replica's component without a copy.
@@ -186,12 +192,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         self._require_aggregation(method)
 
         def act(values: list[Array]) -> list[Any]:
-            if self.aggregation in (_SUM, _MEAN):
-                op = ReduceOp.from_variable_aggregation(self.aggregation)
-                combined = strategy.reduce_parts(op, values, what)
-            else:
-                combined = strategy.collectives.broadcast(values[0], 0, what)
-            combined = self._converted(method, combined)
+            combined = self._converted(method, self._combined(values, what))
             self._apply(method, combined, False)
             return values
 
@@ -210,17 +211,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
 
     def _aggregated(self, method: str, value: Any) -> Array:
         """Combine the replicas' values by the variable's aggregation."""
-        collectives = self._strategy.collectives
-        what = f"{method} of variable {self.name!r}"
         self._require_aggregation(method)
-        array = self._converted(method, value)
-        combined: Array
-        if self.aggregation in (_SUM, _MEAN):
-            op = ReduceOp.from_variable_aggregation(self.aggregation)
-            combined = collectives.batch_reduce(op, array, what)
-        else:
-            # Replica 0 of all, not of each worker, so that all copies stay equal.
-            combined = collectives.broadcast(array, 0, what)
+        what = f"{method} of variable {self.name!r}"
+        combined: Array = self._combined([self._converted(method, value)], what)
         return combined
 
     def _require_aggregation(self, method: str) -> None:
@@ -259,14 +252,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         self._require_meaning(method)
 
         def act(parts: list[IndexedSlices]) -> list[Any]:
-            if self.aggregation in (_SUM, _MEAN):
-                op = ReduceOp.from_variable_aggregation(self.aggregation)
-                combined = strategy.reduce_parts(op, parts, what)
-            else:
-                own = parts[0].values, parts[0].indices
-                values, indices = strategy.collectives.broadcast_object(own, 0, what)
-                combined = IndexedSlices(values, indices, self.shape)
-            self._scatter_own(method, combined)
+            self._scatter_own(method, self._combined(parts, what))
             return parts
 
         own = IndexedSlices(self._rows(method, rows), rows.indices, self.shape)
@@ -284,21 +270,12 @@ class MirroredVariable(DistributedVariable, Mirrored):
             )
 
     def _aggregated_rows(self, method: str, rows: IndexedSlices) -> IndexedSlices:
-        collectives = self._strategy.collectives
-        what = f"{method} of variable {self.name!r}"
         self._require_aggregation(method)
         self._require_meaning(method)
         own = IndexedSlices(self._rows(method, rows), rows.indices, self.shape)
-        combined: IndexedSlices
-        if self.aggregation in (_SUM, _MEAN):
-            op = ReduceOp.from_variable_aggregation(self.aggregation)
-            combined = collectives.batch_reduce(op, own, what)
-            return combined
-        # As an object: how many rows there are, only replica 0 knows.
-        values, indices = collectives.broadcast_object(
-            (own.values, own.indices), 0, what
-        )
-        return IndexedSlices(values, indices, self.shape)
+        what = f"{method} of variable {self.name!r}"
+        combined: IndexedSlices = self._combined([own], what)
+        return combined
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -405,13 +382,11 @@ class SyncOnReadVariable(DistributedVariable):
                 f"defined; {advice}"
             )
         array = self._converted(method, value)
-        # For MEAN and ONLY_FIRST_REPLICA the value itself: a mean of equal parts is it.
-        share, count = array, self._strategy.num_replicas_in_sync
+        rule, count = rule_of(self.aggregation), self._strategy.num_replicas_in_sync
+        assert rule is not None
         replicas = self._strategy.local_replicas
         for replica, component in zip(replicas, self._components, strict=True):
-            if self.aggregation is _SUM:
-                share = share_of(array, count, replica)
-            apply_into(component, method, share)
+            apply_into(component, method, rule.part(array, count, replica))
         return array
 
     def _scatter(self, method: str, rows: IndexedSlices) -> Any:
@@ -427,34 +402,17 @@ def has_logical_replicas(variable: Variable) -> bool:
     return strategy is not None and bool(strategy.logical)
 
 
-def class_of_own(*, on_read: bool = True) -> type[Variable]:
-    """Return the class of variables of which each replica has its own component.
+def class_for_state(*, on_read: bool = True) -> type[Variable]:
+    """Return the class of the library's own state, such as totals and counters.
 
-    Under every strategy that distributes; else that of its variables. For state of the
-    library that each replica writes by itself: totals, counters, sums.
+    Under every strategy that distributes, each replica has a component of its own: it
+    is never in central storage, nor on servers. Else the class of the strategy's own
+    variables.
     """
     entry = current()
     if entry is None or not entry.strategy.distributes:
         return Variable
     return SyncOnReadVariable if on_read else MirroredVariable
-
-
-@quiet
-def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
-    """Return one replica's share of a total, so that the shares add up to it.
-
-    Integers exactly: the remainder goes to the first replicas. Floats are divided;
-    their sum is exact where the number of replicas is a power of two.
-    """
-    if total.dtype.kind in "iu":
-        # A narrow type may not hold the number of replicas.
-        wide = total if total.dtype.itemsize == _WIDEST else total.astype(np.int64)
-        remainder = replica_id < wide % num_replicas
-        return (wide // num_replicas + remainder).astype(total.dtype)
-    # The sum of bools is whether any is true: one true part is enough.
-    if total.dtype.kind == "b":
-        return total if replica_id == 0 else array_module(total).zeros_like(total)
-    return (total / num_replicas).astype(total.dtype, copy=False)
 
 
 def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[Array]:
@@ -467,7 +425,7 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     (num_replicas, ...): with ``own_rows`` this replica's, no copy, and of logical
     replicas all components of every SyncOnRead variable.
     """
-    # By the property of no variable: `value` would be a call for each.
+    # Not by `Variable.value`, which makes a collective call for each variable.
     results: list[Any] = [
         variable.value() if variable.is_remote else variable._view
         for variable in variables
@@ -491,14 +449,12 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
         ]
         names = ", ".join(variables[i].name for i in indices)
         what = f"reading of variables {names}"
-        if aggregation is _NONE:
+        rule = rule_of(aggregation)
+        if rule is None:
             own = [array_module(p[0]).stack(p) for p in zip(*parts, strict=True)]
             values = collectives.all_gather(own, 0, what)
-        elif aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            values = collectives.broadcast(parts[0], 0, what)
         else:
-            op = ReduceOp.from_variable_aggregation(aggregation)
-            values = collectives.call(what, strategy.reduce_parts, op, parts, what)
+            values = collectives.call(what, rule.combine, strategy, parts, what)
         for index, value in zip(indices, values, strict=True):
             results[index] = value
     return results

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.arrays.casting import call_without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import (
     array_module,
@@ -19,7 +19,8 @@ from hpcstrat.engine.arrays.kinds import (
     to_host,
 )
 from hpcstrat.engine.arrays.row_updates import apply_at, replace_at
-from hpcstrat.engine.context import MadeTogether, current
+from hpcstrat.engine.context import AnnouncesInitErrors, current
+from hpcstrat.engine.html import table
 from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import (
@@ -47,7 +48,7 @@ _SCATTER = {
 NOT_SUMMABLE = ("scatter_min", "scatter_max", "scatter_update")
 
 
-class Variable(MadeTogether, ArrayOperators):
+class Variable(AnnouncesInitErrors, ArrayOperators):
     """An array with a name that a program updates in place.
 
     Inside the scope of a strategy that distributes variables, this makes a
@@ -103,7 +104,7 @@ class Variable(MadeTogether, ArrayOperators):
         if entry is not None and (cls is Variable or cls._is_distributed):
             strategy = entry.strategy
         if cls is Variable and strategy is not None:
-            # __init__ finds wrong arguments, and tells all replicas.
+            # `__init__` parses it again, and tells all replicas of a wrong argument.
             synchronization = VariableSynchronization.AUTO
             with contextlib.suppress(ValueError):
                 synchronization = VariableSynchronization.parse(
@@ -679,6 +680,17 @@ class Variable(MadeTogether, ArrayOperators):
             f"{self._component!r}>"
         )
 
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows = {
+            "type": f"{self.dtype}{list(self.shape)}",
+            "trainable": self.trainable,
+            "synchronization": self.synchronization.name,
+            "aggregation": self.aggregation.name,
+            "this replica's value": self._component,
+        }
+        return table(f"{type(self).__name__} {self.name}", rows)
+
 
 def apply_into(component: Array, method: str, array: Array) -> None:
     """Assign, add or subtract an array, in place."""
@@ -689,7 +701,7 @@ def apply_into(component: Array, method: str, array: Array) -> None:
         # CuPy gives no warnings, and calls Python code.
         operation(component, array, out=component)
     else:
-        quietly(operation, component, array, component)
+        call_without_fp_warnings(operation, component, array, component)
 
 
 def scatter_into(component: Array, method: str, indices: Array, values: Array) -> None:

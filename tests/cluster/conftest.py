@@ -10,6 +10,7 @@ import pytest
 from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.launcher import find_launcher
 from tests.cluster.hosts import Hosts, HostsUnavailable
+from tests.cluster.sge import SGE
 from tests.cluster.slurm import Slurm
 
 
@@ -53,3 +54,18 @@ def make_slurm() -> Iterator[Callable[[int], Slurm]]:
 def slurm(make_slurm: Callable[[int], Slurm]) -> Slurm:
     """Return a Slurm of three nodes; jobs of tests end with them."""
     return make_slurm(3)
+
+
+@pytest.fixture(scope="session")
+def make_sge() -> Iterator[Callable[[int], SGE]]:
+    """Yield a function that makes an `SGE`; all are taken down after the tests."""
+    with ExitStack() as stack:
+
+        def make(num_nodes: int) -> SGE:
+            try:
+                find_launcher()
+                return stack.enter_context(SGE(num_nodes))
+            except (HostsUnavailable, HpcstratError) as exc:
+                pytest.skip(str(exc))
+
+        yield make

@@ -395,6 +395,41 @@ hs.print_once("right", float(total.numpy()) == handler.total_run_calls)
 """
 
 
+STEPS = """
+import os, time
+import hpcstrat as hs
+
+strategy = hs.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    total = hs.Variable(0.0, name="total", aggregation="mean")
+manager = hs.CheckpointManager(os.environ["RUN_FOLDER"] + "/saved", total=total)
+handler = hs.PreemptionCheckpointHandler(None, manager)
+before = handler.total_run_calls
+hs.print_once("begins at", before)
+while not before or handler.total_run_calls < before + 3:
+    handler.run(strategy.run, lambda: total.assign_add(1.0))
+    time.sleep(0.2)
+hs.print_once("right", float(total.numpy()) == handler.total_run_calls)
+"""
+
+
+@beside_others
+def test_a_program_of_a_user_is_started_again(slurm: Slurm, folder: Path) -> None:
+    job = slurm.submit(
+        *(folder, "restart.sbatch", program(folder, STEPS)),
+        nodes=2,
+        ntasks_per_node=1,
+    )
+    job.wait_for_text("begins at 0")
+    job.signal_ranks(signal.SIGUSR1, 1)
+    job.wait_for_text("all is saved: requeueing")
+    job.start_again(1)
+    assert job.wait_to_end() == "COMPLETED", job.output
+    [again] = re.findall(r"begins at ([1-9]\d*)", job.output)
+    assert int(again) > 0
+    assert "right True" in job.output
+
+
 @needs_matplotlib
 @beside_others
 @alone

@@ -191,7 +191,7 @@ _RECIPES: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {
     ("coming-from/tf-distribute.md", ""): lambda: _coming_from(shuffle=False, epochs=1),
     ("coming-from/torch-ddp.md", ""): _coming_from,
     ("coming-from/torch-ddp.md", "torch"): lambda: _torch(1000, BATCH, 2, 0.0),
-    ("contributing.md", ""): _counted,
+    ("recipes.md", ""): _counted,
     ("user-guide/preemption.md", ""): _preemption,
     ("user-guide/torch-jax.md", "torch"): lambda: _torch(50, 16, 3, 0.9),
     ("user-guide/torch-jax.md", "jax"): _jax,

@@ -10,6 +10,8 @@ The words after the language of a fenced block say where it runs:
 ``python torch``   where PyTorch is installed, in a run of the page of its own
 ``python jax``     where JAX is installed, likewise
 ``python keras``   where Keras is installed, likewise
+``python dask``    where Dask is installed, likewise
+``python joblib``  where joblib is installed, likewise
 ``python ulfm``    where a job lives on when a rank dies: on six ranks, in a run of the
                    page of its own
 ``python no-run``  nowhere; for what needs another library or machine: its first line
@@ -59,7 +61,7 @@ __all__ = [
 
 _FENCE = re.compile(r"^( *)```+([^\n`]*)$")
 _COMPARED = re.compile(r"^<!-- compared: (.*) -->$")
-EXTRAS = ("torch", "jax", "keras")
+EXTRAS = ("torch", "jax", "keras", "dask", "joblib")
 ULFM_SIZE = 6
 WORDS = {"", "ranks", "gpu", "ulfm", "no-run", *EXTRAS}
 _SERVED = "ParameterServerStrategy"

@@ -52,21 +52,27 @@ def _resolve(name: str) -> Any:
     return value
 
 
-def shown_names() -> dict[str, list[str]]:
-    """Return the full names of what the reference shows.
+def names_of_reference() -> dict[str, list[str]]:
+    """Return the full names that the reference has, whatever is installed.
 
     With the members that a page chooses to show of one; none stands for all.
     """
     names = [f"hpcstrat.{name}" for name in hpcstrat._HOMES]
     for module in hpcstrat._MODULES:
         loaded = getattr(hpcstrat, module)
-        names += [f"hpcstrat.{module}.{name}" for name in loaded.__all__]
+        own = [name for name in loaded.__all__ if name not in hpcstrat.__all__]
+        names += [f"hpcstrat.{module}.{name}" for name in own]
     shown = {name: list[str]() for name in sorted(set(names))}
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         for name, members in _DIRECTIVE.findall(page.read_text()):
-            if is_installed(name):
-                shown[name] = members.split(", ") if members else []
+            shown[name] = members.split(", ") if members else []
     return shown
+
+
+def shown_names() -> dict[str, list[str]]:
+    """Return those names of the reference whose framework is installed."""
+    every = names_of_reference()
+    return {name: chosen for name, chosen in every.items() if is_installed(name)}
 
 
 def _members(shown: type) -> Iterator[Any]:
@@ -90,7 +96,8 @@ def public_definitions() -> dict[tuple[str, str], str]:
     for name, chosen in shown_names().items():
         value = _resolve(name)
         if inspect.isclass(value):
-            found[value.__module__, value.__qualname__] = name
+            # Under the shorter one of two names.
+            found.setdefault((value.__module__, value.__qualname__), name)
             for member in _members(value):
                 if not (inspect.isroutine(member) or inspect.isclass(member)):
                     continue

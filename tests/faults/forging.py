@@ -24,7 +24,7 @@ from click.testing import CliRunner
 import hpcstrat as hs
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.commit_record import pack_record
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.hashing import block_hash
 from hpcstrat.checkpoint.file.schema import Header, checkpoint_name
 from hpcstrat.checkpoint.file.skeleton import Skeleton
@@ -223,7 +223,7 @@ def _seal(path: Path) -> None:
     content = path.read_bytes()
     content = content.ljust(-(-len(content) // PAGE_BYTES) * PAGE_BYTES, b"\0")
     # HDF5 looks for its beginning there, too.
-    plan = Plan(8, PAGE_BYTES, PAGE_BYTES + len(content), 1 << 20)
+    plan = FileLayout(8, PAGE_BYTES, PAGE_BYTES + len(content), 1 << 20)
     whole = memoryview(bytes(PAGE_BYTES) + content)
     spans = map(plan.span, range(plan.num_blocks))
     hashes = np.array([block_hash(whole[a:b]) for a, b in spans], "<u8")
@@ -254,7 +254,7 @@ def _hole_with_hashes(path: Path) -> None:
 
 def _endless_prefix(path: Path) -> None:
     """Make a file of which nearly all is said to be structures."""
-    plan = Plan(PAGE_BYTES, HUGE, HUGE, 1 << 20)
+    plan = FileLayout(PAGE_BYTES, HUGE, HUGE, 1 << 20)
     with path.open("wb") as file:
         file.write(b"\x89HDF\r\n\x1a\n")
         file.seek(HUGE)

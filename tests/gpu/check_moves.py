@@ -10,15 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcstrat.engine.channel.awaited import Awaits
 from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.gpu.transports import byte_movers
 from hpcstrat.engine.gpu.transports.byte_movers import MpiMover, NcclMover, StagedMover
 from hpcstrat.engine.gpu.transports.nccl_group import NcclGroup
-from tests.gpu.driving import Team, in_step, shared_team
+from tests.gpu.driving import Team, in_step, require_here, shared_team
 from tests.mpi.ranks.effort import seeds
 
-NAMES = ("nccl", "pairs", "small_pairs", "staged", "small_staged")
+# The transport that each goes by, see tests/gpu/jobs.py.
+NAMES = {
+    "nccl": "nccl",
+    "pairs": "mpi",
+    "small_pairs": "mpi",
+    "staged": "host",
+    "small_staged": "host",
+}
 SIZES = st.sampled_from([0, 1, 2, 7, 300, 1001, 5000])
 TYPES = st.sampled_from(["float32", "complex128", "int8", "bool", "uint16"])
 
@@ -26,7 +33,7 @@ TYPES = st.sampled_from(["float32", "complex128", "int8", "bool", "uint16"])
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Team]:
     """Yield all ranks as one worker."""
-    yield from shared_team()
+    yield from shared_team("host")
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +55,24 @@ def movers(crew: Team) -> Iterator[dict[str, Any]]:
     group.close()
 
 
+@pytest.fixture(params=NAMES)
+def mover(crew: Team, movers: dict[str, Any], request: Any) -> Any:
+    """Return one of them; skips where it cannot serve these ranks."""
+    require_here(NAMES[request.param], crew.size)
+    return movers[request.param]
+
+
 def _values(size: int, dtype: str, replica: int) -> Any:
     generator = np.random.default_rng([size, replica])
     return generator.integers(0, 100, size).astype(dtype)
 
 
-def _drive(crew: Team, mover: Any, steps: Awaits) -> None:
+def _drive(crew: Team, mover: Any, steps: WaitSteps) -> None:
     mover.prepare()
     crew.channel.drive(steps, describe_call("test of moves"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_have_what_the_root_has(crew: Team, movers: Any, name: str) -> None:
+def test_all_have_what_the_root_has(crew: Team, mover: Any) -> None:
     """Whoever it is, whatever the number of arrays and their sizes."""
     import cupy
 
@@ -76,8 +89,8 @@ def test_all_have_what_the_root_has(crew: Team, movers: Any, name: str) -> None:
         results = sources
         if not in_place:
             results = [cupy.empty(size, dtype) for dtype, size in kinds]
-        steps = byte_movers.broadcast(movers[name], sources, results, root)
-        _drive(crew, movers[name], steps)
+        steps = byte_movers.broadcast(mover, sources, results, root)
+        _drive(crew, mover, steps)
         # The program goes on with its arrays at once.
         copies = [result.copy() for result in results]
         for (dtype, size), result in zip(kinds, copies, strict=True):
@@ -86,8 +99,7 @@ def test_all_have_what_the_root_has(crew: Team, movers: Any, name: str) -> None:
     _broadcasts()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_all_have_what_each_has(crew: Team, movers: Any, name: str) -> None:
+def test_all_have_what_each_has(crew: Team, mover: Any) -> None:
     """In replica order, also where some have nothing."""
     import cupy
 
@@ -96,8 +108,8 @@ def test_all_have_what_each_has(crew: Team, movers: Any, name: str) -> None:
     def _gathers(*, dtype: str, sizes: list[int]) -> None:
         own = cupy.asarray(_values(sizes[crew.rank], dtype, crew.rank))
         out = cupy.empty(sum(sizes), dtype)
-        steps = byte_movers.all_gather(movers[name], own, out, sizes)
-        _drive(crew, movers[name], steps)
+        steps = byte_movers.all_gather(mover, own, out, sizes)
+        _drive(crew, mover, steps)
         copy = out.copy()
         wanted = [_values(size, dtype, rank) for rank, size in enumerate(sizes)]
         np.testing.assert_array_equal(copy.get(), np.concatenate(wanted))

@@ -43,7 +43,7 @@ LIMITS = {
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Team]:
     """Yield all ranks as one worker."""
-    yield from shared_team()
+    yield from shared_team("mpi")
 
 
 @pytest.fixture(scope="module")

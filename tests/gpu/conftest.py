@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
+
+from hpcstrat.engine.gpu.transports import nccl_trial
 from tests.mpi.ranks.conftest import (
     folder,
     job,
@@ -20,6 +24,15 @@ from tests.mpi.ranks.conftest import (
 # Of the stand-in; with CuPy itself, the machine has what it has.
 os.environ.setdefault("HPCSTRAT_STANDIN_DEVICES", "4")
 
+
+@pytest.fixture(autouse=True, scope="session")
+def short_trial() -> Iterator[None]:
+    """Let the trial of NCCL leave out its largest sum: many strategies are made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_trial, "_TRIAL_BYTES", (4, 1 << 20))
+        yield
+
+
 __all__ = [
     "folder",
     "job",
@@ -28,6 +41,7 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_generate_tests",
     "short_spins",
+    "short_trial",
     "strategies",
     "strategy",
     "topology",

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from hpcstrat.engine.arrays.packing import cut, wire_dtype
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
 from hpcstrat.engine.topology.topology import Topology
+from tests.gpu.jobs import why_not
 
 Kinds = Sequence[tuple[str, int]]
 
@@ -61,8 +62,13 @@ class Team:
         return int(self.topology.replica_id)
 
 
-def shared_team(replicas_per_worker: int | None = None) -> Iterator[Team]:
-    """Yield a team of all ranks, for a fixture; collective over the job."""
+def shared_team(
+    transport: str, replicas_per_worker: int | None = None
+) -> Iterator[Team]:
+    """Yield a team of all ranks, for a fixture; collective over the job.
+
+    Skips where their GPUs cannot be served by a transport, see tests/gpu/jobs.py.
+    """
     cupy = pytest.importorskip("cupy")
     from mpi4py import MPI
 
@@ -73,15 +79,25 @@ def shared_team(replicas_per_worker: int | None = None) -> Iterator[Team]:
         pytest.skip("one rank has nobody to reduce with")
     if replicas_per_worker is not None and replicas_per_worker >= size:
         pytest.skip("all ranks are one worker again")
-    if cupy.cuda.runtime.getDeviceCount() < size:
-        pytest.skip("a GPU for each rank is needed")
+    require_here(transport, size)
     topology = Topology(replicas_per_worker=replicas_per_worker)
-    cupy.cuda.Device(topology.replica_id).use()
+    gpus = cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.Device(topology.replica_id % gpus).use()
     made = Team(topology, Channel(topology), Lane())
     yield made
     made.lane.synchronize()
     made.channel.close()
     topology.close()
+
+
+def require_here(transport: str, size: int) -> None:
+    """Skip where a transport cannot serve so many ranks on the GPUs of this process."""
+    import cupy
+
+    gpus = cupy.cuda.runtime.getDeviceCount()
+    reason = why_not(transport, size, gpus, standin=hasattr(cupy, "_standin"))
+    if reason:
+        pytest.skip(reason)
 
 
 def values(kind: tuple[str, int], replica: int, seed: int) -> Any:
@@ -161,12 +177,14 @@ def same_bits(comm: Any, hosts: Sequence[Any]) -> None:
     assert comm.bcast(bits, 0) == bits
 
 
-def reduce_now(team: Team, transport: Any, reduction: Reduction) -> list[Any]:
+def reduce_now(
+    team: Team, transport: Any, reduction: Reduction, **options: Any
+) -> list[Any]:
     """Make a call that waits, as `Collectives` does."""
     sources, results = reduction.arrays(team.rank)
     work = reduction.work(team.size, sources, results, waits=True)
     if work.pieces:
-        steps = reduce_on_device(work, team.channel, transport)
+        steps = reduce_on_device(work, team.channel, transport, **options)
         team.channel.drive(steps, work.call)
     return results
 
@@ -186,13 +204,13 @@ def reduce_many(
         if work.pieces:
             begin, end = Mark().record(), Mark()
             steps = reduce_on_device(work, team.channel, transport, begin, end)
-            handle = Started(team.channel, work.call, steps, results)
+            handle = PendingCall(team.channel, work.call, steps, results)
             started.append((reduction, handle, end, results))
     numbers = cupy.arange(1000)
     for _ in range(polls):
         numbers = numbers + 1
         time.sleep(0.0002 * team.rank)
-        team.channel.started.progress()
+        team.channel.pending.progress()
     for reduction, handle, end, results in started:
         assert handle.wait() is results
         end.join()

@@ -9,28 +9,49 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 from hpcstrat import testing
-from tests.conftest import why_no_gpu
+from tests.conftest import num_gpus
 
 ROOT = Path(__file__).parents[2]
+_SHARED = {
+    "HPCSTRAT_STANDIN_DEVICES": "1",
+    "HPCSTRAT_SHARE_GPUS": "1",
+    "HPCSTRAT_NCCL": "0",
+}
 TRANSPORTS = {
     # NCCL, with a GPU for each rank.
     "nccl": {"HPCSTRAT_STANDIN_DEVICES": "4"},
-    # Through host memory, where NCCL refuses ranks with the same GPU.
-    "host": {"HPCSTRAT_STANDIN_DEVICES": "1", "HPCSTRAT_SHARE_GPUS": "1"},
-    # Between workers, by messages of MPI out of the memory of GPUs.
-    "mpi": {
-        "HPCSTRAT_STANDIN_DEVICES": "1",
-        "HPCSTRAT_SHARE_GPUS": "1",
-        "HPCSTRAT_MPI_READS_GPU": "yes",
-    },
+    # Through host memory.
+    "host": {**_SHARED, "HPCSTRAT_MPI_READS_GPU": "no"},
+    # By messages of MPI out of the memory of GPUs.
+    "mpi": {**_SHARED, "HPCSTRAT_MPI_READS_GPU": "yes"},
 }
+
+
+def why_not(transport: str, n: int, gpus: int, *, standin: bool = False) -> str:
+    """Say why a transport cannot serve n ranks on so many GPUs, if it cannot."""
+    if transport == "nccl" and gpus < n:
+        return f"NCCL needs a GPU for each of {n} ranks, found {gpus}"
+    told = os.environ.get("HPCSTRAT_MPI_READS_GPU") == "yes"
+    if transport == "mpi" and not (standin or told):
+        # A library that cannot would end the tests.
+        return "needs an MPI that reads the memory of GPUs: HPCSTRAT_MPI_READS_GPU=yes"
+    return ""
+
+
+def require(transport: str, n: int) -> None:
+    """Skip a test of n ranks where a transport cannot serve them on this machine."""
+    # Where there is no GPU, the stand-in has what each needs.
+    if num_gpus() and (reason := why_not(transport, n, num_gpus())):
+        pytest.skip(reason)
 
 
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
     """Return settings, and what programs need to find CuPy, or its stand-in."""
     env = {"HPCSTRAT_STANDIN_DELAY": "0.0001", **settings}
-    if why_no_gpu():
+    if not num_gpus():
         paths = [ROOT / "tests/gpu/standin", ROOT, os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, map(str, paths)))
         # What was found out with the stand-in, and its kernels, stay apart.
@@ -44,6 +65,8 @@ def num_passed(
 ) -> int:
     """Run rank tests on n ranks; return how many have passed, and none failed."""
     env = environment(settings)
+    if 0 < num_gpus() < n:
+        env.setdefault("HPCSTRAT_SHARE_GPUS", "1")
     # The stand-in's kernels are slower by far than what the tests were made for.
     options = ["--color=no", "-rs", "-o", "faulthandler_timeout=400", *more]
     command = [sys.executable, "-m", "tests.mpi.ranks", *options, *files]

@@ -89,22 +89,24 @@ def same(found: Any, wanted: Any) -> None:
         same(found.real.copy(), wanted.real.copy())
         same(found.imag.copy(), wanted.imag.copy())
     else:
-        nans = quietly(np.isnan, wanted)
-        assert (quietly(np.isnan, found) == nans).all()
+        nans = call_without_fp_warnings(np.isnan, wanted)
+        assert (call_without_fp_warnings(np.isnan, found) == nans).all()
         assert found[~nans].tobytes() == wanted[~nans].tobytes()
 
 
-def quietly(function: Any, *args: Any) -> Any:
+def call_without_fp_warnings(function: Any, *args: Any) -> Any:
     with np.errstate(all="ignore"):
         return function(*args)
 
 
 def cast(array: Any, dtype: Any) -> Any:
-    return quietly(array.astype, dtype)
+    return call_without_fp_warnings(array.astype, dtype)
 
 
 def divided(total: Any, divisor: int) -> Any:
-    return quietly(np.divide, total, divisor, total) if divisor else total
+    return (
+        call_without_fp_warnings(np.divide, total, divisor, total) if divisor else total
+    )
 
 
 class Case:
@@ -188,7 +190,8 @@ def _pack_and_combine(
         same(out.get(), wanted)
         assert unhurt(around, 16 // run.dtype.itemsize, run.size)
         others = [
-            quietly(np.roll, wanted, shift + number) for shift in range(1, num_terms)
+            call_without_fp_warnings(np.roll, wanted, shift + number)
+            for shift in range(1, num_terms)
         ]
         terms = [out, *map(cupy.asarray, others)]
         lane.enter()
@@ -203,7 +206,7 @@ def _pack_and_combine(
         lane.leave()
         total = wanted.copy()
         for other in others:
-            quietly(np.add, total, other, total)
+            call_without_fp_warnings(np.add, total, other, total)
         sums.append(total)
         cupy.cuda.get_current_stream().synchronize()
     case.check(sums, inner, outer)
@@ -260,7 +263,7 @@ def test_sums_in_order(lane: Lane, dtype: str, num_terms: int, size: int) -> Non
     hosts = [values(np.dtype(dtype), size, seed) for seed in range(num_terms)]
     total = hosts[0].copy()
     for host in hosts[1:]:
-        quietly(np.add, total, host, total)
+        call_without_fp_warnings(np.add, total, host, total)
     for offsets in ([0] * num_terms, [number % 4 for number in range(num_terms)]):
         # Apart, and in place of each term that could be this rank's own.
         for place in [None, 0, num_terms - 1]:
@@ -278,7 +281,7 @@ def test_sums_in_order(lane: Lane, dtype: str, num_terms: int, size: int) -> Non
 
 def test_add_in_place_and_apart(lane: Lane) -> None:
     one, other = (values(np.dtype("f4"), 1001, seed) for seed in (1, 2))
-    wanted = quietly(np.add, one, other)
+    wanted = call_without_fp_warnings(np.add, one, other)
     for place in range(3):
         arrays = [cupy.asarray(one), cupy.asarray(other), cupy.zeros(1001, "f4")]
         lane.enter()
@@ -307,10 +310,13 @@ def test_rounding_to_half_numbers(lane: Lane, dtype: Any) -> None:
     """All half numbers, what lies between two of them, and what lies next to that."""
     halves = cast(np.arange(1 << 15, dtype=np.uint16).view(dtype), np.float32)
     halves = halves[np.isfinite(halves)]
-    middles = quietly(np.add, halves[1:].astype(np.float64), halves[:-1]) / 2
+    middles = (
+        call_without_fp_warnings(np.add, halves[1:].astype(np.float64), halves[:-1]) / 2
+    )
     singles = np.concatenate([halves, cast(middles, np.float32)])
     near = [
-        quietly(np.nextafter, singles, np.float32(end)) for end in (-np.inf, np.inf)
+        call_without_fp_warnings(np.nextafter, singles, np.float32(end))
+        for end in (-np.inf, np.inf)
     ]
     bits = np.random.default_rng(3).integers(0, 1 << 32, 100_000, np.uint32)
     special = np.array([0.0, np.inf, np.nan, 65504, 65519.996, 65520, 1e-45], "f4")
@@ -375,6 +381,35 @@ def test_tables_of_many_arrays(lane: Lane, count: int, size: int) -> None:
         found = result.get().reshape(count, stride)
         same(found[::-1, :size].ravel(), rows.ravel())
         assert (found[:, size:] == MARK).all()
+
+
+@pytest.mark.parametrize("name", ["c8", "c16"])
+@pytest.mark.parametrize("shifts", list(itertools.product([0, 1], repeat=3)))
+def test_complex_numbers_may_begin_at_one_of_their_parts(
+    lane: Lane, name: str, shifts: tuple[int, int, int]
+) -> None:
+    """As those of a view of real ones do; a whole word there would be a fault."""
+    dtype, size = np.dtype(name), 700
+    part = np.dtype(f"f{dtype.itemsize // 2}")
+    arrays = []
+    for shift, fills in zip(shifts, (True, False, False), strict=True):
+        numbers = np.arange(2 * size + 1) * fills
+        real = cupy.asarray(numbers.astype(part))
+        arrays.append(real[shift : shift + 2 * size].view(dtype))
+    source, buffer, result = arrays
+    wanted = source.get()
+    lane.enter()
+    kernels.pack([(0, 0, size, 0)], [source], buffer, lane.stream)
+    kernels.add(buffer, buffer, buffer, lane.stream)
+    segments = [(buffer.data.ptr, 0, size)]
+    spans = [(0, 0, size, 0)]
+    kernels.unpack(segments, spans, [result], lane.stream, dtype=dtype)
+    # Many small ones are found by bisection.
+    few = [(0, n, n + 2, n) for n in range(0, size, 2)]
+    kernels.pack(few, [result], buffer, lane.stream)
+    lane.leave()
+    np.testing.assert_array_equal(result.get(), 2 * wanted)
+    np.testing.assert_array_equal(buffer.get(), 2 * wanted)
 
 
 def test_tables_are_made_when_they_are_reserved(

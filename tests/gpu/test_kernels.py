@@ -21,6 +21,7 @@ PAIRS = [
     *[("bfloat16", "float32"), ("complex64", "complex64")],
     *[("complex128", "complex128"), ("int8", "int32"), ("uint16", "int32")],
     *[("int32", "int32"), ("uint64", "uint64"), ("int64", "float64")],
+    *[("float16", "float16"), ("bfloat16", "bfloat16")],
 ]
 COMPILE = """
 import sys

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcstrat.testing import launch_command
-from tests.conftest import why_no_gpu
-from tests.gpu.jobs import TRANSPORTS, environment
+from tests.gpu.jobs import TRANSPORTS, environment, require
 from tests.mpi.programs.started import run_command, ulfm
 
 PROGRAM = Path(__file__).parent / "programs/lost_rank.py"
@@ -29,8 +28,7 @@ DEEP = ("inside", "behind")
 
 
 def _lose(transport: str, n: int, each: int, where: str, spare: int = 0) -> None:
-    if not why_no_gpu() and transport != "host":
-        pytest.skip("needs a GPU for each rank")
+    require(transport, n)
     # The lost rank's own part is far behind on its stream.
     late = {"HPCSTRAT_DEVICE": "gpu", "HPCSTRAT_STANDIN_DELAY": "0.005"}
     command = [*launch_command(n, fault_tolerant=True), sys.executable, str(PROGRAM)]

@@ -1,9 +1,9 @@
 """Run the rank tests of tests/mpi with arrays on GPUs in MPI jobs of 1 to 4 ranks.
 
-With CuPy on the GPU of this machine, which the ranks share; where there is none, with
-the stand-in for CuPy. What has no meaning for arrays on GPUs is listed in
-tests/gpu/ranks/exceptions.py, and skipped with the reason. By default a sample runs;
-after a change to a transport, all of it: ``-m full -k nccl``.
+With CuPy on the GPUs of this machine, which the ranks share unless there is one for
+each; where there is none, with the stand-in for CuPy. What has no meaning for arrays on
+GPUs is listed in tests/gpu/ranks/exceptions.py, and skipped with the reason. By default
+a sample runs; after a change to a transport, all of it: ``-m full -k nccl``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import pytest
 
 from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.launcher import find_launcher
-from tests.conftest import why_no_gpu
-from tests.gpu.jobs import TRANSPORTS, num_passed
+from tests.gpu.jobs import TRANSPORTS, num_passed, require
 
 HERE = Path(__file__).parent
 RANKS = HERE.parent / "mpi/ranks"
@@ -46,11 +45,11 @@ def launcher() -> str:
 
 def _passed(n: int, transport: str, files: list[str], *options: str) -> int:
     """Run files on n ranks; return how many tests have passed, and none failed."""
-    if not why_no_gpu() and transport != "host":
-        pytest.skip("needs a GPU for each rank")
+    require(transport, n)
     # Variables are on the GPU also where they are made of Python's numbers.
     arrays = {"HPCSTRAT_TEST_ARRAYS": "gpu", "HPCSTRAT_DEVICE": "gpu"}
-    return num_passed(n, files, arrays | TRANSPORTS[transport], *options)
+    arrays |= {"HPCSTRAT_TEST_TRANSPORT": transport, **TRANSPORTS[transport]}
+    return num_passed(n, files, arrays, *options)
 
 
 def _paths(names: list[str]) -> list[str]:
@@ -71,7 +70,7 @@ UNEVEN = "--short", "--layout=two_replicas_per_worker"
         pytest.param(2, "nccl", NEAR, ["reductions", "optimizers"], marks=FULL),
         pytest.param(2, "mpi", APART, ["contexts"], marks=FULL),
         (2, "host", NEAR, ["metrics"]),
-        pytest.param(2, "host", NEAR, ["checkpoint"], marks=FULL),
+        pytest.param(3, "host", UNEVEN, ["checkpoint"], marks=FULL),
         pytest.param(3, "host", UNEVEN, ["non_finite"], marks=FULL),
     ],
     ids=lambda value: value[-1][9:] if isinstance(value, tuple) else None,

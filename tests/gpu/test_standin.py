@@ -53,6 +53,7 @@ CHECKS = [
     "legacy_stream",
     "events",
     "errors_of_work",
+    "loading_waits",
     "freed_memory",
     "copies",
     "refusals",
@@ -104,3 +105,7 @@ def test_nothing_but_what_cupy_has():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_fault_ends_the_context():
+    run("death_of_a_context")

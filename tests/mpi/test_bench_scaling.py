@@ -12,7 +12,7 @@ import pytest
 
 from hpcstrat.testing import launch_command
 from hpcstrat.tools.bench.analysis import analyze, read_runs
-from hpcstrat.tools.bench.run_file import Run, write_run
+from hpcstrat.tools.bench.run_file import MeasuredRun, write_run
 from tests.mpi.programs.bench_steps import ROW_SECONDS
 from tests.mpi.programs.started import Ended, run_command
 
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
     output = tmp_path / "run.json"
     counts = {"replicas_per_worker": [1], "cores_per_worker": [1]}
     topology = {"num_replicas": 1, "device": "CPU", "worker_of_replica": [0], **counts}
-    write_run(Run(topology), str(output))
+    write_run(MeasuredRun(topology), str(output))
     ended = _scaling(2, output)
     assert ended.returncode == 1, str(ended)
     assert ended.stderr.count("Error: ") == 1, str(ended)

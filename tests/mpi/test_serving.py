@@ -81,7 +81,7 @@ _CLUSTER, _CONNECTION = (
         (f"{_CLUSTER}._roles", 2),
         *[
             pytest.param(f"{_CLUSTER}.{name}", rank, marks=pytest.mark.full)
-            for name in ("Bells", "Mailbox", "Client")
+            for name in ("WakeupPipes", "Mailbox", "Client")
             for rank in (1, 3)
         ],
     ],

@@ -183,7 +183,10 @@ def test_nothing_is_left_in_memory() -> None:
 
 @pytest.mark.parametrize(
     ("how", "when"),
-    [("spawn", "now"), ("fork", "now"), ("raw", "now"), ("spawn", "later")],
+    [
+        *[("spawn", "now"), ("fork", "now"), ("raw", "now"), ("spawn", "later")],
+        *[("spawn", "import"), ("forkserver", "import")],
+    ],
 )
 def test_children_of_ranks_make_no_strategy(how: str, when: str) -> None:
     """Nor do they disturb the ranks that have made them."""

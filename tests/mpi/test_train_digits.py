@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hpcstrat as hs
 from hpcstrat.testing import Finished, launch, launch_command
 from hpcstrat.testing.launcher import clean_environment
 
@@ -223,6 +224,57 @@ def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path) -> None:
     assert "resumed from" in train(2, *epochs, *options).stdout
     with np.load(dump) as found:
         assert_same_bits(dict(found), expected)
+
+
+def kill_at_some_time(n: int, folder: Path, seconds: float) -> None:
+    """Start or resume a long run, and kill all of it after some time with a log."""
+    options = ("--epochs", 1000, "--checkpoint-dir", folder, "--resume")
+    with subprocess.Popen(
+        [*launch_command(n), *words(*options, *TENSORBOARD)],
+        env=clean_environment({"PYTHONPATH": str(ROOT)}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if line.startswith("epoch"):
+                break
+        time.sleep(seconds)
+        job.kill()
+
+
+def logged(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    records = hs.metrics.read_log(folder)
+    return [(record["step"], record["scalars"]) for record in records]
+
+
+HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
+TENSORBOARD = ("--tensorboard",) if HAS_TENSORBOARD else ()
+
+
+def test_the_log_of_a_run_that_was_killed_thrice_has_each_epoch_once(
+    tmp_path: Path,
+) -> None:
+    folder, other = tmp_path / "killed", tmp_path / "undisturbed"
+    generator = np.random.default_rng()
+    for _ in range(3):
+        kill_at_some_time(2, folder, generator.uniform(0, 0.5))
+    newest = max(int(file.stem[5:]) for file in folder.glob("ckpt-*.h5"))
+    epochs = ("--epochs", newest // STEPS_PER_EPOCH + 2)
+    train(2, *epochs, "--checkpoint-dir", folder, "--resume", *TENSORBOARD)
+    train(2, *epochs, "--checkpoint-dir", other)
+    assert len(logged(other)) == epochs[1]
+    assert logged(folder) == logged(other)
+    if HAS_TENSORBOARD:
+        from tensorboard.backend.event_processing import event_accumulator
+
+        found = event_accumulator.EventAccumulator(
+            str(folder / "tensorboard"), size_guidance={"scalars": 0}
+        )
+        found.Reload()
+        events = [(e.step, np.float32(e.value)) for e in found.Scalars("loss")]
+        assert events == [(n, np.float32(v["loss"])) for n, v in logged(other)]
 
 
 def test_another_number_of_ranks_can_resume(tmp_path: Path) -> None:

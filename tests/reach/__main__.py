@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in table:
             parser.error(
                 f"expected a module that quick tests call, found {given}; see the "
-                "table of folders in docs/contributing.md, or note anew: --note"
+                "table of folders in docs/tests.md, or note anew: --note"
             )
         files += [one for one in table[name] if one not in files]
     commands = _commands(files, arguments.ranks)

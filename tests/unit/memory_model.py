@@ -3,7 +3,7 @@
 A rank's stores wait in a buffer, and reach the memory in any order: but for those of
 ticks, which have released what was stored before. Its loads are made in any order
 until it next posts a tick. So the model has every order that C11 allows the kernel, and
-some that it does not. See `hpcstrat.engine.channel.places` and
+some that it does not. See `hpcstrat.engine.channel.shared_rings` and
 hpcstrat/engine/native/kernel.c, whose steps these are.
 """
 

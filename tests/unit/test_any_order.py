@@ -291,7 +291,7 @@ def test_headers_that_differ_are_found_by_all_in_any_order(
         assert not wire.left()
         found = [h.agreed() for h in headers]
         for channel in channels:
-            channel.places.restart()
+            channel.rings.restart()
         return found
 
     assert all(announce(differ=False))

@@ -25,7 +25,7 @@ from hpcstrat.tools.bench.analysis import analyze, interval, read_runs
 from hpcstrat.tools.bench.expectation import read_expected
 from hpcstrat.tools.bench.neighbors import worker_shares
 from hpcstrat.tools.bench.pictures import draw
-from hpcstrat.tools.bench.run_file import BenchError, Run, read_run, write_run
+from hpcstrat.tools.bench.run_file import BenchError, MeasuredRun, read_run, write_run
 from hpcstrat.tools.bench.shapes import (
     gradient_bytes,
     resnet50_shapes,
@@ -512,4 +512,4 @@ def test_full_disk_leaves_the_file_as_it_was(
     assert os.listdir(tmp_path) == ["run-0.json"]
     write_run(run, path)
     assert read_run(path).parts == []
-    assert isinstance(read_run(path), Run)
+    assert isinstance(read_run(path), MeasuredRun)

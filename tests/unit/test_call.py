@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.call_sites import call_site
 from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.channel.disagreement import FAILED, LEFT, Announcement, explain
@@ -90,7 +90,7 @@ def test_call_site_is_the_first_frame_outside_the_library() -> None:
 
 def test_call_site_is_not_what_calls_decorated_functions() -> None:
     decorated = contextmanager(lambda: iter([None]))()(call_site)
-    for function in (quiet(call_site), decorated):
+    for function in (without_fp_warnings(call_site), decorated):
         assert function().startswith("test_call.py:")
 
 

@@ -15,8 +15,9 @@ from click.testing import CliRunner
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
+from hpcstrat.checkpoint.file.schema import FORMAT_VERSION
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults import forging, fuzzing
@@ -100,7 +101,7 @@ def _bytes(objects: dict[str, hs.Variable]) -> dict[str, bytes]:
     return {name: one.numpy().tobytes() for name, one in objects.items()}
 
 
-def _opened(path: Path) -> tuple[CheckpointFile, Plan]:
+def _opened(path: Path) -> tuple[CheckpointFile, FileLayout]:
     found = open_checkpoint(str(path))
     assert found.vouched is not None
     return found, found.vouched.plan
@@ -157,28 +158,28 @@ def test_flipped_bits_of_every_byte_are_found(tmp_path: Path) -> None:
     _flip_all(path, list(range(path.stat().st_size)), 0)
 
 
-def _stale(content: bytearray, plan: Plan, older: bytes) -> None:
+def _stale(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start, stop = plan.span(1)
     content[start:stop] = older[start:stop]
 
 
-def _swapped(content: bytearray, plan: Plan, older: bytes) -> None:
+def _swapped(content: bytearray, plan: FileLayout, older: bytes) -> None:
     (first, middle), (_, last) = plan.span(0), plan.span(1)
     assert last - middle == middle - first
     content[first:last] = content[middle:last] + content[first:middle]
 
 
-def _zeroed(content: bytearray, plan: Plan, older: bytes) -> None:
+def _zeroed(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.span(1)[0] + 3 * PAGE_BYTES
     content[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)
 
 
-def _torn(content: bytearray, plan: Plan, older: bytes) -> None:
+def _torn(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.span(2)[0] + 5 * _SECTOR_BYTES
     content[start : start + _SECTOR_BYTES] = older[start : start + _SECTOR_BYTES]
 
 
-def _torn_record(content: bytearray, plan: Plan, older: bytes) -> None:
+def _torn_record(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.data_end
     content[start : start + _SECTOR_BYTES] = older[start : start + _SECTOR_BYTES]
 
@@ -216,11 +217,13 @@ def test_old_and_misplaced_parts_are_found_by_restore_and_verify(
 def test_file_of_a_newer_format_is_refused_by_its_version(tmp_path: Path) -> None:
     path = Path(hs.CheckpointManager(tmp_path, **_objects()).save(1))
     with h5py.File(path, "r+", libver=("v110", "v110")) as file:
-        file.attrs["hpcstrat_format_version"] = np.int64(4)
+        file.attrs["hpcstrat_format_version"] = np.int64(FORMAT_VERSION + 1)
     content = bytearray(path.read_bytes())
     fuzzing.seal(content, root=True)
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="found version 4") as caught:
+    with pytest.raises(
+        CheckpointError, match=f"found version {FORMAT_VERSION + 1}"
+    ) as caught:
         open_checkpoint(str(path))
     assert not isinstance(caught.value, CorruptCheckpointError)
     assert "use a newer hpcstrat" in str(caught.value)

@@ -25,7 +25,12 @@ import hpcstrat as hs
 from hpcstrat.checkpoint.disk import disk
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.blocks import Blocks
-from hpcstrat.checkpoint.file.extents import Extent, Plan, choose_block_bytes, part_of
+from hpcstrat.checkpoint.file.extents import (
+    Extent,
+    FileLayout,
+    choose_block_bytes,
+    part_of,
+)
 from hpcstrat.checkpoint.file.image import Image, ImageMemory, as_bytes, fill
 from hpcstrat.checkpoint.file.part_verdicts import (
     read_verdict,
@@ -165,7 +170,7 @@ def test_blocks_hold_every_byte_once(
         values[f"v{number}"] = draw.integers(1, 256, size, np.uint8)
         place += size
     end = place + gaps[-1]
-    plan = Plan(32, 64, end, block, tuple(extents))
+    plan = FileLayout(32, 64, end, block, tuple(extents))
     wanted = np.zeros(end, np.uint8)
     for extent in extents:
         wanted[extent.offset : extent.stop] = values[extent.path]
@@ -199,7 +204,7 @@ _ROWED = st.tuples(
 
 def _rowed_plan(
     datasets: list[tuple[int, str, int]], block: int, size: int
-) -> tuple[Plan, dict[str, Any]]:
+) -> tuple[FileLayout, dict[str, Any]]:
     """Return a layout, and the bytes of each dataset; some have rows."""
     place, extents, values = 64, [], {}
     draw = np.random.default_rng(len(datasets))
@@ -212,7 +217,7 @@ def _rowed_plan(
         extents.append(Extent(f"v{number}", place, nbytes, rows, axis == "group"))
         values[f"v{number}"] = draw.integers(1, 256, nbytes, np.uint8)
         place += nbytes + gap
-    return Plan(32, 64, place, block, tuple(extents), tuple(group_of)), values
+    return FileLayout(32, 64, place, block, tuple(extents), tuple(group_of)), values
 
 
 @given(
@@ -264,7 +269,7 @@ def test_rows_come_to_where_they_are_written(
         rounds = []
         for rank, share in enumerate(shares):
             own = {
-                extent.path: row_exchange.Rows(
+                extent.path: row_exchange.DatasetRows(
                     extent,
                     (row := plan.row_of(extent, rank)),
                     np.split(values[extent.path], extent.num_rows)[row],
@@ -516,7 +521,7 @@ def test_full_disk_is_found_without_reservations(
 
 def test_verdicts_are_read_when_they_are_whole(tmp_path: Path) -> None:
     path, nonce, other = str(tmp_path / "file"), b"n" * 16, b"o" * 16
-    plan = Plan(4096, 8192, 8192 + 700 * 4096, 4096)
+    plan = FileLayout(4096, 8192, 8192 + 700 * 4096, 4096)
     disk.create(path, plan.size + room_bytes(plan, 3))
     hashes = np.arange(700, dtype=np.uint64) ** 3
     for rank in range(3):
@@ -539,7 +544,7 @@ def test_verdicts_are_read_when_they_are_whole(tmp_path: Path) -> None:
 
 def test_verdicts_of_unequal_parts_have_room(tmp_path: Path) -> None:
     path, nonce = str(tmp_path / "file"), b"n" * 16
-    plan = Plan(4096, 8192, 8192 + 700 * 4096, 4096)
+    plan = FileLayout(4096, 8192, 8192 + 700 * 4096, 4096)
     plan._parts[3] = (range(10), [*range(10, 699)], range(699, 700))
     disk.create(path, plan.size + room_bytes(plan, 3))
     for rank in (2, 1, 0):
@@ -578,7 +583,9 @@ def _verify(path: Path) -> CheckpointFile:
     return found
 
 
-def _places(size: int, plan: Plan, draw: np.random.Generator, count: int) -> list[int]:
+def _places(
+    size: int, plan: FileLayout, draw: np.random.Generator, count: int
+) -> list[int]:
     """Return places of all parts of a file, and their ends."""
     edges = (0, plan.table_start, plan.data_start, plan.data_end, size)
     found = [edge for edge in edges if edge < size]
@@ -662,7 +669,7 @@ def test_pages_that_are_zero_old_or_elsewhere_are_found(
             _verify(copied)
 
 
-def _plan(path: Path) -> Plan:
+def _plan(path: Path) -> FileLayout:
     vouched = open_checkpoint(str(path)).vouched
     assert vouched is not None
     return vouched.plan

@@ -21,7 +21,12 @@ import hpcstrat as hs
 from hpcstrat.checkpoint.disk import disk
 from hpcstrat.checkpoint.file import contents, index, skeleton
 from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
-from hpcstrat.checkpoint.file.schema import checkpoint_name, list_checkpoints, step_of
+from hpcstrat.checkpoint.file.schema import (
+    FORMAT_VERSION,
+    checkpoint_name,
+    list_checkpoints,
+    step_of,
+)
 from hpcstrat.checkpoint.keep import folder
 from tests.folders import listed
 
@@ -393,14 +398,34 @@ def test_newer_format_is_refused_with_its_version(
 ) -> None:
     manager = hs.CheckpointManager(tmp_path, x=hs.Variable(1.0))
     with monkeypatch.context() as patch:
-        patch.setattr(skeleton, "UNTYPED_VERSION", 4)
+        patch.setattr(skeleton, "UNTYPED_VERSION", FORMAT_VERSION + 1)
         path = manager.save(1)
-    with pytest.raises(hs.CheckpointError, match="version 4") as caught:
+    with pytest.raises(
+        hs.CheckpointError, match=f"version {FORMAT_VERSION + 1}"
+    ) as caught:
         read_header(path)
     # It is no damaged file: it is not passed over, and not removed.
     assert not isinstance(caught.value, hs.errors.CorruptCheckpointError)
-    with pytest.raises(hs.CheckpointError, match="version 4"):
+    with pytest.raises(hs.CheckpointError, match=f"version {FORMAT_VERSION + 1}"):
         manager.restore()
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_unknown_aggregation_is_no_checkpoint(
+    indexed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = hs.Variable(1.0)
+    manager = hs.CheckpointManager(tmp_path, x=x)
+    with monkeypatch.context() as patch:
+        median = type("Median", (), {"name": "MEDIAN"})()
+        patch.setattr(x, "aggregation", median)
+        if not indexed:
+            patch.setattr(index, "MOST_INDEX_BYTES", 0)
+        path = manager.save(1)
+    with pytest.raises(
+        hs.errors.CorruptCheckpointError, match=r"variables/x.*'median'"
+    ):
+        read_header(path)
 
 
 def test_another_hdf5_file_is_refused(tmp_path: Path) -> None:

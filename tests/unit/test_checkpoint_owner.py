@@ -97,6 +97,7 @@ def test_a_job_that_has_closed_its_manager_leaves_the_folder(tmp_path: Path) -> 
     "names",
     [
         {"SLURM_JOB_ID": "7"},
+        {"PBS_JOBID": "7.server"},
         {"PMIX_NAMESPACE": "a"},
         {"PMIX_NAMESPACE": "", "PALS_APID": "b"},
     ],

@@ -26,7 +26,7 @@ from click.testing import CliRunner, Result
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.bench import ways
-from hpcstrat.checkpoint.bench.ways import Measured, Way
+from hpcstrat.checkpoint.bench.ways import MeasuredWay, Way
 from hpcstrat.checkpoint.disk.file_systems import file_system_name
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError
@@ -480,8 +480,8 @@ def test_bench_that_is_ended_leaves_nothing(tmp_path: Path, number: int) -> None
     _until(lambda: not any(tmp_path.iterdir()))
 
 
-def _measured(*, shared: bool, direct: bool, seconds: list[float]) -> Measured:
-    return Measured(Way(shared, direct, 1 << 20), 1 << 30, seconds, [1.0])
+def _measured(*, shared: bool, direct: bool, seconds: list[float]) -> MeasuredWay:
+    return MeasuredWay(Way(shared, direct, 1 << 20), 1 << 30, seconds, [1.0])
 
 
 @pytest.mark.parametrize(

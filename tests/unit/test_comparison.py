@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcstrat.engine.channel.disagreement import FAILED, Announcement, only_marks_differ
+from hpcstrat.engine.channel.disagreement import (
+    FAILED,
+    Announcement,
+    only_fingerprints_differ,
+)
 from hpcstrat.safety.divergence.comparison import (
     index_of,
     most_common,
@@ -58,14 +62,14 @@ def test_places_and_replicas_as_text() -> None:
 
 def test_variables_are_suspected_only_in_the_same_call() -> None:
     def announced(**differing: int) -> bool:
-        one = Announcement(0, 0, "reduce", steps=(3, 0, 0), digest=5, run_mark=7)
-        other = {"steps": (3, 0, 0), "digest": 5, "run_mark": 8} | differing
-        return only_marks_differ([one, Announcement(1, 0, "reduce", **other)])
+        one = Announcement(0, 0, "reduce", steps=(3, 0, 0), digest=5, run_fingerprint=7)
+        other = {"steps": (3, 0, 0), "digest": 5, "run_fingerprint": 8} | differing
+        return only_fingerprints_differ([one, Announcement(1, 0, "reduce", **other)])
 
     assert announced()
-    assert not announced(run_mark=7)
+    assert not announced(run_fingerprint=7)
     assert not announced(steps=(4, 0, 0))
     assert not announced(steps=(3, 1, 0))
     assert not announced(digest=6)
-    failed = [Announcement(r, FAILED, "reduce", run_mark=r) for r in range(2)]
-    assert not only_marks_differ(failed)
+    failed = [Announcement(r, FAILED, "reduce", run_fingerprint=r) for r in range(2)]
+    assert not only_fingerprints_differ(failed)

@@ -19,7 +19,7 @@ from hpcstrat.tools.doctor.judging import judge, summarize
 from hpcstrat.tools.doctor.local import (
     FolderFacts,
     Locked,
-    Memory,
+    MemoryProbe,
     look_at_folder,
     within,
 )
@@ -273,4 +273,4 @@ def test_what_hangs_is_given_up() -> None:
 
 
 def test_memory_is_measured() -> None:
-    assert 1e7 < Memory(1).bytes_per_second() < 1e13
+    assert 1e7 < MemoryProbe(1).bytes_per_second() < 1e13

@@ -50,8 +50,8 @@ def test_import_in_a_job_of_several_ranks_loads_nothing_heavy(
     program = (
         "import json, sys, hpcstrat, threading\n"
         "from hpcstrat.safety import presence\n"
-        "assert presence.own_board() is not None\n"
-        "presence.own_board().num_local = None\n"
+        "assert presence.own_registry() is not None\n"
+        "presence.own_registry().num_local = None\n"
         "assert threading.active_count() == 1\n"
         "assert sys.excepthook is not sys.__excepthook__\n"
         "print(json.dumps(sorted(sys.modules)))"

@@ -1,8 +1,10 @@
-"""The Slurm scripts of jobs/, under an srun that is only a stand-in."""
+"""The scripts of jobs/, under an srun that is only a stand-in, and one real mpirun."""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from hpcstrat.testing.launcher import clean_environment
 from tests.docs.said import assert_said
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "jobs").glob("*.sbatch"))
+# Those for other schedulers, with what each sets in a job of two ranks on one host.
+OTHERS = sorted(
+    path
+    for path in (ROOT / "jobs").glob("*/*.*")
+    if path.suffix in (*(".pbs", ".flux", ".lsf", ".sge"),)
+)
 # Passes its options over, and runs the program once.
 SRUN = """#!/bin/sh
 while case "$1" in -*) true;; *) false;; esac; do shift; done
@@ -177,3 +186,103 @@ def test_logs_go_where_there_is_a_folder(project: Path) -> None:
 def test_every_script_is_submitted_to_a_real_slurm() -> None:
     source = (ROOT / "tests/cluster/test_jobs.py").read_text()
     assert [path.name for path in SCRIPTS if f'"{path.name}"' not in source] == []
+
+
+def _run_on_one_host(
+    project: Path, script: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of PBS, LSF or SGE in a job of two ranks, both on this host."""
+    nodes = project / "nodes"
+    host = platform.node()
+    lines = (
+        [f"{host} 2 all.q@{host} UNDEFINED"] if script.suffix == ".sge" else [host] * 2
+    )
+    nodes.write_text("".join(f"{line}\n" for line in lines))
+    job = {
+        ".pbs": {
+            "PBS_JOBID": "7.server",
+            "PBS_JOBNAME": "name",
+            "PBS_NODEFILE": str(nodes),
+            "PBS_O_WORKDIR": str(project),
+        },
+        ".lsf": {
+            "LSB_JOBID": "7",
+            "LSB_JOBNAME": "name",
+            "LSB_MCPU_HOSTS": f"{host} 2",
+            "LS_SUBCWD": str(project),
+        },
+        ".sge": {
+            "JOB_ID": "7",
+            "JOB_NAME": "name",
+            "SGE_TASK_ID": "undefined",
+            "PE_HOSTFILE": str(nodes),
+            "SGE_O_WORKDIR": str(project),
+        },
+    }[script.suffix]
+    schedulers = ("SLURM", "CONDA", "PBS", "LSB", "FLUX", "SGE", "JOB_")
+    kept = {
+        k: v for k, v in clean_environment().items() if not k.startswith(schedulers)
+    }
+    # Whatever is needed for a real mpirun here: root, and more ranks than cores.
+    more = {
+        f"{a}_ALLOW_RUN_AS_ROOT{b}": "1"
+        for a in ("OMPI", "PRTE")
+        for b in ("", "_CONFIRM")
+    }
+    more["PRTE_MCA_hwloc_default_binding_policy"] = "none"
+    own = {"PYTHONPATH": str(ROOT), "SITE_VENV": sys.prefix, "TMPDIR": str(project)}
+    words = environment.get("PROGRAM", "").split()
+    return subprocess.run(
+        [
+            "bash",
+            project / script.relative_to(ROOT),
+            *(words if script.suffix == ".sge" else ()),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=project,
+        env={**kept, **more, **own, **job, **environment},
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("script", OTHERS, ids=lambda path: path.name)
+def test_scripts_of_other_schedulers_say_what_is_missing(
+    project: Path, script: Path
+) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 60
+    # Whoever takes it must know whether anybody has tried it.
+    assert re.search(r"^# (Ran on |Not run: )", text, re.MULTILINE)
+    if script.suffix == ".flux":
+        return
+    bare = _run_on_one_host(project, script, SITE_VENV="nowhere")
+    assert bare.returncode == 1
+    assert_said("no-environment", bare.stderr)
+    none = _run_on_one_host(project, script)
+    assert none.returncode == 1
+    assert "expected a program, found none; " in none.stderr
+    assert f"jobs/{script.parent.name}/{script.name}" in none.stderr
+    (project / "jobs/site.env").unlink()
+    elsewhere = _run_on_one_host(project, script)
+    assert_said("no-site", elsewhere.stderr)
+
+
+RANK = """
+import os
+import hpcstrat as hs
+strategy = hs.MultiWorkerMirroredStrategy()
+hs.print_once("ranks", strategy.num_replicas_in_sync, os.environ.get("RUN_FOLDER"))
+raise SystemExit(int(os.environ.get("HPCSTRAT_TEST_STATUS", "0")))
+"""
+
+
+@pytest.mark.parametrize("name", ["pbs/cpu.pbs", "lsf/cpu.lsf", "sge/cpu.sge"])
+def test_ranks_are_started_in_the_slots_of_the_job(project: Path, name: str) -> None:
+    """By the real mpirun; what a real scheduler adds is in tests/cluster."""
+    (project / "program.py").write_text(RANK)
+    script = ROOT / "jobs" / name
+    finished = _run_on_one_host(project, script, PROGRAM="program.py")
+    assert finished.returncode == 0, finished.stderr
+    assert "ranks 2 None" in finished.stdout

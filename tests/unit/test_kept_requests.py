@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.engine.channel.awaited import Message
-from hpcstrat.engine.channel.patient import Exchange
+from hpcstrat.engine.channel.interruptible import Exchange
+from hpcstrat.engine.channel.waitable import Message
 from hpcstrat.engine.topology.kept_requests import keep, let_go_of_complete
 from hpcstrat.parameter_server.mailbox import _Arriving, _Sending
 

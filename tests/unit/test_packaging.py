@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import hpcstrat
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -26,6 +30,8 @@ def split(requirement: str) -> tuple[str, str]:
     assert found, f"teach tests/unit/test_packaging.py what {requirement!r} means"
     return found[1], found[2]
 
+
+RELEASE = re.compile(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", re.M)
 
 NEEDED = dict(map(split, METADATA["dependencies"]))
 PYTHON = METADATA["requires-python"].removeprefix(">= ")
@@ -55,6 +61,58 @@ def test_the_conda_recipe_follows_the_project() -> None:
     assert re.findall(r"entry_points:\n +- (.*)", RECIPE) == commands
     assert f"summary: {METADATA['description']}\n" in RECIPE
     assert f"license: {METADATA['license']}\n" in RECIPE
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version, date = RELEASE.findall((ROOT / "CHANGELOG.md").read_text())[0]
+    assert version == METADATA["version"] == hpcstrat.__version__
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", citation, re.M) == [version]
+    assert re.findall(r'^date-released: "(.*)"$', citation, re.M) == [date]
+    assert re.findall(r"^license: (.*)$", citation, re.M) == [METADATA["license"]]
+    [author] = METADATA["authors"]
+    assert re.findall(r"^  - name: (.*)$", citation, re.M) == [author["name"]]
+
+
+def test_releases_are_listed_newest_first() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## .*$", text, re.M)
+    releases = RELEASE.findall(text)
+    assert headings[0] == "## [Unreleased]"
+    assert len(releases) == len(headings) - 1
+    versions = [numbers(version) for version, _ in releases]
+    assert versions == sorted(versions, reverse=True)
+    kinds = {*("Added", "Changed", "Deprecated"), *("Removed", "Fixed", "Security")}
+    assert set(re.findall(r"^### (.*)$", text, re.M)) <= kinds
+
+
+def project_urls() -> ModuleType:
+    """Return the hook that names the addresses of the project."""
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location(
+        "project_urls", ROOT / "packaging/project_urls.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_addresses_follow_from_that_of_the_repository() -> None:
+    hook = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    assert (ROOT / hook["path"]).is_file()
+    urls = project_urls().urls
+    urls(hook["repository"])
+    assert urls("") == {}
+    found = urls("https://example.org/group/hpcstrat/")
+    assert found["Source"] == "https://example.org/group/hpcstrat"
+    for label in ("Documentation", "Changelog"):
+        name = found[label].removeprefix(found["Source"] + "/blob/main/")
+        assert (ROOT / name).is_file()
+    for wrong in ("hpcstrat", "git@example.org:hpcstrat", "https://me:key@example.org"):
+        with pytest.raises(ValueError, match="expected the address of the repository"):
+            urls(wrong)
 
 
 def calls(name: str, package: str = "hpcstrat") -> list[ast.Call]:

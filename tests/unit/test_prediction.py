@@ -18,7 +18,11 @@ from click.testing import CliRunner, Result
 import hpcstrat as hs
 from hpcstrat.cli.main import main
 from hpcstrat.errors import HpcstratError
-from hpcstrat.tools.bench.prediction.forecast import Step, predict, predict_point
+from hpcstrat.tools.bench.prediction.forecast import (
+    ForecastStep,
+    predict,
+    predict_point,
+)
 from hpcstrat.tools.bench.prediction.inputs import Given, read_given
 from hpcstrat.tools.bench.prediction.phantoms import Phantom, Traffic
 from hpcstrat.tools.bench.prediction.platforms import NETWORKS, Network
@@ -26,7 +30,7 @@ from hpcstrat.tools.bench.prediction.rehearsal import (
     AllReduced,
     Begun,
     Copied,
-    Job,
+    SimulatedJob,
     rehearse,
 )
 from hpcstrat.tools.bench.prediction.simulator import Simulator
@@ -72,7 +76,9 @@ def test_a_node_sends_what_an_all_reduce_needs() -> None:
     for workers, each in ((2, 1), (4, 2), (8, 4)):
         sent = 0
         for position in range(each):
-            events = rehearse([(3 * MIB,)], Job(workers, each), position=position)
+            events = rehearse(
+                [(3 * MIB,)], SimulatedJob(workers, each), position=position
+            )
             for event in events:
                 if isinstance(event, Begun):
                     sent += sum(size for _, size in event.sent)
@@ -81,7 +87,7 @@ def test_a_node_sends_what_an_all_reduce_needs() -> None:
 
 
 def test_all_bytes_are_in_all_reduces_of_many_workers() -> None:
-    events = rehearse([(3 * MIB,), (5,)], Job(1000, 4))
+    events = rehearse([(3 * MIB,), (5,)], SimulatedJob(1000, 4))
     all_reduced = [event for event in events if isinstance(event, AllReduced)]
     assert {event.num_ranks for event in all_reduced} == {1000}
     nbytes = 4 * sum(event.nbytes for event in all_reduced)
@@ -92,7 +98,7 @@ def test_all_bytes_are_in_all_reduces_of_many_workers() -> None:
 
 def test_gradients_of_a_flat_reduction_are_never_in_place() -> None:
     many = [(1000,)] * 5000
-    events = rehearse(many, Job(64, 1), ops=hs.MpiAllReduce())
+    events = rehearse(many, SimulatedJob(64, 1), ops=hs.MpiAllReduce())
     all_reduced = [event for event in events if isinstance(event, AllReduced)]
     assert sum(event.nbytes for event in all_reduced) == 20_000_000
     assert not any(event.in_place for event in all_reduced)
@@ -101,11 +107,11 @@ def test_gradients_of_a_flat_reduction_are_never_in_place() -> None:
 def test_half_precision_is_refused() -> None:
     options = hs.CommunicationOptions(wire_dtype="float16")
     with pytest.raises(HpcstratError, match="full precision"):
-        rehearse([(MIB,)], Job(2, 2), options=options)
+        rehearse([(MIB,)], SimulatedJob(2, 2), options=options)
 
 
 def test_an_open_mpi_all_reduce_in_place_goes_up_and_down_a_tree() -> None:
-    job = Job(64)
+    job = SimulatedJob(64)
     writer = Writer(job, MACHINE)
     (_, *tree) = writer.lines([AllReduced(MIB, 64, in_place=True)])
     assert tree == [f"reduce {MIB} 0 0", f"bcast {MIB} 0"]
@@ -140,8 +146,8 @@ def test_platforms_have_all_nodes(kind: str, nodes: int) -> None:
 
 @needs_simgrid
 def test_two_nodes_take_what_a_calculation_by_hand_says() -> None:
-    job = Job(2, 2)
-    step = Step(1e-3, ((16 * MIB,),))
+    job = SimulatedJob(2, 2)
+    step = ForecastStep(1e-3, ((16 * MIB,),))
     # What memory takes is hidden behind the wire, or the other way round.
     machine = replace(MACHINE, memory_bytes_per_second=1e15)
     point = predict_point(step, job, machine, network())
@@ -166,8 +172,8 @@ def test_two_nodes_take_what_a_calculation_by_hand_says() -> None:
 @needs_simgrid
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_pieces_that_are_the_same_are_simulated_once(kind: str) -> None:
-    step = Step(1e-3, ((2 * MIB,), (3,)))
-    for job in (Job(12, 2), Job(4, 2), Job(12, 1)):
+    step = ForecastStep(1e-3, ((2 * MIB,), (3,)))
+    for job in (SimulatedJob(12, 2), SimulatedJob(4, 2), SimulatedJob(12, 1)):
         points = [
             predict_point(step, job, MACHINE, network(kind), folds=folds)
             for folds in (False, True)
@@ -178,9 +184,9 @@ def test_pieces_that_are_the_same_are_simulated_once(kind: str) -> None:
 
 @needs_simgrid
 def test_more_nodes_are_less_efficient() -> None:
-    step = Step(1e-3, ((MIB,),))
+    step = ForecastStep(1e-3, ((MIB,),))
     points = list(
-        predict(step, Job(1, 2), MACHINE, network("fat-tree"), [1, 2, 16, 64])
+        predict(step, SimulatedJob(1, 2), MACHINE, network("fat-tree"), [1, 2, 16, 64])
     )
     efficiencies = [point.efficiency for point in points]
     assert efficiencies[0] == 1

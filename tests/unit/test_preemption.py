@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.elastic.preemption.watch import Watch, _asked
+from hpcstrat.elastic.preemption.watch import PreemptionWatch
 from hpcstrat.engine.logs import get_logger
 
 FAR = 10**10
@@ -25,7 +24,7 @@ FAR = 10**10
         ({"signals": "SIGKILL"}, "can be caught.*SIGKILL"),
         ({"signals": ["SIGNONE"]}, "SIGNONE"),
         ({"grace_period": -1.0}, "grace_period of 0 or more seconds, found -1.0"),
-        ({"job_end": "noon"}, "'slurm' or None, found 'noon'"),
+        ({"job_end": "noon"}, "'scheduler' or None, found 'noon'"),
         ({"exit_fn": 7}, "a function as exit_fn, found 7"),
     ],
 )
@@ -38,44 +37,55 @@ def test_signals_are_told_and_given_back() -> None:
     told: list[str] = []
     before = signal.getsignal(signal.SIGUSR1)
     config = hs.TerminationConfig(signals=("SIGUSR1",), job_end=None)
-    watch = Watch(config, told.append, lambda: 0.0)
+    watch = PreemptionWatch(config, told.append, lambda: 0.0)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert told == ["SIGUSR1"]
     watch.close()
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_the_end_that_slurm_told_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_signals_are_those_by_which_the_scheduler_warns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert hs.TerminationConfig().signals == (signal.SIGTERM, signal.SIGUSR1)
+    monkeypatch.setenv("LSB_JOBID", "7")
+    assert signal.SIGUSR2 in (hs.TerminationConfig().signals or ())
+    assert hs.TerminationConfig(signals="SIGUSR1").signals == (signal.SIGUSR1,)
+
+
+def _wait_for(told: list[str]) -> bool:
+    deadline = time.monotonic() + 10
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(told)
+
+
+def test_the_end_that_the_scheduler_tells_is_heeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hpcstrat.elastic.preemption.watch._POLL_SECONDS", 0.05)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     config = hs.TerminationConfig(signals=())
     for end, expected in ((int(time.time()) + 100, True), (FAR, False)):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
-        watch = Watch(config, told.append, lambda: 200.0)
-        watch._look_once()
-        assert bool(told) == expected, told
+        told: list[str] = []
+        watch = PreemptionWatch(config, told.append, lambda: 200.0, asks=True)
+        if expected:
+            assert _wait_for(told)
+        else:
+            time.sleep(0.3)
+            assert not told
         watch.close()
-        told.clear()
 
 
-@pytest.mark.parametrize(("said", "found"), [("99", 99.0), ("NONE", None)])
-def test_slurm_is_asked_for_the_end(
-    said: str, found: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By one rank alone, where no variable says it."""
-    script = tmp_path / "squeue"
-    script.write_text(
-        f'#!/bin/sh\n[ "$3 $SLURM_TIME_FORMAT" = "7 %s" ] && echo {said}\n'
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert _asked("7") == found
-    assert _asked("8") is None
+def test_one_rank_asks_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    config = hs.TerminationConfig(signals=())
-    for asks in (True, False):
-        watch = Watch(config, print, lambda: 0.0, asks=asks)
-        assert (watch._thread is not None) == asks
-        watch.close()
+    for job_end in ("scheduler", "slurm", None):
+        config = hs.TerminationConfig(signals=(), job_end=job_end)
+        for asks in (True, False):
+            watch = PreemptionWatch(config, print, lambda: 0.0, asks=asks)
+            assert (watch._thread is not None) == (asks and job_end is not None)
+            watch.close()
 
 
 def test_a_function_that_fails_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +104,9 @@ def test_a_function_that_fails_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> 
             raise OSError("no answer")
         return True
 
-    watch = Watch(hs.TerminationConfig(fail, job_end=None), told.append, lambda: 0.0)
+    watch = PreemptionWatch(
+        hs.TerminationConfig(fail, job_end=None), told.append, lambda: 0.0
+    )
     limit = time.monotonic() + 30
     while not told and time.monotonic() < limit:
         time.sleep(0.05)
@@ -108,8 +120,8 @@ def test_a_forked_child_dies_of_the_signal() -> None:
     program = (
         "import os, signal, time\n"
         "import hpcstrat as hs\n"
-        "from hpcstrat.elastic.preemption.watch import Watch\n"
-        "Watch(hs.TerminationConfig(job_end=None), print, lambda: 0.0)\n"
+        "from hpcstrat.elastic.preemption.watch import PreemptionWatch\n"
+        "PreemptionWatch(hs.TerminationConfig(job_end=None), print, lambda: 0.0)\n"
         "child = os.fork()\n"
         "if not child:\n"
         "    time.sleep(30)\n"

@@ -20,7 +20,7 @@ import json, os, sys
 from hpcstrat.safety import presence
 presence._FOLDER = sys.argv[1]
 os.environ |= json.loads(sys.argv[2])
-board = presence.own_board()
+board = presence.own_registry()
 print(board is not None, flush=True)
 sys.stdin.read()
 """
@@ -76,14 +76,14 @@ def ranks(tmp_path: Path) -> Any:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Be rank 0 of a job."""
-    boards: list[presence.Board] = []
+    boards: list[presence.LaunchRegistry] = []
 
-    def take(job: str, **more: int) -> presence.Board:
+    def take(job: str, **more: int) -> presence.LaunchRegistry:
         for name, value in _environment(job, 0, **more).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(presence, "_FOLDER", str(tmp_path))
         monkeypatch.setattr(presence._OwnBoard, "board", None)
-        board = presence.own_board()
+        board = presence.own_registry()
         assert board is not None
         boards.append(board)
         return board
@@ -128,7 +128,7 @@ def test_child_of_a_rank_does_not_take_its_page(ranks: Any, own: Any) -> None:
     assert not board.read(0)["ended"]
     child = os.fork()
     if child == 0:
-        os._exit(int(board.is_open or presence.own_board() is not None))
+        os._exit(int(board.is_open or presence.own_registry() is not None))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ranks("job", 1).came
     assert not board.read(0)["ended"]

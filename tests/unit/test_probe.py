@@ -23,7 +23,12 @@ from hpcstrat.engine.gpu.probe.launching import (
     launch,
     scrubbed,
 )
-from hpcstrat.engine.gpu.probe.outcome import OPERATIONS, Answer, Ended, read_outcome
+from hpcstrat.engine.gpu.probe.outcome import (
+    OPERATIONS,
+    Answer,
+    LauncherEnd,
+    read_outcome,
+)
 from hpcstrat.engine.gpu.probe.probe import ProbeReport, cache_path, known, probe, save
 
 Probing = Callable[..., ProbeReport]
@@ -195,7 +200,7 @@ def test_one_process_proves_no_yes(
 def test_lines_that_are_cut_are_left_out(tmp_path: Path) -> None:
     lines = ['{"hello": "x", "gpu": 0}', '{"operation": "send", "bytes": 8}', '{"ope']
     (tmp_path / "rank-0.jsonl").write_text("\n".join(lines))
-    found = read_outcome(tmp_path, Ended(-11, "", 1))
+    found = read_outcome(tmp_path, LauncherEnd(-11, "", 1))
     words = "the process ended by signal 11 in Send of 8 B"
     assert found.answers == {"send": Answer(False, words)}
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import hpcstrat as hs
 from hpcstrat.checkpoint.file import skeleton
 from hpcstrat.checkpoint.file.reader import read_header, read_root
-from hpcstrat.checkpoint.file.schema import checkpoint_name
+from hpcstrat.checkpoint.file.schema import FORMAT_VERSION, checkpoint_name
 from hpcstrat.checkpoint.keep import retention
 from hpcstrat.checkpoint.keep.keep_rules import (
     Found,
@@ -407,7 +407,7 @@ def test_file_of_a_newer_library_does_not_count_and_stays(
 ) -> None:
     x = hs.Variable(1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(skeleton, "UNTYPED_VERSION", 4)
+        patch.setattr(skeleton, "UNTYPED_VERSION", FORMAT_VERSION + 1)
         hs.CheckpointManager(tmp_path, x=x).save(1)
     manager = hs.CheckpointManager(tmp_path, max_to_keep=1, x=x)
     manager.save(2)
@@ -416,7 +416,7 @@ def test_file_of_a_newer_library_does_not_count_and_stays(
     manager.save(4, metrics={"loss": 1.0})
     found = best_path(str(tmp_path), hs.KeepBest("loss"))
     assert found == manager.checkpoints[-1]
-    assert "found version 4" in caplog.text
+    assert f"found version {FORMAT_VERSION + 1}" in caplog.text
 
 
 def test_nothing_is_removed_before_the_new_one_is_there(

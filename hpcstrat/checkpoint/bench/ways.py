@@ -31,7 +31,7 @@ from hpcstrat.checkpoint.disk.disk import (
     read_into,
     write_all,
 )
-from hpcstrat.checkpoint.file.extents import Plan, choose_block_bytes, part_of
+from hpcstrat.checkpoint.file.extents import FileLayout, choose_block_bytes, part_of
 from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
 from hpcstrat.engine.typing import Array
@@ -39,7 +39,7 @@ from hpcstrat.errors import CheckpointError
 
 __all__ = [
     "STRIPE_BYTES",
-    "Measured",
+    "MeasuredWay",
     "Way",
     "compare",
 ]
@@ -62,7 +62,7 @@ class Way:
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredWay:
     """The measured speed of a way of writing.
 
     ``nbytes`` were written, and read, in each round, by all together. The way was
@@ -91,7 +91,7 @@ def compare(
     nbytes: int,
     rounds: int,
     tick: Callable[[int], None],
-) -> list[Measured]:
+) -> list[MeasuredWay]:
     """Write and read files in all ways, in a new folder; the caller removes it.
 
     Collective over ``group``. ``folder`` is what rank 0 gives; ``nbytes`` are for all
@@ -111,7 +111,9 @@ def compare(
     together(group, f"to make {folder}", _begin)
     comparison = _Comparison(group, folder, nbytes)
     # The first time takes longer.
-    comparison.measure(Measured(next(iter(comparison.results)), nbytes), lambda _: None)
+    comparison.measure(
+        MeasuredWay(next(iter(comparison.results)), nbytes), lambda _: None
+    )
     # One round of all, then the next: what disturbs for a while disturbs all of them.
     for way in itertools.cycle(comparison.results):
         measured = comparison.results[way]
@@ -150,17 +152,17 @@ class _Comparison:
         sizes = sorted({STRIPE_BYTES, usual})
         kinds = itertools.product((True, False), (True, False), sizes)
         ways = [Way(shared, direct, nbytes) for shared, direct, nbytes in kinds]
-        self.results = {way: Measured(way, total_bytes) for way in ways}
+        self.results = {way: MeasuredWay(way, total_bytes) for way in ways}
         self._image = Image(NUM_THREADS, usual)
         # Nothing that a file system could make smaller.
         for number in range(NUM_THREADS):
             slot = self._image.slot(number)
             slot[:] = np.frombuffer(np.random.default_rng().bytes(usual), np.uint8)
 
-    def measure(self, measured: Measured, tick: Callable[[int], None]) -> None:
+    def measure(self, measured: MeasuredWay, tick: Callable[[int], None]) -> None:
         """Write and read once."""
         way, nbytes = measured.way, measured.nbytes
-        plan = Plan(0, 0, nbytes, way.piece_bytes)
+        plan = FileLayout(0, 0, nbytes, way.piece_bytes)
         part = part_of(plan.num_blocks, self.group.rank, self.group.size)
         # The caches of this rank do not hold what another has written.
         reader = (self.group.rank + 1) % self.group.size
@@ -197,7 +199,7 @@ class _Comparison:
         name = "shared" if way.shared else f"part-{rank}"
         return os.path.join(self.folder, name)
 
-    def _create(self, plan: Plan, way: Way) -> None:
+    def _create(self, plan: FileLayout, way: Way) -> None:
         if self.group.rank:
             return
         if way.shared:
@@ -213,7 +215,7 @@ class _Comparison:
             for entry in entries:
                 os.unlink(entry)
 
-    def _write(self, plan: Plan, way: Way, part: range) -> bool:
+    def _write(self, plan: FileLayout, way: Way, part: range) -> bool:
         shift = 0 if way.shared else plan.span(part[0])[0]
         path = self._path(way, self.group.rank)
         with _closed(open_to_write(path, way.direct)) as file:
@@ -229,7 +231,7 @@ class _Comparison:
             flush(file)
             return is_direct(file)
 
-    def _forget(self, plan: Plan, way: Way, part: range) -> None:
+    def _forget(self, plan: FileLayout, way: Way, part: range) -> None:
         path = self._path(way, self.group.rank)
         with _closed(open_to_read(path, False)) as file:
             shift = 0 if way.shared else plan.span(part[0])[0]
@@ -237,7 +239,7 @@ class _Comparison:
             # Or a reader on this host would measure memory, not the file system.
             forget_pages(file, start - shift, stop - shift)
 
-    def _read(self, plan: Plan, way: Way, part: range) -> bool:
+    def _read(self, plan: FileLayout, way: Way, part: range) -> bool:
         shift = 0 if way.shared else plan.span(part[0])[0]
         path = self._path(way, (self.group.rank + 1) % self.group.size)
         with _closed(open_to_read(path, way.direct)) as file:

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES, read_exactly
-from hpcstrat.checkpoint.file.extents import RECORD_BYTES, Plan, is_block_size
+from hpcstrat.checkpoint.file.extents import RECORD_BYTES, FileLayout, is_block_size
 from hpcstrat.checkpoint.file.hashing import (
     ROOT_BYTES,
     block_hash,
@@ -48,12 +48,12 @@ class Vouched:
 
     step: int
     num_replicas: int
-    plan: Plan
+    plan: FileLayout
     hashes: Array
     root: bytes
 
 
-def pack_record(plan: Plan, prefix: bytes, step: int, num_replicas: int) -> bytes:
+def pack_record(plan: FileLayout, prefix: bytes, step: int, num_replicas: int) -> bytes:
     """Return the commit record: a page, whose last 8 bytes are the hash of the rest."""
     fields = _FIELDS.pack(
         _MAGIC,
@@ -99,7 +99,7 @@ def read_vouched(file: int, path: str) -> Vouched:
     _, version, step, num_replicas, *places, num_blocks, root = _FIELDS.unpack_from(
         record
     )
-    plan = Plan(*places)
+    plan = FileLayout(*places)
     # The record's own hash is no proof against forgery: whatever these numbers lead to
     # is bounded here, before anything is read or allocated by them.
     sound = (

@@ -35,12 +35,14 @@ from hpcstrat.checkpoint.file.structure import (
     place_of,
     require_stored_as,
 )
+from hpcstrat.engine.options import VariableAggregation
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["header_of", "read_contents"]
 
 _Read = Callable[[h5py.Dataset], bytes]
+_AGGREGATIONS = {name.lower() for name in VariableAggregation.__members__}
 
 
 def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
@@ -101,6 +103,8 @@ def read_contents(
         if is_value:
             header.entries[name] = _entry(dataset, name)
     for entry in header.entries.values():
+        if entry.aggregation not in _AGGREGATIONS:
+            raise ValueError(f"{entry.path} has the aggregation {entry.aggregation!r}")
         _require_rows(entry, header.num_replicas)
     for name, group in (member(file, "iterators") or {}).items():
         header.iterators[name] = {k: int(v) for k, v in attributes(group)}

@@ -18,8 +18,8 @@ from functools import cached_property
 __all__ = [
     "RECORD_BYTES",
     "Extent",
+    "FileLayout",
     "Piece",
-    "Plan",
     "choose_block_bytes",
     "is_block_size",
     "part_of",
@@ -72,7 +72,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FileLayout:
     """The places of everything in a checkpoint file.
 
     The table of hashes ends, and the data begin, at ``data_start``; the commit record
@@ -185,7 +185,7 @@ def part_of(count: int, rank: int, size: int) -> range:
     return range(start, start + each + (rank < more))
 
 
-def _deal(plan: Plan, size: int) -> tuple[Sequence[int], ...]:
+def _deal(plan: FileLayout, size: int) -> tuple[Sequence[int], ...]:
     if not plan.has_rows:
         return tuple(part_of(plan.num_blocks, rank, size) for rank in range(size))
     owners = _row_owners(plan)
@@ -201,7 +201,7 @@ def _deal(plan: Plan, size: int) -> tuple[Sequence[int], ...]:
     return tuple(parts)
 
 
-def _row_owners(plan: Plan) -> dict[int, int]:
+def _row_owners(plan: FileLayout) -> dict[int, int]:
     """Return the replica of each block of which one row fills more than half."""
     owners = {}
     for extent in plan.extents:

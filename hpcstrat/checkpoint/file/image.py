@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.schema import dtype_name
 from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.gpu.transfers import lock_pages
@@ -204,7 +204,7 @@ def as_bytes(value: Array) -> Array:
 
 
 def fill(
-    slot: Array, plan: Plan, block: int, values: Mapping[str, Source]
+    slot: Array, plan: FileLayout, block: int, values: Mapping[str, Source]
 ) -> list[tuple[Array, Array]]:
     """Put a block together: the values that lie in it, by path, and zeros between them.
 

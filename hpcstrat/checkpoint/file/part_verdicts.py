@@ -14,7 +14,7 @@ import struct
 import numpy as np
 
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES, open_to_read, write_all
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.hashing import block_hash
 from hpcstrat.engine.typing import Array
 
@@ -29,19 +29,19 @@ _HEAD = struct.Struct(f"<8s{NONCE_BYTES}sIIQ")
 _TAIL = struct.Struct("<Q")
 
 
-def _stride(plan: Plan, num_replicas: int) -> int:
+def _stride(plan: FileLayout, num_replicas: int) -> int:
     most = max(map(len, plan.parts(num_replicas)))
     nbytes = _HEAD.size + 8 * most + _TAIL.size
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def room_bytes(plan: Plan, num_replicas: int) -> int:
+def room_bytes(plan: FileLayout, num_replicas: int) -> int:
     """Return how many bytes the file is longer until all verdicts are in."""
     return _stride(plan, num_replicas) * num_replicas
 
 
 def write_verdict(
-    path: str, plan: Plan, place: tuple[int, int], nonce: bytes, part: int | Array
+    path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes, part: int | Array
 ) -> None:
     """Say that this replica's part is on the disk, or why it is not.
 
@@ -65,7 +65,7 @@ def write_verdict(
 
 
 def read_verdict(
-    path: str, plan: Plan, place: tuple[int, int], nonce: bytes
+    path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes
 ) -> int | Array | None:
     """Return what a replica has said, as `write_verdict` took it; None before that."""
     rank, size = place

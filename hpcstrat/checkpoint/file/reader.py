@@ -16,7 +16,7 @@ from hpcstrat.checkpoint.file.commit_record import Vouched, has_record, read_vou
 from hpcstrat.checkpoint.file.contents import header_of, read_contents
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.other_files import NoCheckpointError, other_file
-from hpcstrat.checkpoint.file.schema import Header, saved_dtype
+from hpcstrat.checkpoint.file.schema import Header, named_dtype, saved_dtype
 from hpcstrat.checkpoint.file.structure import place_of
 from hpcstrat.engine.hdf5 import open_for_reading
 from hpcstrat.engine.typing import Array
@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointFile",
     "check",
     "is_passing",
+    "map_values",
     "open_checkpoint",
     "read_header",
     "read_root",
@@ -144,6 +145,25 @@ def _vouched(path: str) -> Vouched | None:
         return read_vouched(file, path) if has_record(file) else None
     finally:
         os.close(file)
+
+
+def map_values(file: CheckpointFile) -> dict[str, Array]:
+    """Return all values as maps of the file, whose hashes are not checked again.
+
+    Changes of an array stay in memory. Raises ImportError or TypeError for a type that
+    is not known here, such as bfloat16 without ml_dtypes.
+    """
+    found = {}
+    for name, entry in file.header.entries.items():
+        dtype, extent = named_dtype(entry.dtype), file.extents.get(name)
+        if extent is None:
+            found[name] = np.empty(entry.shape, dtype)
+            continue
+        raw = np.memmap(file.path, np.uint8, "c", extent.offset, (extent.nbytes,))
+        value = raw.view(saved_dtype(dtype))
+        native = value.astype(value.dtype.newbyteorder("="), copy=False)
+        found[name] = native.view(dtype).reshape(entry.shape)
+    return found
 
 
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:

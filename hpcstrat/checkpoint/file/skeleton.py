@@ -22,7 +22,7 @@ from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.extents import (
     RECORD_BYTES,
     Extent,
-    Plan,
+    FileLayout,
     choose_block_bytes,
 )
 from hpcstrat.checkpoint.file.hashing import ALGORITHM
@@ -44,6 +44,7 @@ from hpcstrat.checkpoint.file.schema import (
     saved_dtype,
     section_of,
 )
+from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
 
@@ -198,7 +199,8 @@ def _kind(value: Any) -> Any:
 
 
 def _job() -> str:
-    return os.environ.get("SLURM_JOB_ID", "")
+    job = batch_job_from_environment()
+    return "" if job is None else job.job_id
 
 
 def _pages(nbytes: int) -> int:
@@ -235,7 +237,7 @@ def _datasets(
 
 def _make(
     header: Header, python: Mapping[str, bytes], room: int
-) -> tuple[Plan, bytes] | None:
+) -> tuple[FileLayout, bytes] | None:
     """Let HDF5 place everything; None where its structures need more room."""
     datasets = _datasets(header, python)
     most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
@@ -261,7 +263,7 @@ def _make(
             table_start = maker.dataset(TABLE, (words,), np.dtype("<u8"), {})
             extents = _place(maker, header, datasets)
             data_end = maker.dataset(COMMIT, (RECORD_BYTES,), octet, {})
-            plan = Plan(
+            plan = FileLayout(
                 table_start=table_start or 0,
                 data_start=(table_start or 0) + 8 * words,
                 data_end=data_end or 0,
@@ -311,7 +313,7 @@ def _place(
     return extents
 
 
-def _check(plan: Plan, words: int, size: int) -> None:
+def _check(plan: FileLayout, words: int, size: int) -> None:
     """Trust HDF5's placement only as far as it was seen to hold."""
     starts = [extent.offset for extent in plan.extents]
     stops = [extent.stop for extent in plan.extents]
@@ -323,7 +325,7 @@ def _check(plan: Plan, words: int, size: int) -> None:
         raise _misplaced(f"{size} bytes", plan)
 
 
-def _misplaced(found: str, plan: Plan) -> CheckpointError:
+def _misplaced(found: str, plan: FileLayout) -> CheckpointError:
     return CheckpointError(
         f"expected HDF5 {h5py.version.hdf5_version} to place datasets one behind the "
         f"other, found {found} with {plan}; use another version of h5py"
@@ -345,7 +347,7 @@ def _attributes(entry: Entry) -> dict[str, Any]:
     return found
 
 
-def _describe(maker: Maker, header: Header, plan: Plan, version: int) -> None:
+def _describe(maker: Maker, header: Header, plan: FileLayout, version: int) -> None:
     """Write all other attributes; those that change from save to save are zero."""
     number = np.int64
     root = {

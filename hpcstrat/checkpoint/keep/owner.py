@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["OWNER", "release", "take"]
@@ -100,13 +101,19 @@ def _job() -> str:
     step = os.environ.get("SLURM_STEP_ID", "")
     # Without a launcher that names its jobs: the process that started this one.
     own = f"{platform.node()}-{os.getppid()}"
-    return ".".join([os.environ.get("SLURM_JOB_ID", ""), step, *(names or [own])])
+    return ".".join([_batch_job(), step, *(names or [own])])
+
+
+def _batch_job() -> str:
+    """Return the scheduler's name of the job; empty outside of one."""
+    job = batch_job_from_environment()
+    return "" if job is None else job.job_id
 
 
 def _write(handle: int) -> None:
     record = {
         "job": _job(),
-        "slurm_job": os.environ.get("SLURM_JOB_ID", ""),
+        "batch_job": _batch_job(),
         "host": platform.node(),
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -126,21 +133,21 @@ def _record(handle: int) -> dict[str, Any]:
 
 
 def _is_ours(record: dict[str, Any]) -> bool:
-    """Whether a lock is of this job, or of a run of it that Slurm has put back.
+    """Whether a lock is of this job, or of a run of it that was queued again.
 
     Where a host was lost, a server of NFS keeps its locks for some time.
     """
-    slurm = os.environ.get("SLURM_JOB_ID", "")
-    again = bool(slurm) and slurm == record.get("slurm_job")
+    job = _batch_job()
+    again = bool(job) and job == record.get("batch_job")
     return again or record.get("job") == _job()
 
 
 def _refusal(directory: str, record: dict[str, Any]) -> CheckpointError:
     who = "another job"
     if record:
-        slurm = f"Slurm job {record['slurm_job']}, " if record.get("slurm_job") else ""
+        job = f"job {record['batch_job']}, " if record.get("batch_job") else ""
         who += (
-            f" ({slurm}process {record.get('pid')} on {record.get('host')}, since "
+            f" ({job}process {record.get('pid')} on {record.get('host')}, since "
             f"{record.get('since')})"
         )
     return CheckpointError(

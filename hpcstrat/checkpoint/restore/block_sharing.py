@@ -88,12 +88,12 @@ class Shared:
 
     def __init__(self, channel: Any) -> None:
         topology = channel.topology
-        self._worker = channel.patient(topology.worker_comm)
-        self._across = channel.patient(topology.cross_worker_comm)
+        self._worker = channel.interruptible(topology.worker_comm)
+        self._across = channel.interruptible(topology.cross_worker_comm)
         self._several = topology.num_workers > 1
         self._segment = Segment(self._worker, 0, 2 * _PIECE_BYTES)
         # A worker whose memory file system is small decides for all.
-        self.piece_bytes: int = channel.patient(topology.replica_comm).allreduce(
+        self.piece_bytes: int = channel.interruptible(topology.replica_comm).allreduce(
             self._segment.part_bytes // 2, op=topology.mpi.MIN
         )
         self._half = 0

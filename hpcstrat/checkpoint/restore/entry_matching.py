@@ -11,10 +11,14 @@ import numpy as np
 
 from hpcstrat.checkpoint.file.schema import Entry, Header, dtype_name, section_of
 from hpcstrat.checkpoint.objects import Objects, is_of_group
-from hpcstrat.engine.arrays.casting import assign, is_half, quietly, rounded
+from hpcstrat.engine.arrays.casting import (
+    assign,
+    call_without_fp_warnings,
+    is_half,
+    rounded,
+)
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.gpu.transfers import store
-from hpcstrat.engine.logical.tree_order import TreeOrder
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import VariableAggregation
 from hpcstrat.engine.typing import Array, Replicas
@@ -23,8 +27,9 @@ from hpcstrat.variables import (
     ShardedVariable,
     SyncOnReadVariable,
     Variable,
-    share_of,
+    rule_of,
 )
+from hpcstrat.variables.aggregation_rules import AggregationRule
 
 __all__ = ["Match", "is_wanted", "match_entries", "renamed"]
 
@@ -66,7 +71,7 @@ class Match:
     def _assign_components(self, value: Array, strategy: Replicas) -> None:
         """Put what each logical replica had into today's components.
 
-        As it is, where there are as many; else the combined value is divided.
+        As it is, where there are as many; else by the rule for the combined value.
         """
         variable, rows = self.variable, len(value)
         same = rows == strategy.num_replicas_in_sync
@@ -75,14 +80,9 @@ class Match:
             for index, component in enumerate(variable.components):
                 _store(component, rounded(value[first + index], variable.dtype))
             return
-        total = value[0]
-        if self.entry.aggregation != "only_first_replica":
-            # In the order in which the replicas themselves would add them.
-            [total] = quietly(TreeOrder(rows, 1).sum_roots, 0, list(value))
-            total = np.asarray(total)
-        if self.entry.aggregation == "mean":
-            total = rounded(total / rows, value.dtype)
-        self._place(total, strategy)
+        rule = rule_of(self.entry.aggregation)
+        assert rule is not None
+        self._place(rule.combine_rows(value), strategy)
 
     def assign_row(self, row: Array, strategy: Replicas, index: int = 0) -> None:
         """Put one row, of those that `rows` has chosen, into a component."""
@@ -107,22 +107,22 @@ class Match:
         if isinstance(variable, ShardedVariable):
             _store(variable.component, variable.own_part(value))
             return
-        first = strategy.local_replicas.start
+        first, rule = strategy.local_replicas.start, self._dividing_rule
         for replica, component in enumerate(variable.components, first):
             part = value
-            if self._is_total:
+            if rule is not None:
                 # First cast: shares of an integer add up in its own type only.
                 cast = rounded(value, variable.dtype)
-                part = share_of(cast, strategy.num_replicas_in_sync, replica)
+                part = rule.part(cast, strategy.num_replicas_in_sync, replica)
             _store(component, part)
 
     @property
-    def _is_total(self) -> bool:
-        # It is divided, so that the sum over today's replicas is the total again.
-        return (
-            isinstance(self.variable, SyncOnReadVariable)
-            and self.variable.aggregation is VariableAggregation.SUM
-        )
+    def _dividing_rule(self) -> AggregationRule | None:
+        # The value is divided, so that the parts of today's replicas combine to it.
+        if not isinstance(self.variable, SyncOnReadVariable):
+            return None
+        rule = rule_of(self.variable.aggregation)
+        return rule if rule is not None and rule.divides else None
 
     @property
     def divides(self) -> bool:
@@ -131,7 +131,7 @@ class Match:
         several = variable is not None and (
             variable.is_sharded or len(variable.components) > 1
         )
-        return several or self._is_total or self.entry.has_rows
+        return several or self._dividing_rule is not None or self.entry.has_rows
 
     def takes_one_row(self, strategy: Replicas) -> bool:
         """Return True if this rank reads only one of the saved rows."""
@@ -173,7 +173,7 @@ def _store(component: Array, value: Array) -> None:
     if is_device(component):
         store(component, value)
     else:
-        quietly(assign, component, ..., value)
+        call_without_fp_warnings(assign, component, ..., value)
 
 
 def match_entries(

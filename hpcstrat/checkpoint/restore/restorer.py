@@ -13,7 +13,7 @@ from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.keep.search import find_restorable, warn
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.on_first import on_first
+from hpcstrat.checkpoint.on_rank_0 import on_rank_0
 from hpcstrat.checkpoint.outcomes import RestoreReport
 from hpcstrat.checkpoint.restore.entry_matching import match_entries, renamed
 from hpcstrat.checkpoint.restore.parallel_read import restore_values
@@ -58,7 +58,7 @@ class Restorer:
             self._collectives.channel.meet()
         passed_over: list[str] = []
         while True:
-            file, passed_over = on_first(
+            file, passed_over = on_rank_0(
                 self._strategy,
                 "search for a checkpoint",
                 partial(find_restorable, self.directory, path, passed_over),

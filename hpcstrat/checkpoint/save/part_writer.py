@@ -19,7 +19,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from hpcstrat.checkpoint.disk.disk import flush, forget_pages, open_to_write, write_all
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.hashing import block_hash
 from hpcstrat.checkpoint.file.image import Image, Source, fill, is_elsewhere
 from hpcstrat.engine.gpu.transfers import Arrival, Downloads
@@ -47,7 +47,7 @@ class PartWriter:
     def __init__(
         self,
         path: str,
-        plan: Plan,
+        plan: FileLayout,
         blocks: Sequence[int],
         image: Image,
         *,

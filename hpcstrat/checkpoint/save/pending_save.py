@@ -16,7 +16,7 @@ from typing import SupportsFloat
 import numpy as np
 
 from hpcstrat.checkpoint.disk.file_names import gives_back
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.image import Image, Source
 from hpcstrat.checkpoint.file.part_verdicts import read_verdict, write_verdict
 from hpcstrat.checkpoint.save.part_writer import PartWriter
@@ -26,8 +26,8 @@ from hpcstrat.engine.logs import get_logger
 
 __all__ = [
     "NewFile",
-    "Order",
     "PendingSave",
+    "SaveOptions",
     "checked_bandwidth",
     "finish_all",
     "give_up_all",
@@ -56,7 +56,7 @@ def checked_bandwidth(value: SupportsFloat | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SaveOptions:
     """The options of a save."""
 
     path: str
@@ -80,7 +80,7 @@ class NewFile:
     # Plain state is replica 0's, and all write parts of it.
     python: dict[str, bytes]
     # None where it is the one of the save before, which all replicas have kept.
-    plan: Plan | None
+    plan: FileLayout | None
     direct: bool
 
 
@@ -94,10 +94,10 @@ class PendingSave:
 
     def __init__(
         self,
-        order: Order,
+        order: SaveOptions,
         step: int,
         file: NewFile,
-        plan: Plan,
+        plan: FileLayout,
         *,
         rank: int,
         num_ranks: int,
@@ -171,7 +171,7 @@ class PendingSave:
             self._unheard = True
             get_logger("checkpoint").debug("no verdict on %s: %s", self.order, problem)
 
-    def _where(self, rank: int) -> tuple[str, Plan, tuple[int, int], bytes]:
+    def _where(self, rank: int) -> tuple[str, FileLayout, tuple[int, int], bytes]:
         """Return where a replica's verdict is, as `read_verdict` takes it."""
         place = rank, self.num_ranks
         return self.file.temporary, self.plan, place, self.file.nonce

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.checkpoint.file.extents import Extent, Plan
+from hpcstrat.checkpoint.file.extents import Extent, FileLayout
 from hpcstrat.checkpoint.file.image import as_bytes
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.typing import Array, Replicas
 
-__all__ = ["Rows", "exchange_rows"]
+__all__ = ["DatasetRows", "exchange_rows"]
 
 # Size of the blocks whose rows are sent at a time: no buffer is larger.
 _ROUND_BYTES = 256 << 20
 
 
-class Rows:
+class DatasetRows:
     """The bytes that a replica has, or is sent, of a dataset with a row for each.
 
     ``row`` is which of the rows ``own`` is.
@@ -93,13 +93,13 @@ class _Round:
 
 
 def exchange_rows(
-    plan: Plan,
+    plan: FileLayout,
     values: Mapping[str, Array],
     strategy: Replicas,
     name: str,
     *,
     fetch: Callable[[list[tuple[Array, Array]]], Any] | None = None,
-) -> dict[str, Rows]:
+) -> dict[str, DatasetRows]:
     """Send bytes of rows to the replicas whose blocks they are in.
 
     Collective over the strategy's replicas. ``values`` are this replica's rows;
@@ -112,7 +112,7 @@ def exchange_rows(
     place = strategy.replica_id, strategy.num_replicas_in_sync
     try:
         rows = {
-            extent.path: Rows(
+            extent.path: DatasetRows(
                 extent, plan.row_of(extent, place[0]), as_bytes(values[extent.path])
             )
             for extent in plan.extents
@@ -138,7 +138,7 @@ def exchange_rows(
     return rows
 
 
-def _mixed_blocks(plan: Plan, owners: Array) -> list[int]:
+def _mixed_blocks(plan: FileLayout, owners: Array) -> list[int]:
     """Return the blocks that hold bytes of other rows than their replica's."""
     found = set()
     for extent in plan.extents:
@@ -154,7 +154,7 @@ def _mixed_blocks(plan: Plan, owners: Array) -> list[int]:
 
 
 def _rounds(
-    plan: Plan, rows: Mapping[str, Rows], place: tuple[int, int]
+    plan: FileLayout, rows: Mapping[str, DatasetRows], place: tuple[int, int]
 ) -> list[_Round]:
     """Return what this replica sends and receives; as many rounds on every replica."""
     rank, size = place

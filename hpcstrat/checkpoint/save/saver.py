@@ -22,7 +22,7 @@ import numpy as np
 
 from hpcstrat.checkpoint.disk.disk import create
 from hpcstrat.checkpoint.disk.file_systems import goes_direct
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.image import (
     ImageMemory,
     Source,
@@ -34,12 +34,12 @@ from hpcstrat.checkpoint.file.schema import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python, state_bytes
 from hpcstrat.checkpoint.keep.folder import Folder, identity_of, temporary_name
 from hpcstrat.checkpoint.keep.retention import Retention
-from hpcstrat.checkpoint.on_first import explained, on_first
+from hpcstrat.checkpoint.on_rank_0 import explained, on_rank_0
 from hpcstrat.checkpoint.outcomes import SaveStatistics
 from hpcstrat.checkpoint.save.part_writer import KINDS_OF_WORK, RING_SLOTS
-from hpcstrat.checkpoint.save.pending_save import NewFile, Order, PendingSave
+from hpcstrat.checkpoint.save.pending_save import NewFile, PendingSave, SaveOptions
 from hpcstrat.checkpoint.save.publication import Publication, Target
-from hpcstrat.checkpoint.save.row_exchange import Rows, exchange_rows
+from hpcstrat.checkpoint.save.row_exchange import DatasetRows, exchange_rows
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.gpu.transfers import Downloads
@@ -64,14 +64,14 @@ class Saver:
         self._directory, self._retention = folder.path, retention
         self._num_cores = _num_cores(strategy)
         self._skeletons: list[Skeleton] = []
-        self._plan: Plan | None = None
+        self._plan: FileLayout | None = None
         self._current: PendingSave | None = None
         self._downloads: Downloads | None = None
         self.last: SaveStatistics | None = None
 
     def save(
         self,
-        order: Order,
+        order: SaveOptions,
         header: Header,
         values: Mapping[str, Array],
         compare: Callable[[], None],
@@ -150,7 +150,7 @@ class Saver:
 
     def _made(
         self,
-        order: Order,
+        order: SaveOptions,
         make: Callable[[], NewFile],
         compare: Callable[[], None],
     ) -> NewFile:
@@ -161,10 +161,12 @@ class Saver:
                 with suppress(RuntimeError):
                     make = pool.submit(make).result
             compare()
-            file: NewFile = on_first(self._strategy, f"save of {order.path}", make)
+            file: NewFile = on_rank_0(self._strategy, f"save of {order.path}", make)
         return file
 
-    def _rows(self, save: PendingSave, values: Mapping[str, Array]) -> dict[str, Rows]:
+    def _rows(
+        self, save: PendingSave, values: Mapping[str, Array]
+    ) -> dict[str, DatasetRows]:
         """Return what this replica writes of values with a row for each replica."""
         if not save.plan.has_rows:
             return {}
@@ -193,7 +195,7 @@ class Saver:
             raise
 
     def _make(
-        self, order: Order, header: Header, publications: list[Publication]
+        self, order: SaveOptions, header: Header, publications: list[Publication]
     ) -> NewFile:
         """Make the file; on replica 0, in a thread.
 
@@ -308,7 +310,7 @@ class Saver:
             ]
             hashes = [part[0] for _, part in parts]
             conclude = partial(_conclude, save, hashes, wrong)
-            total = on_first(self._strategy, what, conclude)
+            total = on_rank_0(self._strategy, what, conclude)
         except BaseException as problem:
             # A rank may have been lost: nobody would come back to this file.
             self._drop(save, problem)
@@ -359,7 +361,9 @@ def _num_cores(strategy: Replicas) -> int:
     return len(os.sched_getaffinity(0)) if alone else 1
 
 
-def _sources(values: Mapping[str, Any], rows: Mapping[str, Rows]) -> dict[str, Source]:
+def _sources(
+    values: Mapping[str, Any], rows: Mapping[str, DatasetRows]
+) -> dict[str, Source]:
     """Return what has the bytes of each value: rows, other processes, or arrays."""
     rest = {path: value for path, value in values.items() if path not in rows}
     return {

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hpcstrat.checkpoint import CheckpointManager
+from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.elastic.preemption.termination import TerminationConfig
-from hpcstrat.elastic.preemption.watch import Watch
+from hpcstrat.elastic.preemption.watch import PreemptionWatch
 from hpcstrat.engine.logs import get_logger
 
 __all__ = ["PreemptionCheckpointHandler"]
 
 _EXIT_STATUS = 42
 _NAME = "preemption"
-_REQUEUE_SECONDS = 30.0
 # Before the first save, or a restore, nobody knows how long one takes. Three times the
 # variables, since optimizers make theirs later, to a disk that is shared.
 _FIRST_SAVE_SECONDS = 5.0
@@ -51,8 +50,8 @@ class PreemptionCheckpointHandler:
     A signal to any one rank is enough: it tells the others in the header of the next
     collective call, so that a step costs nothing. The step under way is finished, and
     the next `run` saves, and leaves the program with exit status 42. The same holds in
-    time before the end that Slurm has told for the job. The job that is started again
-    goes on by itself, on any number of ranks.
+    time before the end that the scheduler has told for the job. The job that is started
+    again goes on by itself, on any number of ranks.
 
     Parameters
     ----------
@@ -80,7 +79,7 @@ class PreemptionCheckpointHandler:
     Notes
     -----
     As ``tf.distribute.experimental.PreemptionCheckpointHandler``, with other signals,
-    Slurm's time limit and requeueing in addition.
+    the scheduler's time limit and requeueing in addition.
 
     Examples
     --------
@@ -121,7 +120,7 @@ class PreemptionCheckpointHandler:
         self._forget()
         try:
             self._manager._add_optional(_NAME, self._calls)
-            self._watch = Watch(
+            self._watch = PreemptionWatch(
                 config, self._tell, self._save_seconds, asks=self._is_first
             )
         except Exception as error:
@@ -295,6 +294,10 @@ class PreemptionCheckpointHandler:
             sys.exit(_EXIT_STATUS)
         self._config.exit_fn()
 
+    def __repr__(self) -> str:
+        """Show by what it saves."""
+        return f"<{type(self).__name__} by {self._manager!r}>"
+
 
 def _manager_of(given: Any, directory: Any) -> CheckpointManager:
     if isinstance(given, CheckpointManager) and directory is None:
@@ -309,26 +312,15 @@ def _manager_of(given: Any, directory: Any) -> CheckpointManager:
 
 
 def _requeue() -> None:
-    """Ask Slurm to start this job once more; it ends this one meanwhile."""
-    job = os.environ.get("SLURM_JOB_ID", "")
-    if not job:
+    """Ask the scheduler to start this job once more; it ends this one meanwhile."""
+    job = batch_job_from_environment()
+    if job is None:
         get_logger("preemption").warning(
-            "expected a job of Slurm to requeue, found none; start it again by hand"
+            "expected a job of a scheduler to requeue, found none; start it again by "
+            "hand"
         )
         return
     try:
-        subprocess.run(
-            ["scontrol", "requeue", job],
-            capture_output=True,
-            text=True,
-            timeout=_REQUEUE_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip()
-        get_logger("preemption").warning(
-            "expected scontrol to requeue job %s, found: %s; everything is saved: "
-            "requeue it by hand",
-            job,
-            said,
-        )
+        job.requeue()
+    except RuntimeError as error:
+        get_logger("preemption").warning("everything is saved, but %s", error)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcstrat.cluster_resolver import batch_job_from_environment
+
 __all__ = ["TerminationConfig"]
 
 # Signals that no process can catch.
@@ -35,15 +37,17 @@ class TerminationConfig:
         over. Default: 0, save and leave.
     save_fn : callable, optional
         Called on every rank in place of the manager's ``save``.
-    signals : sequence of signal.Signals or str
-        Which signals are a notice, to any one rank.
-    job_end : float or "slurm" or None
-        When the job ends, in seconds since the epoch; ``"slurm"`` is what
-        ``SLURM_JOB_END_TIME`` says, or else ``squeue``, in a job of Slurm. Everything
-        is saved, and the training left, in time for a save as long as the longest one
-        so far.
+    signals : sequence of signal.Signals or str, optional
+        Which signals are a notice, to any one rank. Default: SIGTERM and SIGUSR1; in
+        jobs of LSF and SGE, which warn by it, SIGUSR2, too.
+    job_end : float or "scheduler" or None
+        When the job ends, in seconds since the epoch; ``"scheduler"`` is what Slurm,
+        PBS, Flux, LSF or SGE says of the job that this process is in. Everything is
+        saved, and the training left, in time for a save as long as the longest one so
+        far. ``"slurm"`` is an older word for it.
     requeue : bool
-        Whether the first rank asks Slurm to requeue the job before it leaves.
+        Whether the first rank asks Slurm, LSF or SGE to requeue the job before it
+        leaves. PBS and Flux do not do so for users: see ``jobs/pbs/``, ``jobs/flux/``.
 
     Raises
     ------
@@ -55,10 +59,8 @@ class TerminationConfig:
     exit_fn: Callable[[], object] | None = None
     grace_period: float | None = None
     save_fn: Callable[..., object] | None = None
-    signals: Sequence[Any] = field(
-        default=(signal.SIGTERM, signal.SIGUSR1), kw_only=True
-    )
-    job_end: Any = field(default="slurm", kw_only=True)
+    signals: Sequence[Any] | None = field(default=None, kw_only=True)
+    job_end: Any = field(default="scheduler", kw_only=True)
     requeue: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -75,13 +77,23 @@ class TerminationConfig:
                 f"expected a grace_period of 0 or more seconds, found {grace!r}; leave "
                 "it out to save and leave at once"
             )
-        if self.job_end not in (None, "slurm") and not _is_time(self.job_end):
+        if self.job_end not in (None, "scheduler", "slurm") and not _is_time(
+            self.job_end
+        ):
             raise ValueError(
-                "expected a job_end in seconds since the epoch, 'slurm' or None, found "
-                f"{self.job_end!r}; take one"
+                "expected a job_end in seconds since the epoch, 'scheduler' or None, "
+                f"found {self.job_end!r}; take one"
             )
-        found = [self.signals] if isinstance(self.signals, (str, int)) else self.signals
+        found = _usual_signals() if self.signals is None else self.signals
+        if isinstance(found, (str, int)):
+            found = [found]
         object.__setattr__(self, "signals", tuple(map(_signal, found)))
+
+
+def _usual_signals() -> list[signal.Signals]:
+    job = batch_job_from_environment()
+    warned = job is not None and job.scheduler in ("LSF", "SGE")
+    return [signal.SIGTERM, signal.SIGUSR1, *([signal.SIGUSR2] if warned else [])]
 
 
 def _is_time(value: Any) -> bool:

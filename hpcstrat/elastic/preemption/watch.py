@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from hpcstrat.cluster_resolver import BatchJob, batch_job_from_environment
 from hpcstrat.elastic.preemption.termination import TerminationConfig
 from hpcstrat.engine.logs import get_logger
 
-__all__ = ["Watch"]
+__all__ = ["PreemptionWatch"]
 
 _POLL_SECONDS = 1.0
-_JOB_END = "SLURM_JOB_END_TIME"
-_ASK_SECONDS = 60.0
 
 
-class Watch:
+class PreemptionWatch:
     """Tells of signals, of a program's function, and of a time that comes near.
 
     Not collective, as are its calls. ``tell`` may be called in a handler of a signal
     and in a thread; ``save_seconds`` returns how long before the end is too late.
-    ``asks`` is whether this rank asks Slurm for the end where no variable has it.
+    ``asks`` is whether this rank asks the scheduler for the end of the job.
     """
 
     def __init__(
@@ -42,11 +40,13 @@ class Watch:
         self._process = os.getpid()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
-        self._ends_at = _time_of(config.job_end)
-        # In the thread: its answer may take a while.
-        self._job = os.environ.get("SLURM_JOB_ID", "")
-        if not asks or config.job_end != "slurm" or self._ends_at is not None:
-            self._job = ""
+        self._ends_at: float | None = None
+        # Asked in the thread: the answer may take a while.
+        self._job: BatchJob | None = None
+        if not isinstance(config.job_end, str):
+            self._ends_at = config.job_end
+        elif asks:
+            self._job = batch_job_from_environment()
         if self._function is None:
             self._listen(config)
         if self._function is not None or self._ends_at is not None or self._job:
@@ -74,7 +74,7 @@ class Watch:
                 f"{threading.current_thread().name!r}; make the handler there, or pass "
                 "termination_watcher_fn"
             )
-        for number in config.signals:
+        for number in config.signals or ():
             before = signal.signal(number, self._on_signal)
             # A handler of C code cannot be given back; the default can.
             self._before[int(number)] = signal.SIG_DFL if before is None else before
@@ -97,7 +97,7 @@ class Watch:
 
     def _look(self) -> None:
         if self._job:
-            self._ends_at = self._ends_at or _asked(self._job)
+            self._ends_at = self._ends_at or self._job.end()
         while not self._end.wait(_POLL_SECONDS):
             try:
                 self._look_once()
@@ -118,31 +118,3 @@ class Watch:
         if function is not None and function():
             self._function = None
             self._tell("termination_watcher_fn")
-
-
-def _asked(job: str) -> float | None:
-    """Return when Slurm means to end a job; versions before 23 set no variable."""
-    try:
-        done = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job, "--format=%e"],
-            capture_output=True,
-            text=True,
-            timeout=_ASK_SECONDS,
-            check=True,
-            env={**os.environ, "SLURM_TIME_FORMAT": "%s"},
-        )
-    except (OSError, subprocess.SubprocessError):
-        # Such as in a container. Slurm's signals are heard nevertheless.
-        return None
-    # A job without a limit has no number there.
-    return _number(done.stdout.strip())
-
-
-def _number(text: str) -> float | None:
-    return float(text) if text.isdecimal() and int(text) else None
-
-
-def _time_of(job_end: Any) -> float | None:
-    if job_end != "slurm":
-        return job_end if job_end is None else float(job_end)
-    return _number(os.environ.get(_JOB_END, ""))

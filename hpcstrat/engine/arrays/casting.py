@@ -24,14 +24,14 @@ __all__ = [
     "FIRST_FOREIGN_TYPE",
     "PLAIN",
     "assign",
+    "call_without_fp_warnings",
     "cast",
     "from_python",
     "is_half",
     "make_quiet",
-    "quiet",
-    "quietly",
     "rounded",
     "unmasked",
+    "without_fp_warnings",
 ]
 
 PLAIN = (bool, int, float, complex)
@@ -45,7 +45,7 @@ _DEFAULTS = (
 )
 
 
-quiet = np.errstate(all="ignore")
+without_fp_warnings = np.errstate(all="ignore")
 """Decorates functions whose own arithmetic gives no floating-point warnings.
 
 A sum that overflows to infinity is a value like any other: with warnings as errors, or
@@ -57,7 +57,7 @@ pass_over(os.path.dirname(np.__file__))
 
 
 def make_quiet() -> Callable[..., Any]:
-    """Return a `quietly` for one thread at a time, which takes a third of the time."""
+    """Return a `call_without_fp_warnings` for one thread, in a third of the time."""
     context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return context.run
@@ -73,8 +73,8 @@ class _Quiet(threading.local):
 _quiet = _Quiet()
 
 
-def quietly(function: Callable[..., Any], *args: Any) -> Any:
-    """Make one call of NumPy as `quiet` would: for the hot path.
+def call_without_fp_warnings(function: Callable[..., Any], *args: Any) -> Any:
+    """Make one call of NumPy as `without_fp_warnings` would: for the hot path.
 
     The function calls no Python code, which would find no context of the strategy.
     """
@@ -83,7 +83,7 @@ def quietly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 assign: Any = operator.setitem
-"""For ``quietly(assign, array, ..., values)``: faster than ``numpy.copyto``."""
+"""Assign by `call_without_fp_warnings`: faster than ``numpy.copyto``."""
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
@@ -130,7 +130,9 @@ def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
     convert: Any = array.astype
     # CuPy's calls Python code, and gives no warnings.
     on_host = isinstance(array, np.ndarray)
-    result: Array = quietly(convert, dtype) if on_host else convert(dtype)
+    result: Array = (
+        call_without_fp_warnings(convert, dtype) if on_host else convert(dtype)
+    )
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quietly
+from hpcstrat.engine.arrays.casting import call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_device, to_host
 from hpcstrat.engine.typing import Array
 
@@ -25,7 +25,7 @@ def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
     if unique.size < indices.size:
         again = np.ones(indices.size, bool)
         again[first] = False
-        quietly(np.add.at, sums, places[again], values[again])
+        call_without_fp_warnings(np.add.at, sums, places[again], values[again])
     return unique, sums
 
 
@@ -37,7 +37,7 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
     step for each time that the most frequent row comes. All arrays are of one library.
     """
     if not is_device(array):
-        quietly(getattr(np, name).at, array, indices, values)
+        call_without_fp_warnings(getattr(np, name).at, array, indices, values)
         return
     rows = to_host(indices)
     order = np.argsort(rows, kind="stable")

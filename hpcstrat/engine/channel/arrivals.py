@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpcstrat.engine.channel.awaited import Awaited
 from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.waitable import Waitable
 from hpcstrat.engine.channel.waiting import Waiter
 from hpcstrat.engine.observe.arrival_report import (
     BINS,
@@ -96,7 +96,7 @@ class Arrivals:
     def wait(
         self,
         waiter: Waiter,
-        awaited: Awaited,
+        awaited: Waitable,
         call: Call,
         timeout_seconds: float | None = None,
     ) -> bool:
@@ -135,7 +135,7 @@ class Arrivals:
                 for replica in late:
                     self._awaited[replica] += share
 
-    def wait_data(self, waiter: Waiter, awaited: Awaited, call: Call) -> bool:
+    def wait_data(self, waiter: Waiter, awaited: Waitable, call: Call) -> bool:
         """Let a waiter wait for data, and take the time.
 
         Collective over ``topology.replica_comm``, or what is awaited of it; returns as

@@ -7,8 +7,8 @@ would give wrong numbers or wait for ever. A rank that has failed, or leaves the
 program, announces that in the same way.
 
 An error in the midst of a call leaves the other ranks there: this rank can make no
-further call, tells the others so (`hpcstrat.engine.channel.breaks`), and they raise
-where they wait.
+further call, tells the others so, see `hpcstrat.engine.channel.abort_messages`, and
+they raise where they wait.
 """
 
 from __future__ import annotations
@@ -20,17 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcstrat.engine.call_sites import call_site
+from hpcstrat.engine.channel.abort_messages import AbortMessages
 from hpcstrat.engine.channel.arrivals import Arrivals
-from hpcstrat.engine.channel.awaited import (
-    HEADER,
-    Awaited,
-    Awaits,
-    Carried,
-    EveryRankError,
-)
-from hpcstrat.engine.channel.breaks import Breaks
 from hpcstrat.engine.channel.call import Call, describe_call
-from hpcstrat.engine.channel.deaths import Deaths
 from hpcstrat.engine.channel.disagreement import (
     FAILED,
     LEFT,
@@ -38,17 +30,25 @@ from hpcstrat.engine.channel.disagreement import (
     Announcement,
     announce_error,
     explain,
-    only_marks_differ,
+    only_fingerprints_differ,
     same_call,
 )
 from hpcstrat.engine.channel.headers import SegmentHeaders
+from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.engine.channel.kernel_headers import KernelHeaders, make_kernel
-from hpcstrat.engine.channel.patient import PatientComm
-from hpcstrat.engine.channel.places import Places
+from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.channel.progress import check_progress_thread
+from hpcstrat.engine.channel.rank_loss import RankLoss
 from hpcstrat.engine.channel.sections import Failure, Sections
-from hpcstrat.engine.channel.started import StartedCalls
+from hpcstrat.engine.channel.shared_rings import SharedRings
+from hpcstrat.engine.channel.waitable import (
+    HEADER,
+    EveryRankError,
+    HeaderPayload,
+    Waitable,
+    WaitSteps,
+)
 from hpcstrat.engine.channel.waiting import Waiter, Waiting
 from hpcstrat.engine.channel.wire_headers import WireHeaders
 from hpcstrat.engine.observe.timeline import active, recorded_wait
@@ -107,14 +107,14 @@ class Channel:
         # Ranks have told each other different numbers of steps.
         self._apart = False
         self.sections = Sections()
-        self.started = StartedCalls(self)
+        self.pending = PendingCalls(self)
         # Made at the first call with arrays on GPUs, see device_group.
         self.device_group: Any = None
         self._comm = topology.duplicate()
         self._rank: int = self._comm.rank
-        self._patient: dict[int, PatientComm] = {}
-        self.breaks = Breaks(topology, self._comm)
-        self.deaths = Deaths(topology, self._comm)
+        self._interruptible: dict[int, InterruptibleComm] = {}
+        self.aborts = AbortMessages(topology, self._comm)
+        self.rank_loss = RankLoss(topology, self._comm)
         # The kernel that sums in this worker's memory, where all its ranks have it.
         self.kernel = make_kernel(topology) if native else None
         self.steps = (
@@ -122,28 +122,28 @@ class Channel:
             if self.kernel is None
             else KernelHeaders(topology, self.kernel)
         )
-        self.places = Places(topology, self.kernel)
+        self.rings = SharedRings(topology, self.kernel)
         self.waiter = Waiter(topology, self.look, self.steps)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
         self._headers: Any = self.steps
         # Headers between workers, which carry the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
-            self.wire = WireHeaders(topology, self._comm, self.steps, self.places)
+            self.wire = WireHeaders(topology, self._comm, self.steps, self.rings)
             self._headers = self.wire
 
     # Calls that wait: a header, then an exchange of data.
 
     def drive(
-        self, steps: Awaits, call: Call, timeout_seconds: float | None = None
+        self, steps: WaitSteps, call: Call, timeout_seconds: float | None = None
     ) -> None:
         """Make a call: what an algorithm does before the header, that, and the rest.
 
-        `Started` does the same without waiting.
+        `PendingCall` does the same without waiting.
         """
-        if self.started:
+        if self.pending:
             # Their headers came first, and their data use the same places.
-            self.started.drain()
+            self.pending.drain()
         header = next(steps)
         assert header is HEADER
         self.agree(call, timeout_seconds)
@@ -160,7 +160,7 @@ class Channel:
         """
         flags = NOTICE if self.notice else 0
         if active.recorder is None:
-            mark = self.position.run_mark
+            mark = self.position.run_fingerprint
             agreed = self._announce(mark, call, flags, timeout_seconds)
         else:
             agreed = self._announce_recorded(call, flags, timeout_seconds)
@@ -168,7 +168,7 @@ class Channel:
             self.settle(call, timeout_seconds)
 
     def agree_on(
-        self, values: Carried, call: Call, timeout_seconds: float | None
+        self, values: HeaderPayload, call: Call, timeout_seconds: float | None
     ) -> None:
         """Do as `agree`, and let values travel in the header between workers."""
         wire: Any = self.wire
@@ -183,7 +183,7 @@ class Channel:
         return not (
             self.broken
             or self.closed
-            or self.started
+            or self.pending
             or self.notice
             or self.sections.failure is not None
             or active.recorder is not None
@@ -194,15 +194,15 @@ class Channel:
     ) -> bool:
         if self.broken or self.closed or self.sections.failure is not None:
             self.refuse_if_broken(call)
-        if self.started:
-            self.started.drain()
+        if self.pending:
+            self.pending.drain()
             self.refuse_if_broken(call)
         try:
             self.num_calls += 1
             headers = self._headers
             mark = call.digest
             if headers is self.steps:
-                mark ^= self.places.next
+                mark ^= self.rings.next
             headers.post(run, mark, flags)
             agreed = headers.agreed
             for _ in range(self.waiter.quick_looks):
@@ -223,7 +223,7 @@ class Channel:
         recorder: Any = active.recorder
         start = recorder.enter(call.text)
         try:
-            mark = self.position.run_mark
+            mark = self.position.run_fingerprint
             return self._announce(mark, call, flags, timeout_seconds)
         finally:
             about = {
@@ -242,7 +242,7 @@ class Channel:
         An interrupt before a header leaves a rank's ring a place ahead.
         """
         if self._headers is self.steps:
-            return call.digest ^ self.places.next
+            return call.digest ^ self.rings.next
         # Each worker has its own rings; its steps compare them.
         return call.digest
 
@@ -254,16 +254,16 @@ class Channel:
         """
         announcement = Announcement(self._rank, 0, call.text)
         announcement.digest = self._marked(call)
-        announcement.run_mark = self.position.run_mark
+        announcement.run_fingerprint = self.position.run_fingerprint
         announcements = self._gather(announcement)
         error, check = None, self.position.copy_check
         # A header that tells something differs from the others by that alone.
         goes_on = any(a.notice for a in announcements) and same_call(announcements)
-        if only_marks_differ(announcements):
+        if only_fingerprints_differ(announcements):
             goes_on = False
             if check is not None:
                 with self.moving(call):
-                    error = check.difference(self.patient(self._comm))
+                    error = check.difference(self.interruptible(self._comm))
                 goes_on = error is None
         if goes_on:
             self.agree(call, timeout_seconds)
@@ -271,7 +271,7 @@ class Channel:
         raise self._conclude(announcements, error or explain(announcements)).error
 
     @contextlib.contextmanager
-    def moving(self, call: Call) -> Iterator[PatientComm]:
+    def moving(self, call: Call) -> Iterator[InterruptibleComm]:
         """Surround the exchange of data that follows `agree`; gives all replicas.
 
         Not collective. An error in it leaves the other ranks in the call: no further
@@ -285,7 +285,7 @@ class Channel:
         # The watchdog sees by it that the rank is alive.
         self.topology.moves += 1
         try:
-            yield self.patient(self.topology.replica_comm)
+            yield self.interruptible(self.topology.replica_comm)
         except EveryRankError as error:
             self.told_at = self.num_calls
             raise ValueError(*error.args) from error.__cause__
@@ -297,32 +297,32 @@ class Channel:
             if recorder is not None:
                 recorder.leave_data(call.text)
 
-    def patient(self, comm: Any) -> PatientComm:
+    def interruptible(self, comm: Any) -> InterruptibleComm:
         """Return a communicator whose calls end where another rank ends all calls.
 
         Not collective. The same one each time for the same ``comm``.
         """
-        found = self._patient.get(comm.handle)
+        found = self._interruptible.get(comm.handle)
         if found is None:
-            found = PatientComm(comm, self.topology, self._await)
-            self._patient[comm.handle] = found
+            found = InterruptibleComm(comm, self.topology, self._await)
+            self._interruptible[comm.handle] = found
         return found
 
-    def _await(self, message: Awaited) -> None:
+    def _await(self, message: Waitable) -> None:
         call = self.exchanging or self.last_call or _NO_CALL
         self.arrivals.wait_data(self.waiter, message, call)
 
-    def step(self, call: Call) -> Awaited:
+    def step(self, call: Call) -> Waitable:
         """Tell this worker's ranks that this one has come to the next step of a call.
 
         Collective over ``topology.worker_comm``. For `wait`: to be done when all have
         come.
         """
-        self.steps.post(0, call.digest ^ self.places.next, 0)
+        self.steps.post(0, call.digest ^ self.rings.next, 0)
         self.topology.moves += 1
         return self.steps
 
-    def wait(self, awaited: Awaited, call: Call) -> None:
+    def wait(self, awaited: Waitable, call: Call) -> None:
         """Wait for a step of a worker's ranks, or a message, in a call.
 
         Raises CollectiveError if it does not come in time, or a process has died.
@@ -344,14 +344,14 @@ class Channel:
         self,
         call: Call,
         run: int,
-        carried: Carried | None = None,
+        carried: HeaderPayload | None = None,
         *,
         failed: bool = False,
     ) -> None:
         """Announce a started call, or that this rank cannot make it; does not wait.
 
-        ``run`` is the position's ``step_mark`` when it was started; ``carried`` travels
-        in the header.
+        ``run`` is the position's ``step_fingerprint`` when it was started;
+        ``carried`` travels in the header.
         """
         self.refuse_if_broken(call)
         self.num_calls += 1
@@ -417,7 +417,7 @@ class Channel:
     def forget_done(self) -> None:
         """Let go of the arrays of started calls that GPUs have done; not collective."""
         if self.device_group is not None:
-            with self.started.lock:
+            with self.pending.lock:
                 self.device_group.lane.forget_done()
 
     def use_progress_thread(self, enter: Callable[[], object]) -> None:
@@ -427,7 +427,7 @@ class Channel:
         """
         self.agree(describe_call("use of a progress thread"))
         check_progress_thread(self.topology)
-        self.started.use_thread(enter)
+        self.pending.use_thread(enter)
 
     # Errors that all ranks raise where one has failed, or ranks differ.
 
@@ -485,11 +485,11 @@ class Channel:
         announcement.site = announcement.site or call_site()
         announcement.steps = position.steps
         announcement.depth = self.sections.depth
-        announcement.pending = self.started.num_separate()
+        announcement.pending = self.pending.num_separate()
         announcement.notice = notice = self.notice
         announcements: list[Announcement]
         try:
-            announcements = self.patient(self._comm).allgather(announcement)
+            announcements = self.interruptible(self._comm).allgather(announcement)
         except BaseException as error:
             self.interrupted(self.last_call or _FAILING, error)
             raise
@@ -507,23 +507,23 @@ class Channel:
                 one.steps = (*one.steps[:2], most)
             position.backward_index = most
         self._apart = len({a.steps for a in announcements}) > 1
-        position.run_mark = position.step_mark
+        position.run_fingerprint = position.step_fingerprint
         return announcements
 
     def _conclude(
         self, announcements: list[Announcement], error: CollectiveError
     ) -> Failure:
         """Take note of what ends the call; no rank looks at its data any more."""
-        self.places.restart()
+        self.rings.restart()
         leavers = [a.rank for a in announcements if a.flags & LEFT]
         if leavers:
             self.broken = f"ranks {leavers} have left the program"
         failure = Failure(error, announcements)
         if self.sections.unwind(failure):
-            for started in self.started:
+            for started in self.pending:
                 started.end(failure.error)
-            self.started.clear()
-        self.started.drop_parts(failure.error)
+            self.pending.clear()
+        self.pending.drop_parts(failure.error)
         if failure.loses_calls and not self.broken:
             # Nobody knows which of them the others have started, or will start.
             self.broken = f"several started calls were under way when {failure.error}"
@@ -535,12 +535,12 @@ class Channel:
 
     def refuse_if_broken(self, call: Call) -> None:
         if self.broken or self.closed:
-            if self.deaths.error is not None:
-                raise self.deaths.again(call.text)
+            if self.rank_loss.error is not None:
+                raise self.rank_loss.again(call.text)
             if not self.closed:
                 # Others may have to be told yet; an error of MPI tells of dead ones.
                 with contextlib.suppress(Exception):
-                    self.breaks.look()
+                    self.aborts.look()
             if self.resume(call.text):
                 return
             raise CollectiveError(
@@ -555,7 +555,7 @@ class Channel:
 
         Not collective. ``what`` is what this rank was doing.
         """
-        loss = self.deaths.found(error, what)
+        loss = self.rank_loss.found(error, what)
         if loss is not None:
             self.broken = "a rank has died"
             raise loss from error
@@ -576,10 +576,10 @@ class Channel:
         one.
         """
         for_data = self.exchanging is not None
-        told = self.breaks.look(self.num_calls, for_data=for_data)
+        told = self.aborts.look(self.num_calls, for_data=for_data)
         if told and not self.broken:
             self.broken = told
-        if self.broken and not self._meets and self.deaths.error is None:
+        if self.broken and not self._meets and self.rank_loss.error is None:
             raise CollectiveError(
                 f"expected every rank to go on, found that {self.broken}; end the "
                 "program on every rank"
@@ -600,9 +600,9 @@ class Channel:
                 # Such as of a rank that did not come, for which the others wait, too.
                 self.broken += f" ({error})"
             if entered is None:
-                self.breaks.tell(self.broken)
+                self.aborts.tell(self.broken)
             else:
-                self.breaks.tell(self.broken, (entered, self.num_calls))
+                self.aborts.tell(self.broken, (entered, self.num_calls))
 
     def resume(self, what: str) -> bool:
         """Go on where all ranks have left the same call at the same point.
@@ -622,19 +622,19 @@ class Channel:
         """
         broken, self._meets = self.broken, True
         try:
-            met = self.arrivals.wait(self.waiter, self.breaks, call, None)
+            met = self.arrivals.wait(self.waiter, self.aborts, call, None)
             # A rank that has told once is not asked again.
             self.between_calls = False
             if met:
-                self.breaks.forget()
+                self.aborts.forget()
                 # An interrupt before a header may have taken a place.
-                self.places.restart()
+                self.rings.restart()
                 self.broken = ""
         except BaseException as error:
             # The others may have gone on, and wait for this rank in the call.
             self.between_calls, self.broken = False, broken
             self.look_for_death(error, call.text)
-            self.breaks.tell(broken)
+            self.aborts.tell(broken)
             raise
         finally:
             self._meets = False
@@ -645,7 +645,7 @@ class Channel:
     def post_leave(self) -> None:
         """Announce that this rank ends the program; waits for started calls only."""
         with contextlib.suppress(Exception):
-            self.started.drain()
+            self.pending.drain()
         self.num_calls += 1
         self._headers.post(0, _LEAVING.digest, LEFT)
         now, thread = time.monotonic(), threading.get_ident()
@@ -661,7 +661,7 @@ class Channel:
         late, waiting = self._headers.missing(), self.waiter.waiting
         if late:
             self.waiter.late = late
-            self.breaks.look()
+            self.aborts.look()
             if waiting is not None:
                 self.waiter.check_limit(waiting)
             return None
@@ -677,8 +677,8 @@ class Channel:
     def close(self) -> None:
         """Free what the channel holds."""
         if not self.closed:
-            self.started.drain()
-            self.started.end_thread()
+            self.pending.drain()
+            self.pending.end_thread()
             self.closed = True
             if self.device_group is not None:
                 self.device_group.close()
@@ -696,12 +696,12 @@ class Channel:
             self.closed = True
             if self.device_group is not None:
                 self.device_group.abandon()
-            self.deaths.wake()
-            _abandoned.append((self._headers, list(self.started)))
-            self.started.clear()
+            self.rank_loss.wake()
+            _abandoned.append((self._headers, list(self.pending)))
+            self.pending.clear()
             self._let_go()
 
     def _let_go(self) -> None:
         """Let go of the shared memory."""
-        for holder in (self.arrivals, self.places, self.steps):
+        for holder in (self.arrivals, self.rings, self.steps):
             holder.close()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 
 from hpcstrat.engine.channel.call import Call
-from hpcstrat.engine.channel.places import Places
+from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.position import Position
-from hpcstrat.engine.channel.started import StartedCalls
+from hpcstrat.engine.channel.shared_rings import SharedRings
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import CollectiveError
 
@@ -25,7 +25,7 @@ class ClosedChannel:
     def __init__(self) -> None:
         # ``run`` counts its steps also where nobody compares them.
         self.position = Position()
-        self.started = StartedCalls(self)
+        self.pending = PendingCalls(self)
 
     @property
     def topology(self) -> Topology:
@@ -33,7 +33,7 @@ class ClosedChannel:
         raise self._error("a call")
 
     @property
-    def places(self) -> Places:
+    def rings(self) -> SharedRings:
         """Refuse: the shared memory is gone."""
         raise self._error("a call")
 

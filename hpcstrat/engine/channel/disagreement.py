@@ -21,7 +21,7 @@ __all__ = [
     "class_names",
     "common_class",
     "explain",
-    "only_marks_differ",
+    "only_fingerprints_differ",
     "origin",
     "same_call",
 ]
@@ -64,10 +64,10 @@ class Announcement:
     pending: int = 0
     # Number of sections that the rank is in.
     depth: int = 0
-    # Hash of the call; combined with `run_mark` for a call that waits.
+    # Hash of the call; combined with `run_fingerprint` for a call that waits.
     digest: int = 0
     # Number that stands for the rank's steps and copies of variables in the record.
-    run_mark: int = 0
+    run_fingerprint: int = 0
     # Text that the rank tells the others without ending a call.
     notice: str = ""
 
@@ -116,9 +116,9 @@ def same_call(announcements: Sequence[Announcement]) -> bool:
     return len(calls) == 1 and not announcements[0].flags
 
 
-def only_marks_differ(announcements: Sequence[Announcement]) -> bool:
+def only_fingerprints_differ(announcements: Sequence[Announcement]) -> bool:
     """Return whether ranks are in the same call, but may have other variables."""
-    marks = {a.run_mark for a in announcements}
+    marks = {a.run_fingerprint for a in announcements}
     return len(marks) > 1 and same_call(announcements)
 
 

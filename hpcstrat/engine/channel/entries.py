@@ -83,7 +83,7 @@ def leave(channel: Any, what: str, error: BaseException, entered: int) -> None:
     elif not isinstance(error, HpcstratError):
         # Errors of our own classes are raised on every rank. Data of calls that go on
         # may lie elsewhere on each from here on.
-        point = None if channel.started else entered
+        point = None if channel.pending else entered
         channel.break_off(f"{what} was left", error, point)
 
 
@@ -109,7 +109,7 @@ def _refuse(channel: Any, other: int, what: str) -> None:
             # Not before the other ranks are told.
             interrupt = error
     channel.between_calls = False
-    channel.breaks.tell(f"{text} on a rank")
+    channel.aborts.tell(f"{text} on a rank")
     if interrupt is not None:
         raise interrupt
     raise CollectiveError(

@@ -24,8 +24,8 @@ class Position:
         "backward_index",
         "copy_check",
         "next_index",
+        "run_fingerprint",
         "run_index",
-        "run_mark",
     )
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class Position:
         # Number of backwards of replicated modules that it has begun.
         self.backward_index = 0
         # Headers carry one number in their place, with the result of copy_check.
-        # Calls that are started carry step_mark alone: when their headers are compared,
-        # ranks may be at different points of the program.
-        self.run_mark = 0
+        # Pending calls carry step_fingerprint alone: when their headers are
+        # compared, ranks may be at different points of the program.
+        self.run_fingerprint = 0
         # Looks at the copies of variables at each entry into run.
         self.copy_check: CopyCheck | None = None
 
@@ -49,18 +49,20 @@ class Position:
         here, and differ.
         """
         self.run_index = index = self.run_index + 1
-        check, mark = self.copy_check, self.run_mark
-        self.run_mark = mark + 1 & _MASK if check is None else check.mark(index, mark)
+        check, mark = self.copy_check, self.run_fingerprint
+        self.run_fingerprint = (
+            mark + 1 & _MASK if check is None else check.mark(index, mark)
+        )
 
     def enter_next(self) -> None:
         """Take note that this rank asks for a batch."""
         self.next_index += 1
-        self.run_mark = self.run_mark + _NEXT & _MASK
+        self.run_fingerprint = self.run_fingerprint + _NEXT & _MASK
 
     def enter_backward(self) -> None:
         """Take note that this rank begins a backward of a replicated module."""
         self.backward_index += 1
-        self.run_mark = self.run_mark + _BACKWARD & _MASK
+        self.run_fingerprint = self.run_fingerprint + _BACKWARD & _MASK
 
     @property
     def steps(self) -> tuple[int, int, int]:
@@ -71,10 +73,10 @@ class Position:
     def steps(self, steps: tuple[int, int, int]) -> None:
         """Set them, where all ranks are at the same call."""
         self.run_index, self.next_index, self.backward_index = steps
-        self.run_mark = self.step_mark
+        self.run_fingerprint = self.step_fingerprint
 
     @property
-    def step_mark(self) -> int:
+    def step_fingerprint(self) -> int:
         """Stands for the steps that this rank has made."""
         further = self.next_index * _NEXT + self.backward_index * _BACKWARD
         return self.run_index + further & _MASK

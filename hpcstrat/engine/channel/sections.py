@@ -124,9 +124,9 @@ class Section:
             channel.elsewhere()
         tells = error is None or isinstance(error, Exception)
         try:
-            if tells and channel.started and not channel.broken:
+            if tells and channel.pending and not channel.broken:
                 # Here, where a failure of other ranks still ends this section.
-                channel.started.drain()
+                channel.pending.drain()
         finally:
             sections.depth -= 1
         failure: Failure | None = sections.failure
@@ -135,7 +135,7 @@ class Section:
             # Steps made within count no longer: ranks leave from different points.
             channel.position.steps = self._steps
             # A call that was refused meanwhile may have taken a place.
-            channel.places.restart()
+            channel.rings.restart()
         if not tells:
             return
         if failure is None and error is None:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpcstrat.engine.channel.awaited import Awaited
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.headers import SegmentHeaders
+from hpcstrat.engine.channel.waitable import Waitable
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import CollectiveError, RankLostError
 
@@ -143,7 +143,7 @@ class Waiter:
         return min(looks, _MOST_KERNEL_LOOKS)
 
     def wait(
-        self, awaited: Awaited, call: Call, timeout_seconds: float | None = None
+        self, awaited: Waitable, call: Call, timeout_seconds: float | None = None
     ) -> bool:
         """Wait for other ranks; return whether all have announced the same.
 
@@ -170,7 +170,7 @@ class Waiter:
             self._spin.learn(time.monotonic() - start - traveling)
             self.kernel_looks = self._looks_of_kernel()
 
-    def _nap(self, awaited: Awaited, waiting: Waiting) -> bool:
+    def _nap(self, awaited: Waitable, waiting: Waiting) -> bool:
         """Wait, while others may need the processor."""
         look_at = waiting.start + self._look_seconds
         while True:

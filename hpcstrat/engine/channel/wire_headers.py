@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.awaited import Carried
 from hpcstrat.engine.channel.headers import SegmentHeaders
-from hpcstrat.engine.channel.patient import EAGER_BYTES
-from hpcstrat.engine.channel.places import Places
+from hpcstrat.engine.channel.interruptible import EAGER_BYTES
+from hpcstrat.engine.channel.shared_rings import SharedRings
+from hpcstrat.engine.channel.waitable import HeaderPayload
 from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["HEADER_BYTES", "WireHeaders", "room_bytes"]
@@ -95,9 +95,13 @@ class WireHeaders:
     """
 
     def __init__(
-        self, topology: Topology, comm: Any, segment: SegmentHeaders, places: Places
+        self,
+        topology: Topology,
+        comm: Any,
+        segment: SegmentHeaders,
+        places: SharedRings,
     ) -> None:
-        self._comm, self._segment, self._places = comm, segment, places
+        self._comm, self._segment, self._rings = comm, segment, places
         self.alone = topology.worker_comm.size == 1
         self._leads = topology.worker_comm.rank == 0
         # The first replica of each worker, in the order of the workers.
@@ -133,8 +137,8 @@ class WireHeaders:
         self._kept: dict[int, list[_Messages]] = {}
         self._messages = self._make_messages(0)
         # Values that travel in the next header.
-        self.carried: Carried | None = None
-        self._load: Carried | None = None
+        self.carried: HeaderPayload | None = None
+        self._load: HeaderPayload | None = None
         self._sequence = 0
         self._own, self._flags = b"", 0
         self._phase, self._step, self._same = _DONE, 0, True
@@ -186,7 +190,7 @@ class WireHeaders:
             return
         self._phase = _INSIDE
         # Each worker has its own rings, whose places its own ranks compare.
-        self._segment.post(run, digest ^ self._places.next, flags)
+        self._segment.post(run, digest ^ self._rings.next, flags)
 
     def agreed(self) -> bool:
         """Whether all ranks have announced the same; False while some are missing."""

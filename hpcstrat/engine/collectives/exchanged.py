@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.halves import narrowed, widened
 from hpcstrat.engine.arrays.packing import Run
-from hpcstrat.engine.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.patient import PatientComm
+from hpcstrat.engine.channel.interruptible import InterruptibleComm
+from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
 from hpcstrat.engine.collectives.pipeline import Pipeline
 from hpcstrat.engine.collectives.work import Work, add_in_order, divide, drain, fill
 from hpcstrat.engine.typing import Array
@@ -59,13 +59,13 @@ _EXPONENT_BYTES = 8
 _TOP_EXPONENT = 15
 
 
-def reduce_by_exchange(work: Work, channel: Channel) -> Awaits:
+def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
     """Sum over replicas of which each is a worker of its own.
 
     Collective over ``topology.replica_comm``.
     """
-    comm, pipeline = channel.patient(channel.topology.replica_comm), Pipeline()
-    under_way: deque[Awaited] = deque()
+    comm, pipeline = channel.interruptible(channel.topology.replica_comm), Pipeline()
+    under_way: deque[Waitable] = deque()
     yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):
         if len(under_way) == _MOST_UNDER_WAY:
@@ -74,7 +74,7 @@ def reduce_by_exchange(work: Work, channel: Channel) -> Awaits:
     yield from under_way
 
 
-def _reduce_run(run: Run, work: Work, comm: PatientComm) -> Awaits:
+def _reduce_run(run: Run, work: Work, comm: InterruptibleComm) -> WaitSteps:
     index, start, stop, _ = run.spans[0]
     source, result = work.sources[index], work.results[index]
     if len(run.spans) == 1 and source.dtype == run.dtype == result.dtype:
@@ -100,8 +100,8 @@ def exchanges(nbytes: int, size: int) -> bool:
 
 
 def exchanged_sum(
-    values: Array, total: Array, comm: PatientComm, divisor: int = 0
-) -> Awaits:
+    values: Array, total: Array, comm: InterruptibleComm, divisor: int = 0
+) -> WaitSteps:
     """Sum arrays over the ranks, and divide the sum; ``total`` may be ``values``.
 
     Collective over ``comm``.
@@ -144,7 +144,9 @@ def _bytes(array: Array) -> Array:
     return array.view(np.uint8)
 
 
-def rounded_sum(values: Array, comm: PatientComm, wire_dtype: np.dtype[Any]) -> Awaits:
+def rounded_sum(
+    values: Array, comm: InterruptibleComm, wire_dtype: np.dtype[Any]
+) -> WaitSteps:
     """Sum arrays over the ranks in place, sending half-precision numbers.
 
     Collective over ``comm``. The same exchange; what is sent is scaled by a power of
@@ -166,7 +168,7 @@ def rounded_sum(values: Array, comm: PatientComm, wire_dtype: np.dtype[Any]) -> 
     for rank in range(size):
         # The own values stay exact, and in their place in the order.
         term = parts[me] if rank == me else _decoded(came[rank], values, wire_dtype)
-        quietly(np.add, total, term, total)
+        call_without_fp_warnings(np.add, total, term, total)
     own = _encoded(total, wire_dtype)
     sums = {rank: np.empty(sizes[rank], np.uint8) for rank in others}
     yield comm.start(dict.fromkeys(others, own), sums, _SUMS_TAG)
@@ -188,11 +190,13 @@ def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
     message[:_EXPONENT_BYTES].view(np.int32)[:] = exponent, fast
     out = message[_EXPONENT_BYTES:]
     if fast:
-        bits = quietly(narrowed, magnitudes, values, exponent, wire_dtype)
+        bits = call_without_fp_warnings(
+            narrowed, magnitudes, values, exponent, wire_dtype
+        )
         out.view(np.uint16)[...] = bits
     else:
-        scaled = quietly(np.ldexp, values, exponent)
-        quietly(assign, out.view(wire_dtype), ..., scaled)
+        scaled = call_without_fp_warnings(np.ldexp, values, exponent)
+        call_without_fp_warnings(assign, out.view(wire_dtype), ..., scaled)
     return message
 
 
@@ -201,8 +205,8 @@ def _decoded(message: Array, like: Array, wire_dtype: np.dtype[Any]) -> Array:
     scaled: Array
     if fast:
         bits = message[_EXPONENT_BYTES:].view(np.uint16)
-        scaled = quietly(widened, bits, exponent, wire_dtype)
+        scaled = call_without_fp_warnings(widened, bits, exponent, wire_dtype)
     else:
         values = message[_EXPONENT_BYTES:].view(wire_dtype).astype(like.dtype)
-        scaled = quietly(np.ldexp, values, -exponent)
+        scaled = call_without_fp_warnings(np.ldexp, values, -exponent)
     return scaled

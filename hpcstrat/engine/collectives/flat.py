@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.arrays.packing import Run
-from hpcstrat.engine.channel.awaited import HEADER, Awaits, Message
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, Message, WaitSteps
 from hpcstrat.engine.collectives.work import Work, divide, drain, fill
 from hpcstrat.engine.typing import Array
 
 __all__ = ["reduce_by_mpi"]
 
 
-def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
+def reduce_by_mpi(work: Work, channel: Channel) -> WaitSteps:
     """Sum by the all-reduce of the MPI library, one message for each run of a piece.
 
     Collective over ``topology.replica_comm``.
@@ -36,7 +36,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> Awaits:
     for run in itertools.chain.from_iterable(work.pieces):
         sent, total, packed = _buffers(run, work, scratch)
         if work.waits:
-            channel.patient(comm).Allreduce(sent, total, op=mpi.SUM)
+            channel.interruptible(comm).Allreduce(sent, total, op=mpi.SUM)
         else:
             yield Message(comm.Iallreduce(sent, total, op=mpi.SUM), sent)
         divide(total, work.divisor)

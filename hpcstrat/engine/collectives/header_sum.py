@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
-from hpcstrat.engine.channel.awaited import Awaits, Header
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HeaderStep, WaitSteps
 from hpcstrat.engine.channel.wire_headers import HEADER_BYTES
 from hpcstrat.engine.collectives.plan import Plan, Request
 from hpcstrat.engine.collectives.work import Choice, add_in_order, divide
@@ -51,7 +51,7 @@ class HeaderSum(Plan):
     """The sum of one piece, in which every array lies whole.
 
     Its views are made beforehand. To run it is collective over
-    ``topology.replica_comm``. Between the workers it is a `Carried`.
+    ``topology.replica_comm``. Between the workers it is a `HeaderPayload`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HeaderSum(Plan):
         self._channel, self._headers, self._piece = channel, channel.wire, piece
         self._rank = channel.topology.worker_comm.rank
         self.nbytes = nbytes = header_bytes(piece)
-        self._place, self._place_bytes = 0, channel.places.place_bytes(nbytes)
+        self._place, self._place_bytes = 0, channel.rings.place_bytes(nbytes)
         self._copies: list[tuple[Array, Array]] = []
         # For each run: this worker's values, and those of all in their order.
         self._blocks: list[tuple[Array, list[Array]]] = []
@@ -108,7 +108,7 @@ class HeaderSum(Plan):
 
     def _in_place(self) -> _Views:
         """Return the views of the next place in the worker's memory."""
-        places, me = self._channel.places, self._rank
+        places, me = self._channel.rings, self._rank
         self._place = place = places.take(self._place_bytes)
         rows = [places.rows(run, place) for run in self._piece]
         return self._make_views([r[me] for r in rows], [r[0] for r in rows])
@@ -121,9 +121,9 @@ class HeaderSum(Plan):
     ) -> None:
         """Do as `Plan.run`."""
         channel = self._channel
-        if channel.started:
+        if channel.pending:
             # Their headers came first, and their data use the same places.
-            channel.started.drain()
+            channel.pending.drain()
         views = self._views or self._in_place()
         _lay_out(views, arrays)
         channel.agree_on(self, self.call, timeout_seconds)
@@ -132,12 +132,12 @@ class HeaderSum(Plan):
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Do as `Plan.steps`."""
         del waits
         views = self._views or self._in_place()
         _lay_out(views, arrays)
-        yield Header(self)
+        yield HeaderStep(self)
         _copy_out(views, results)
 
     def _total(self, number: int, run: Run) -> Array:
@@ -145,7 +145,7 @@ class HeaderSum(Plan):
         if self._views is not None:
             return self._totals[number]
         # The place of the worker's first rank, which nobody else has looked at.
-        return self._channel.places.rows(run, self._place)[0]
+        return self._channel.rings.rows(run, self._place)[0]
 
     # Methods that the header calls, on the first rank of a worker.
 
@@ -155,7 +155,7 @@ class HeaderSum(Plan):
             # They have been laid there.
             return
         for run, (own, _) in zip(self._piece, self._blocks, strict=True):
-            add_in_order(self._channel.places.rows(run, self._place), own)
+            add_in_order(self._channel.rings.rows(run, self._place), own)
 
     def take(self, step: int) -> None:
         """Lay what has come in a step behind what a later one sends."""
@@ -175,7 +175,7 @@ def _lay_out(views: _Views, arrays: Sequence[Array]) -> None:
         if same:
             part[...] = arrays[index]
         else:
-            quietly(assign, part, ..., arrays[index])
+            call_without_fp_warnings(assign, part, ..., arrays[index])
 
 
 def _copy_out(views: _Views, results: Sequence[Array]) -> None:
@@ -183,7 +183,7 @@ def _copy_out(views: _Views, results: Sequence[Array]) -> None:
         if same:
             results[index][...] = total
         else:
-            quietly(assign, results[index], ..., total)
+            call_without_fp_warnings(assign, results[index], ..., total)
 
 
 def _cut(message: Array, count: int, nbytes: int) -> list[Array]:

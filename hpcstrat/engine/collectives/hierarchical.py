@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.arrays.packing import Run
-from hpcstrat.engine.channel.awaited import Awaits
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.collectives.exchanged import exchanged_sum, rounded_sum
 from hpcstrat.engine.collectives.shared_memory import reduce_in_memory
 from hpcstrat.engine.collectives.work import Work
@@ -30,7 +30,7 @@ __all__ = ["reduce_hierarchically"]
 
 def reduce_hierarchically(
     work: Work, channel: Channel, wire_dtype: np.dtype[Any] | None = None
-) -> Awaits:
+) -> WaitSteps:
     """Sum inside each worker, then over the workers.
 
     Collective over ``topology.replica_comm``. In ``wire_dtype``, ``float16`` or
@@ -46,9 +46,9 @@ def _over_workers(
     wire_dtype: np.dtype[Any] | None,
     run: Run,
     segment: Array,
-) -> Awaits:
+) -> WaitSteps:
     """Sum a segment over the ranks of this position, in place."""
-    comm = channel.patient(channel.topology.cross_worker_comm)
+    comm = channel.interruptible(channel.topology.cross_worker_comm)
     # The mean of integers is summed in float64.
     source = work.sources[run.spans[0][0]].dtype
     exact = source.kind in "iu" or segment.dtype.char not in "fd"

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.arrays.packing import Signature
-from hpcstrat.engine.channel.awaited import HEADER, Awaits
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.plan import Plan, Request
 from hpcstrat.engine.collectives.work import Choice, Work
 from hpcstrat.engine.native import load, type_codes
@@ -65,7 +65,7 @@ class KernelSum(Plan):
         if (
             channel.broken
             or channel.closed
-            or channel.started
+            or channel.pending
             or channel.notice
             or channel.sections.failure is not None
             or active.recorder is not None
@@ -75,7 +75,7 @@ class KernelSum(Plan):
             out = self._allocate()
             if type(value) is not list:
                 [out] = out
-        mark, looks = channel.position.run_mark, channel.waiter.kernel_looks
+        mark, looks = channel.position.run_fingerprint, channel.waiter.kernel_looks
         channel.num_calls += 1
         try:
             found = self._reduce(value, out, mark, self._digest, looks)
@@ -118,9 +118,9 @@ class KernelSum(Plan):
     ) -> None:
         """Do as `Plan.run`."""
         channel: Any = self.channel
-        if channel.started:
+        if channel.pending:
             # Their headers came first, and their data use the same places.
-            channel.started.drain()
+            channel.pending.drain()
         sources, targets = list(arrays), list(results)
         if not self._sum.start(sources, targets):
             # Some have gaps, or another order.
@@ -170,7 +170,7 @@ def _make_sum(
     return module.Sum(*made, piece_bytes, divisor, scattered)
 
 
-def _reduce(work: Work, channel: Channel, *, scattered: bool) -> Awaits:
+def _reduce(work: Work, channel: Channel, *, scattered: bool) -> WaitSteps:
     """Do the same in a call that others may come between, as an algorithm."""
     signatures = [(source.dtype, source.shape) for source in work.sources]
     made = signatures, [result.dtype for result in work.results], work.divisor

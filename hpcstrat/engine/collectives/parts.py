@@ -1,7 +1,7 @@
 """Exchanges in parts between replicas: sums by parts, gathers, all-to-all.
 
-Each is a generator, see `hpcstrat.engine.channel.awaited`, over flat, contiguous arrays
-in host memory; whatever ranks must know of each other's sizes, the header compares.
+Each is a generator, see `hpcstrat.engine.channel.waitable`, over flat, contiguous
+arrays in host memory. The header compares whatever ranks must know of the sizes.
 Inside one worker, data pass through shared memory in pieces: while the ranks take one
 piece, the next lies in its place already, as in
 `hpcstrat.engine.collectives.shared_memory`. Several workers send each other messages.
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import assign, is_half, quietly
-from hpcstrat.engine.channel.awaited import HEADER, Awaits
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_half
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.work import divide
 from hpcstrat.engine.typing import Array
 
@@ -43,7 +43,7 @@ def reduce_scatter(
     channel: Channel,
     *,
     divisor: int = 0,
-) -> Awaits:
+) -> WaitSteps:
     """Combine part ``r`` of all replicas' parts on replica ``r``, in replica order.
 
     Collective over ``topology.replica_comm``. ``result`` may be this replica's own
@@ -56,7 +56,7 @@ def reduce_scatter(
     topology = channel.topology
     room = min(_PIECE_BYTES, topology.slot_bytes)
     columns = max(1, room // (max(dtype.itemsize, wide.itemsize) * (size - 1)))
-    scratch = channel.places.scratch(wide)
+    scratch = channel.rings.scratch(wide)
 
     def combine(start: int, stop: int, terms: list[Array]) -> None:
         total = result[start:stop]
@@ -77,8 +77,8 @@ def _scatter_in_memory(
     combine: _Combine,
     call: Call,
     channel: Channel,
-) -> Awaits:
-    me, size, places = channel.topology.replica_id, len(parts), channel.places
+) -> WaitSteps:
+    me, size, places = channel.topology.replica_id, len(parts), channel.rings
     itemsize, rings = parts[0].itemsize, places.of(parts[0].dtype)
 
     def put(start: int, stop: int, place: int) -> None:
@@ -104,11 +104,11 @@ def _scatter_in_memory(
 
 def _scatter_messages(
     parts: Sequence[Array], columns: int, combine: _Combine, channel: Channel
-) -> Awaits:
+) -> WaitSteps:
     me, dtype = channel.topology.replica_id, parts[0].dtype
     buffers = {r: np.empty(columns, dtype) for r in range(len(parts)) if r != me}
     yield HEADER
-    comm = channel.patient(channel.topology.replica_comm)
+    comm = channel.interruptible(channel.topology.replica_comm)
     for start, stop in _pieces(max(part.size for part in parts), columns):
         count = parts[me][start:stop].size
         sent = {rank: parts[rank][start:stop] for rank in buffers}
@@ -128,7 +128,7 @@ def all_gather(
     channel: Channel,
     *,
     begins: bool = True,
-) -> Awaits:
+) -> WaitSteps:
     """Copy every replica's array into the part of its number, on every replica.
 
     Collective over ``topology.replica_comm``. ``own`` may be this replica's part.
@@ -145,7 +145,7 @@ def all_gather(
     into = np.empty(sum(sizes), np.uint8) if whole is None else whole.view(np.uint8)
     if begins:
         yield HEADER
-    comm = channel.patient(channel.topology.replica_comm)
+    comm = channel.interruptible(channel.topology.replica_comm)
     start = sum(sizes[: comm.rank])
     mine = into[start : start + own.nbytes]
     if not _same(own, mine):
@@ -172,7 +172,7 @@ def gather(
     call: Call,
     channel: Channel,
     begins: bool = True,
-) -> Awaits:
+) -> WaitSteps:
     """Copy every replica's array into the part of its number, on the root.
 
     Collective over ``topology.replica_comm``. ``parts``, of the given lengths, are None
@@ -201,8 +201,8 @@ def _gather_in_memory(
     call: Call,
     channel: Channel,
     begins: bool,
-) -> Awaits:
-    me, places = channel.topology.replica_id, channel.places
+) -> WaitSteps:
+    me, places = channel.topology.replica_id, channel.rings
     itemsize, rings = own.dtype.itemsize, places.of(own.dtype)
     columns = min(_PIECE_BYTES, channel.topology.slot_bytes) // itemsize
 
@@ -227,16 +227,16 @@ def _gather_in_memory(
     )
 
 
-def broadcast(array: Array, root: int, call: Call, channel: Channel) -> Awaits:
+def broadcast(array: Array, root: int, call: Call, channel: Channel) -> WaitSteps:
     """Give every replica the root's values, in place.
 
     Collective over ``topology.replica_comm``.
     """
     if channel.topology.num_workers > 1:
         yield HEADER
-        channel.patient(channel.topology.replica_comm).cast_array(array, root)
+        channel.interruptible(channel.topology.replica_comm).cast_array(array, root)
         return
-    me, places = channel.topology.replica_id, channel.places
+    me, places = channel.topology.replica_id, channel.rings
     data = array.view(np.uint8)
     columns = min(_PIECE_BYTES, channel.topology.slot_bytes)
     ring = places.of(data.dtype)[root]
@@ -260,7 +260,7 @@ def all_to_all(
     channel: Channel,
     *,
     begins: bool = True,
-) -> Awaits:
+) -> WaitSteps:
     """Send a part to each replica, and receive one of each.
 
     Collective over ``topology.replica_comm``. No array that is received overlaps with
@@ -268,7 +268,7 @@ def all_to_all(
     """
     if begins:
         yield HEADER
-    comm = channel.patient(channel.topology.replica_comm)
+    comm = channel.interruptible(channel.topology.replica_comm)
     me, others = comm.rank, [rank for rank in range(comm.size) if rank != comm.rank]
     if not _same(sends[me], receives[me]):
         receives[me][...] = sends[me]
@@ -290,14 +290,14 @@ def _through_memory(
     copies: tuple[_Copy, _Copy],
     *,
     begins: bool = True,
-) -> Awaits:
+) -> WaitSteps:
     """Let each rank put pieces into its ring, and take those of others.
 
     Collective over ``topology.worker_comm``, which is all replicas. ``begins`` says
     whether a header comes first, or a step of a call that goes on.
     """
     put, take = copies
-    places, step = channel.places, None
+    places, step = channel.rings, None
     place = places.take(place_bytes)
     for number, (start, stop) in enumerate(pieces):
         if number == 0:
@@ -337,14 +337,14 @@ def _combine(
     partial: Any = terms[0]
     if scratch.dtype != total.dtype:
         partial = scratch[: total.size]
-        quietly(assign, partial, ..., terms[0])
+        call_without_fp_warnings(assign, partial, ..., terms[0])
     for number in range(1, len(terms)):
         last = number == len(terms) - 1 and scratch.dtype == total.dtype
         out = total if last else scratch[: total.size]
         # By name: NumPy wants that for the extremes.
         into = functools.partial(function, out=out)
-        quietly(into, partial, terms[number])
+        call_without_fp_warnings(into, partial, terms[number])
         partial = out
     divide(partial, divisor)
     if partial is not total:
-        quietly(assign, total, ..., partial)
+        call_without_fp_warnings(assign, total, ..., partial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from hpcstrat.engine.channel.awaited import Awaited, Awaits
+from hpcstrat.engine.channel.waitable import Waitable, WaitSteps
 
 __all__ = ["Pipeline"]
 
@@ -12,11 +12,11 @@ __all__ = ["Pipeline"]
 class _Flow:
     """One of them; has come when it has ended."""
 
-    def __init__(self, steps: Awaits, pipeline: Pipeline) -> None:
+    def __init__(self, steps: WaitSteps, pipeline: Pipeline) -> None:
         self._steps, self._pipeline = steps, pipeline
         # Number of steps that it has begun, and what it waits for; None at its end.
         self.num_begun = 0
-        self.awaited: Awaited | None = None
+        self.awaited: Waitable | None = None
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -43,7 +43,7 @@ class Pipeline:
     def __init__(self) -> None:
         self._flows: deque[_Flow] = deque()
 
-    def begin(self, steps: Awaits) -> Awaited:
+    def begin(self, steps: WaitSteps) -> Waitable:
         """Begin one, and return what comes when it ends."""
         self.advance()
         flow = _Flow(steps, self)

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.arrays.overlaps import copied_where_overwritten, overlap
 from hpcstrat.engine.arrays.packing import Piece, Signature, cut
-from hpcstrat.engine.channel.awaited import HEADER, Awaits
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.work import Algorithm, Choice, Work
 from hpcstrat.engine.typing import Array
 
@@ -60,8 +60,8 @@ class Plan:
 
     ``choice`` is None where nothing moves: of a single replica, whose ``channel`` is
     None, and of arrays without elements. To run it is collective over
-    ``topology.replica_comm``. ``in_areas`` is the algorithm for a call that waits, if
-    that may be another one.
+    ``topology.replica_comm``. ``in_mapped_memory`` is the algorithm for a call that
+    waits, if that may be another one.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Plan:
         request: Request,
         choice: Choice | None,
         channel: Channel | None,
-        in_areas: Callable[[Algorithm], Algorithm] | None = None,
+        in_mapped_memory: Callable[[Algorithm], Algorithm] | None = None,
     ) -> None:
         self.call, self.choice, self.channel = request.call, choice, channel
         self.signatures, self.results = request.signatures, request.results
         self.divisor = request.divisor
         self._allocate = functools.partial(request.allocate, request.results)
-        self._in_areas = in_areas
+        self._in_mapped_memory = in_mapped_memory
         self._pieces: Sequence[Piece] = ()
 
     @property
@@ -118,15 +118,15 @@ class Plan:
         """
         if self.channel is None:
             for result, array in zip(results, arrays, strict=True):
-                quietly(assign, result, ..., array)
+                call_without_fp_warnings(assign, result, ..., array)
             return
         steps = self.steps(arrays, results, waits=True)
         self.channel.drive(steps, self.call, timeout_seconds)
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
-    ) -> Awaits:
-        """Do the same step by step; see `hpcstrat.engine.channel.awaited`.
+    ) -> WaitSteps:
+        """Do the same step by step; see `hpcstrat.engine.channel.waitable`.
 
         ``waits`` says whether blocking calls of MPI may be made.
         """
@@ -143,7 +143,7 @@ class Plan:
         if self.channel is None or self.choice is None:
             yield HEADER
             for source, flat in zip(sources, flats, strict=True):
-                quietly(assign, flat, ..., source)
+                call_without_fp_warnings(assign, flat, ..., source)
         else:
             work = Work(
                 self.call,
@@ -155,8 +155,8 @@ class Plan:
                 waits=waits,
             )
             algorithm = self.choice.algorithm
-            if waits and self._in_areas is not None:
-                algorithm = self._in_areas(algorithm)
+            if waits and self._in_mapped_memory is not None:
+                algorithm = self._in_mapped_memory(algorithm)
             yield from algorithm(work, self.channel)
         for result, flat in zip(results, flats, strict=True):
             if not is_plain(result):

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quietly
-from hpcstrat.engine.channel.awaited import HEADER, Awaits, EveryRankError
+from hpcstrat.engine.arrays.casting import call_without_fp_warnings
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.patient import PIECE_BYTES, PatientComm
+from hpcstrat.engine.channel.interruptible import PIECE_BYTES, InterruptibleComm
+from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
 from hpcstrat.engine.collectives.work import Work, divide, drain, fill
 from hpcstrat.engine.typing import Array
 
@@ -24,7 +24,7 @@ def reduce_to_one(
     channel: Channel,
     root: int = 0,
     accumulate: Callable[[list[Array]], Any] | None = None,
-) -> Awaits:
+) -> WaitSteps:
     """Accumulate the replicas' buffers on one of them, in replica order; broadcast.
 
     Collective over ``topology.replica_comm``. The work is one piece, so that
@@ -40,7 +40,7 @@ def reduce_to_one(
         fill(run, work.sources, flat)
     yield HEADER
     for run, flat in zip(piece, flats, strict=True):
-        comm = channel.patient(channel.topology.replica_comm)
+        comm = channel.interruptible(channel.topology.replica_comm)
         _reduce(flat, comm, root, accumulate)
         divide(flat, work.divisor)
         drain(run, work.results, flat)
@@ -48,7 +48,7 @@ def reduce_to_one(
 
 def _reduce(
     flat: Array,
-    comm: PatientComm,
+    comm: InterruptibleComm,
     root: int,
     accumulate: Callable[[list[Array]], Any] | None,
 ) -> None:
@@ -61,7 +61,7 @@ def _reduce(
         if accumulate is None:
             total = next(parts).copy()
             for part in parts:
-                quietly(np.add, total, part, total)
+                call_without_fp_warnings(np.add, total, part, total)
             flat[:] = total
         else:
             # The list is complete before user code runs, so that its error leaves no
@@ -81,7 +81,7 @@ def _reduce(
     comm.cast_array(flat, root)
 
 
-def _received(flat: Array, comm: PatientComm, root: int) -> Any:
+def _received(flat: Array, comm: InterruptibleComm, root: int) -> Any:
     """Yield every replica's buffer in order; each is valid until the next."""
     own, buffer = flat.copy(), np.empty_like(flat)
     for source in range(comm.size):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.patient import PIECE_BYTES
+from hpcstrat.engine.channel.interruptible import PIECE_BYTES
 from hpcstrat.engine.channel.wire_headers import room_bytes
 from hpcstrat.engine.collectives.exchanged import (
     FEW_EXCHANGING,

@@ -3,8 +3,8 @@
 Each rank copies a piece of its values into its place, sums one segment of the piece
 over all places in the order of the ranks, and copies the sums of all segments out: the
 bits are the same on every rank, whatever the sizes of the pieces. While the ranks add
-one piece, the next lies in its place already. `hpcstrat.engine.channel.places` says
-when a place may be written, and `hpcstrat.engine.channel.headers` what orders the
+one piece, the next lies in its place already. `hpcstrat.engine.channel.shared_rings`
+says when a place may be written, and `hpcstrat.engine.channel.headers` what orders the
 memory.
 
 The compiled kernel does the same faster, where it is there: this is what it is compared
@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
-from hpcstrat.engine.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.places import Places
+from hpcstrat.engine.channel.shared_rings import SharedRings
+from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
 from hpcstrat.engine.collectives.pipeline import Pipeline
 from hpcstrat.engine.collectives.work import Work, add_in_order, divide, fill
 from hpcstrat.engine.typing import Array
@@ -30,21 +30,23 @@ __all__ = ["reduce_in_memory"]
 _CACHE_LINE_BYTES = 64
 
 
-def _lay_out(piece: Piece, place: int, work: Work, places: Places, me: int) -> None:
+def _lay_out(
+    piece: Piece, place: int, work: Work, places: SharedRings, me: int
+) -> None:
     """Copy a piece of this rank's values into a place of its ring."""
     for run in piece:
         fill(run, work.sources, places.rows(run, place)[me])
 
 
 # A piece, its place, this rank's segments of it, and what says that these are summed.
-_Behind = tuple[Piece, int, list[Array], list[Awaited]]
+_Behind = tuple[Piece, int, list[Array], list[Waitable]]
 
 
 def reduce_in_memory(
     work: Work,
     channel: Channel,
-    cross: Callable[[Run, Array], Awaits] | None = None,
-) -> Awaits:
+    cross: Callable[[Run, Array], WaitSteps] | None = None,
+) -> WaitSteps:
     """Sum by segments: each rank sums one segment of a piece over all places.
 
     Collective over ``topology.replica_comm``. ``cross`` sums a segment of this rank's
@@ -52,7 +54,7 @@ def reduce_in_memory(
     have segments as the smallest one has. Pieces then fill half of the largest place:
     four of them are in use at once, one of which others may still copy out.
     """
-    topology, places = channel.topology, channel.places
+    topology, places = channel.topology, channel.rings
     me, movers = topology.worker_comm.rank, topology.smallest_worker
     place_bytes = places.place_bytes(work.piece_bytes)
     pieces = iter(work.pieces)
@@ -88,7 +90,7 @@ def reduce_in_memory(
         piece, place = following, after
 
 
-def _come(behind: Sequence[_Behind], divisor: int) -> Awaits:
+def _come(behind: Sequence[_Behind], divisor: int) -> WaitSteps:
     """Wait for the sums of this rank's segments, and divide them."""
     for _, _, segments, flows in behind:
         yield from flows
@@ -113,4 +115,4 @@ def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
             first, last = max(low, begin), min(high, end)
             if first < last:
                 part = result[first + shift : last + shift]
-                quietly(assign, part, ..., row[first:last])
+                call_without_fp_warnings(assign, part, ..., row[first:last])

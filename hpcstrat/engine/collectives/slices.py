@@ -1,6 +1,6 @@
 """Arrays that lie once in each worker, of which each of its ranks writes a slice.
 
-Each is a generator, see `hpcstrat.engine.channel.awaited`. What is written lies in
+Each is a generator, see `hpcstrat.engine.channel.waitable`. What is written lies in
 memory that the ranks of a worker share: nobody writes before all have come, and all see
 what was written before anybody goes on.
 """
@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
-from hpcstrat.engine.channel.awaited import HEADER, Awaited, Awaits
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
 from hpcstrat.engine.collectives.exchanged import exchanged_sum
 from hpcstrat.engine.collectives.pipeline import Pipeline
 from hpcstrat.engine.collectives.work import add_in_order, divide, fill
@@ -25,7 +25,7 @@ from hpcstrat.engine.topology.segment import Segment
 from hpcstrat.engine.typing import Array
 
 __all__ = [
-    "Pool",
+    "SegmentPool",
     "SlicedPiece",
     "lay_out",
     "reduce_slices",
@@ -43,7 +43,7 @@ SlicedPiece = tuple[Piece, Array | None]
 """A run for each rank that has a slice, and where the sum of this rank's goes."""
 
 
-def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Awaits:
+def write_between(write: Callable[[], None], call: Call, channel: Channel) -> WaitSteps:
     """Write while no rank of the worker reads: after all have come, before any goes on.
 
     Collective over ``topology.replica_comm``; ``write`` cannot fail.
@@ -53,7 +53,7 @@ def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Aw
     yield channel.step(call)
 
 
-class Pool:
+class SegmentPool:
     """Memory of a worker's ranks, given out in the same order on all of them.
 
     It goes with the last array that shows it. A segment of its own costs a file
@@ -86,13 +86,13 @@ def _segment(comm: Any, nbytes: int) -> Array:
 
 def lay_out(
     value: Array,
-    pool: Pool,
+    pool: SegmentPool,
     made: list[Array],
     call: Call,
     channel: Channel,
     *,
     sends: bool,
-) -> Awaits:
+) -> WaitSteps:
     """Take memory that each worker shares, and write a value there.
 
     Collective over ``topology.replica_comm``. The memory, of the value's shape, is
@@ -101,20 +101,20 @@ def lay_out(
     """
     topology = channel.topology
     yield HEADER
-    comm = channel.patient(topology.worker_comm)
+    comm = channel.interruptible(topology.worker_comm)
     target = pool.take(value, comm)
     made.append(target.reshape(value.shape))
     own = slice_of(target.size, comm.rank, comm.size)
     if not sends:
-        quietly(assign, target[own], ..., value.reshape(-1)[own])
+        call_without_fp_warnings(assign, target[own], ..., value.reshape(-1)[own])
     elif topology.replica_id == 0:
-        quietly(assign, made[-1], ..., value)
+        call_without_fp_warnings(assign, made[-1], ..., value)
     yield channel.step(call)
     if sends and topology.num_workers > 1:
         # The worker of replica 0 is the first.
         if comm.rank < topology.smallest_worker:
             own = slice_of(target.size, comm.rank, topology.smallest_worker)
-            channel.patient(topology.cross_worker_comm).cast_array(target[own], 0)
+            channel.interruptible(topology.cross_worker_comm).cast_array(target[own], 0)
         yield channel.step(call)
 
 
@@ -131,7 +131,7 @@ def reduce_slices(
     *,
     place_bytes: int,
     divisor: int = 0,
-) -> Awaits:
+) -> WaitSteps:
     """Sum each rank's runs of all pieces over the replicas, on that rank alone.
 
     Collective over ``topology.replica_comm``; run ``r`` of a piece is for rank ``r`` of
@@ -139,7 +139,7 @@ def reduce_slices(
     `hpcstrat.engine.collectives.shared_memory`, then over the workers in theirs.
     ``divisor`` divides them.
     """
-    topology, places = channel.topology, channel.places
+    topology, places = channel.topology, channel.rings
     me = topology.worker_comm.rank
     cross = _Cross(channel, divisor)
 
@@ -183,12 +183,12 @@ class _Cross:
 
     def __init__(self, channel: Channel, divisor: int) -> None:
         topology = channel.topology
-        self._comm = channel.patient(topology.cross_worker_comm)
+        self._comm = channel.interruptible(topology.cross_worker_comm)
         self._several, self._divisor = topology.num_workers > 1, divisor
         self._pipeline = Pipeline()
-        self.under_way: deque[Awaited] = deque()
+        self.under_way: deque[Waitable] = deque()
 
-    def add(self, total: Array) -> Awaits:
+    def add(self, total: Array) -> WaitSteps:
         """Begin one; where there are no other workers, divide alone."""
         if self._several:
             if len(self.under_way) == _MOST_UNDER_WAY:

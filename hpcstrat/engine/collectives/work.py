@@ -1,6 +1,6 @@
 """The work of one reduction, with the copies and sums that all algorithms share.
 
-An algorithm is a generator, see `hpcstrat.engine.channel.awaited`. It finds the sum of
+An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. It finds the sum of
 every element over the replicas, divides it where a mean is wanted, and leaves it in the
 results, which may be the sources themselves.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import assign, quietly
+from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
-from hpcstrat.engine.channel.awaited import Awaits
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.typing import Array
 
 __all__ = [
@@ -51,7 +51,7 @@ class Work:
     waits: bool = True
 
 
-Algorithm = Callable[[Work, Channel], Awaits]
+Algorithm = Callable[[Work, Channel], WaitSteps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Choice:
     # Whether it can be started, and awaited later.
     starts: bool = True
     # Whether it moves all in one worker's memory, so that the kernel, or
-    # `reduce_in_areas`, may take its place.
+    # `reduce_in_mapped_memory`, may take its place.
     in_worker: bool = False
     # In words, for timelines and `hpcstrat info`.
     how: str = ""
@@ -84,12 +84,12 @@ def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
     """Copy a run of all sources of a work into a buffer of the run's size and type."""
     if len(run.spans) == 1:
         index, start, stop, _ = run.spans[0]
-        quietly(assign, buffer, ..., sources[index][start:stop])
+        call_without_fp_warnings(assign, buffer, ..., sources[index][start:stop])
         return
     for index, start, stop, at in run.spans:
         low = at - run.start
         part = buffer[low : low + stop - start]
-        quietly(assign, part, ..., sources[index][start:stop])
+        call_without_fp_warnings(assign, part, ..., sources[index][start:stop])
 
 
 def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
@@ -97,7 +97,7 @@ def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
     for index, start, stop, at in run.spans:
         low = at - run.start
         part = buffer[low : low + stop - start]
-        quietly(assign, results[index][start:stop], ..., part)
+        call_without_fp_warnings(assign, results[index][start:stop], ..., part)
 
 
 def add_in_order(
@@ -110,10 +110,10 @@ def add_in_order(
     """
     if len(terms) == 1:
         if terms[0] is not total:
-            quietly(assign, total, ..., terms[0])
+            call_without_fp_warnings(assign, total, ..., terms[0])
         return
     if len(terms) == 2:
-        quietly(np.add, terms[0], terms[1], total)
+        call_without_fp_warnings(np.add, terms[0], terms[1], total)
         return
     if scratch is not None:
         scratch = scratch[: len(total)]
@@ -121,7 +121,7 @@ def add_in_order(
     partial = terms[0]
     for number in range(1, len(terms)):
         out = total if scratch is None or number == last else scratch
-        quietly(np.add, partial, terms[number], out)
+        call_without_fp_warnings(np.add, partial, terms[number], out)
         partial = out
 
 
@@ -130,7 +130,7 @@ def divide(sums: Array, divisor: int) -> None:
     if not divisor:
         return
     if divisor & (divisor - 1) or sums.dtype.kind != "f":
-        quietly(np.divide, sums, divisor, sums)
+        call_without_fp_warnings(np.divide, sums, divisor, sums)
     else:
         # By a power of two: the same bits in less time.
-        quietly(np.multiply, sums, 1 / divisor, sums)
+        call_without_fp_warnings(np.multiply, sums, 1 / divisor, sums)

@@ -65,9 +65,24 @@ template <class T> struct Complex {
     T re, im;
 };
 
+// Numbers that are moved at once, as one word.
 template <class T, int LANES> struct alignas(sizeof(T) * LANES) Group {
+    enum { COUNT = LANES };
     T lane[LANES];
 };
+
+// One number anywhere: a complex one may begin at a multiple of its parts only, and to
+// move it as a word from there would end the context.
+template <class T> struct Group<T, 0> {
+    enum { COUNT = 1 };
+    T lane[1];
+};
+
+// How many numbers of their word lie before an address; -1 where they lie in no word.
+template <class T, int LANES> __device__ inline int place_of(Address address) {
+    if (address % sizeof(T)) return -1;
+    return (int)((address & (sizeof(T) * LANES - 1)) / sizeof(T));
+}
 
 // Stores a group at once, where the compiler would store its lanes one by one.
 template <class T, int LANES>
@@ -203,7 +218,20 @@ __device__ inline Complex<T> added(Complex<T> one, Complex<T> other) {
     return sum;
 }
 
-// Integers are never divided: their mean is taken in double.
+template <class T> __device__ inline T added_in_single(T one, T other) {
+    return Convert<T, Float>::from(Convert<Float, T>::from(one) +
+                                   Convert<Float, T>::from(other));
+}
+
+__device__ inline Half added(Half one, Half other) {
+    return added_in_single(one, other);
+}
+
+__device__ inline Brain added(Brain one, Brain other) {
+    return added_in_single(one, other);
+}
+
+// Integers are never divided, as their mean is taken in double, nor are half types.
 template <class T> struct Quotient {
     __device__ explicit Quotient(Index) {}
     __device__ T operator()(T value) const { return value; }
@@ -266,7 +294,7 @@ template <class T> struct Plain {
     }
 
     template <int LANES> __device__ int offset() const {
-        return (int)((begin & (sizeof(T) * LANES - 1)) / sizeof(T));
+        return place_of<T, LANES>(begin);
     }
 };
 
@@ -284,7 +312,7 @@ template <class T> struct Sum {
         for (int term = 1; term < terms; ++term) {
             Some more = *(const Some*)(pointers[term] + shift);
             UNROLL
-            for (int k = 0; k < LANES; ++k)
+            for (int k = 0; k < Some::COUNT; ++k)
                 sum.lane[k] = added(sum.lane[k], more.lane[k]);
         }
         return sum;
@@ -297,18 +325,19 @@ template <class T> struct Sum {
         Address first = pointers[0] + (Address)at * sizeof(T), odd = 0;
         for (int term = 1; term < terms; ++term)
             odd |= (pointers[term] ^ pointers[0]) & mask;
-        return odd ? -1 : (int)((first & mask) / sizeof(T));
+        return odd ? -1 : place_of<T, LANES>(first);
     }
 };
 
 template <class T, class W, int LANES>
 __device__ inline void put(T* out, Index index, Group<W, LANES> values,
                            const Quotient<W>& quotient) {
-    Group<T, LANES> some;
+    typedef Group<T, LANES> Some;
+    Some some;
     UNROLL
-    for (int k = 0; k < LANES; ++k)
+    for (int k = 0; k < Some::COUNT; ++k)
         some.lane[k] = Convert<T, W>::from(quotient(values.lane[k]));
-    store((Group<T, LANES>*)(out + index), some);
+    store((Some*)(out + index), some);
 }
 
 template <class T, class Source>
@@ -317,16 +346,15 @@ __device__ void move(T* out, const Source& source, Index count,
     typedef typename Source::Value W;
     enum { LANES = Lanes<T, W>::COUNT };
     const Index step = blockDim.x;
-    const Address mask = sizeof(T) * LANES - 1;
-    int before = (int)(((Address)out & mask) / sizeof(T));
+    int before = place_of<T, LANES>((Address)out);
     Index head = count, groups = 0;
-    if (before == source.template offset<LANES>()) {
+    if (before >= 0 && before == source.template offset<LANES>()) {
         head = (LANES - before) % LANES;
         if (head > count) head = count;
         groups = (count - head) / LANES;
     }
     for (Index i = threadIdx.x; i < head; i += step)
-        put(out, i, source.template get<1>(i), quotient);
+        put(out, i, source.template get<0>(i), quotient);
     Index group = threadIdx.x;
     // Several loads are under way before the first store.
     for (; group + (BATCH - 1) * step < groups; group += BATCH * step) {
@@ -342,7 +370,7 @@ __device__ void move(T* out, const Source& source, Index count,
         put(out, head + group * LANES, source.template get<LANES>(head + group * LANES),
             quotient);
     for (Index i = head + groups * LANES + threadIdx.x; i < count; i += step)
-        put(out, i, source.template get<1>(i), quotient);
+        put(out, i, source.template get<0>(i), quotient);
 }
 
 // ---- Walks over the spans of a call
@@ -410,7 +438,7 @@ __device__ void unpack_all(const Table& table, const Buffers& buffers, Index div
                 T* array = (T*)table.arrays[own];
                 Sum<W> sum = {buffers.pointers + part, (int)buffers.terms,
                               i - buffers.firsts[part]};
-                put(array, i - table.starts[own], sum.template get<1>(0), quotient);
+                put(array, i - table.starts[own], sum.template get<0>(0), quotient);
             }
             continue;
         }

@@ -157,9 +157,10 @@ def unpack(
 
     A segment says where a part of the buffer lies: its address, and which elements of
     the buffer it holds, from and to; in order, without gaps or empty ones, at most
-    MOST_TERMS. Results are contiguous, of one type, and none lies in the buffer.
-    ``divisor`` 0 is by nothing; the quotient is rounded as NumPy does in the type of
-    the wire, ``dtype``. Integers are not divided.
+    MOST_TERMS. Results are contiguous, of one type, and none lies in the buffer, unless
+    each element is its own result. ``divisor`` 0 is by nothing; the quotient is rounded
+    as NumPy does in the type of the wire, ``dtype``. Integers and half types are not
+    divided.
     """
     buffers = segments_table(segments)
     _deliver(buffers, spans, results, stream, dtype=dtype, divisor=divisor)

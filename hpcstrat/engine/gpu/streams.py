@@ -74,14 +74,19 @@ class Done:
 
 
 class Lane:
-    """A stream beside the program's, on the current device."""
+    """A stream beside the program's, on the current device.
 
-    def __init__(self) -> None:
+    An ``urgent`` one begins before the program's waiting work where both could: other
+    ranks wait for what it does.
+    """
+
+    def __init__(self, *, urgent: bool = False) -> None:
         import cupy
 
         # Non-blocking: it does not wait for the null stream, nor that for it, so that
-        # the order of the two is what the marks say and no more.
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        # the order of the two is what the marks say and no more. Lower numbers come
+        # first (CUDA Runtime API, cudaStreamCreateWithPriority).
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-int(urgent))
         self._entered = Mark()
         self._left = Mark()
         # Events that were passed serve again: to make one takes a call of the driver.

@@ -20,7 +20,7 @@ from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["Ended", "Listener", "Meetings", "joined", "run_listened"]
+__all__ = ["EndedReduction", "Listener", "Meetings", "joined", "run_listened"]
 
 
 class Listener(Protocol):
@@ -45,8 +45,8 @@ class Listener(Protocol):
         """End a run."""
 
 
-class Ended:
-    """A started reduction that has ended; see `hpcstrat.engine.channel.started`."""
+class EndedReduction:
+    """A reduction that has ended, where a `PendingCall` is expected."""
 
     def __init__(self, result: Tree) -> None:
         self._result = result
@@ -213,7 +213,7 @@ class Meetings:
     def repeat(self, what: str, op: Any, value: Any, out: Any = None) -> None:
         """Return None: calls of replicas are not repeated by a plan of ranks."""
 
-    def reduce_inside(
+    def reduce_in_call(
         self,
         op: ReduceOp,
         trees: Tree,
@@ -243,7 +243,7 @@ class Meetings:
 
         return self.meet(label, act, (trees, out))
 
-    batch_reduce = reduce_inside
+    batch_reduce = reduce_in_call
 
     def reducing(
         self, op: ReduceOp, what: str, options: CommunicationOptions | None
@@ -255,7 +255,7 @@ class Meetings:
 
         return self._all_get(f"{what}({op.name})", make)
 
-    def start_inside(
+    def start_in_call(
         self,
         op: ReduceOp,
         trees: Tree,
@@ -264,12 +264,12 @@ class Meetings:
         *,
         out: Tree = None,
         part: bool = False,
-    ) -> Ended:
+    ) -> EndedReduction:
         """Reduce at once: replicas that take turns have nothing to do meanwhile."""
         del part
-        return Ended(self.reduce_inside(op, trees, what, options, out=out))
+        return EndedReduction(self.reduce_in_call(op, trees, what, options, out=out))
 
-    start_reduce = start_inside
+    start_reduce = start_in_call
 
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
         """Concatenate the arrays of all replicas along an axis."""

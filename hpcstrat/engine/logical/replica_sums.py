@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet, rounded
+from hpcstrat.engine.arrays.casting import rounded, without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_host, to_reducible
 from hpcstrat.engine.arrays.packing import Run, cut, side_by_side, wire_dtype
@@ -62,7 +62,7 @@ class ReplicaSums:
     ) -> Tree:
         """Combine one tree of arrays of each replica of this rank over all replicas.
 
-        Collective over ``topology.replica_comm``. As ``Collectives.reduce_inside``,
+        Collective over ``topology.replica_comm``. As ``Collectives.reduce_in_call``,
         whose arguments it takes. With ``are_roots`` the trees are sums, one for each of
         `TreeOrder.roots`, which may be overwritten. The results have the same bits on
         any number of ranks. CollectiveError if replicas disagree on structure, shape or
@@ -84,7 +84,7 @@ class ReplicaSums:
     ) -> Tree:
         if self.order.num_replicas == self.order.num_ranks <= 2:
             # One replica on each rank: the sum of two is the same in any order.
-            return self._ranks.reduce_inside(op, trees[0], what, options, out=out)
+            return self._ranks.reduce_in_call(op, trees[0], what, options, out=out)
         if options is not None:
             require_no_wire_dtype(options)
         flats = [flatten(tree) for tree in trees]
@@ -138,7 +138,7 @@ class ReplicaSums:
             list(replicas),
         )
 
-    @quiet
+    @without_fp_warnings
     def _rows(self, op: ReduceOp, rows: Sequence[IndexedSlices], what: str) -> Any:
         """Put the rows of all replicas one behind the other."""
         values = array_module(rows[0].values).concatenate([r.values for r in rows])
@@ -151,7 +151,7 @@ class ReplicaSums:
             values = values / self.order.num_replicas
         return IndexedSlices(values, indices, shape)
 
-    @quiet
+    @without_fp_warnings
     def _dense(
         self,
         op: ReduceOp,
@@ -199,7 +199,7 @@ class ReplicaSums:
             firsts = [found[0] for found in roots]
             # Sums that were made here may be overwritten, a replica's own array not.
             out = firsts if len(self.block) > 1 else None
-            totals: list[Array] = self._ranks.reduce_inside(
+            totals: list[Array] = self._ranks.reduce_in_call(
                 ReduceOp.SUM, firsts, what, out=out
             )
             return totals

@@ -1,12 +1,14 @@
-"""Compiled modules, where they have been built: sums in a worker, reading of files.
+"""Compiled modules, where they have been built.
 
-``kernel.c`` and ``reader.c`` are built when the package is installed, see
+``kernel.c`` sums in a worker, ``reader.c`` reads rows of files, ``update_rules.c`` has
+the update rules of optimizers. They are built when the package is installed, see
 ``packaging/build_kernel.py``. Without a compiler there are none, and NumPy and Python
 do the same: slower, with the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -15,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["VERSION", "load", "load_reader", "type_codes"]
+__all__ = ["VERSION", "load", "load_reader", "load_update_rules", "type_codes"]
 
 VERSION = 2
 """Of the kernel that this package knows: one built from another version is not used."""
 
 _READER_VERSION = 2
+_RULES_VERSION = 1
 
 # By kind and size of a type; as in the table of kernel.c.
 _CODES = {"f4": 0, "f8": 1, "c8": 2, "c16": 3, "f2": 4, "bfloat16": 5}
@@ -35,14 +38,7 @@ def load() -> ModuleType | None:
 
     Not collective.
     """
-    try:
-        found = importlib.import_module(f"{__name__}.kernel")
-    except ImportError:
-        return None
-    # A build that has failed leaves the one before.
-    if getattr(found, "VERSION", None) != VERSION or sys.byteorder != "little":
-        return None
-    return found
+    return _load("kernel", VERSION) if sys.byteorder == "little" else None
 
 
 def load_reader() -> ModuleType | None:
@@ -50,11 +46,25 @@ def load_reader() -> ModuleType | None:
 
     Not collective.
     """
+    return _load("reader", _READER_VERSION)
+
+
+@functools.cache
+def load_update_rules() -> ModuleType | None:
+    """Return the module of update rules; None where it was not built.
+
+    Not collective.
+    """
+    return _load("update_rules", _RULES_VERSION)
+
+
+def _load(name: str, version: int) -> ModuleType | None:
     try:
-        found = importlib.import_module(f"{__name__}.reader")
+        found = importlib.import_module(f"{__name__}.{name}")
     except ImportError:
         return None
-    return found if getattr(found, "VERSION", None) == _READER_VERSION else None
+    # A build that has failed leaves the one before.
+    return found if getattr(found, "VERSION", None) == version else None
 
 
 def type_codes(dtypes: Sequence[np.dtype[Any]], *, means: bool) -> bytes | None:

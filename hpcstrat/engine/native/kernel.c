@@ -7,7 +7,7 @@
  *
  * Every wait is bounded. What a call returns says how far it came; Python then waits with its
  * own means, which serve signals and see dead processes, and calls `go_on`. Places and records
- * are those of hpcstrat/engine/channel/places.py and hpcstrat/engine/channel/headers.py. No MPI in here.
+ * are those of hpcstrat/engine/channel/shared_rings.py and hpcstrat/engine/channel/headers.py. No MPI in here.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -23,6 +23,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "loops.h"
+
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #define RELAX() _mm_pause()
@@ -30,20 +32,6 @@
 #else
 #define RELAX() ((void)0)
 #define FENCE() ((void)0)
-#endif
-
-/* Loops over elements: the best instructions that the processor has. An output is one of
- * the inputs, or overlaps with none. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) &&       \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define LOOPS __attribute__((target_clones("default", "avx2", "avx512f"), optimize("O3")))
-#else
-#define LOOPS
-#endif
-#if defined(__clang__)
-#define EACH _Pragma("clang loop vectorize(assume_safety)") for
-#else
-#define EACH _Pragma("GCC ivdep") for
 #endif
 
 enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS };
@@ -210,7 +198,7 @@ static const type TYPES[] = {
 };
 enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
-/* ---- Copies --------------------------------------------------------------------------- */
+/* ---- MirroredCopies --------------------------------------------------------------------------- */
 
 /* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
 static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
@@ -307,7 +295,7 @@ typedef struct {
     uint64_t num_trials, wanted_trials;
 } kernel;
 
-/* Return where the next place begins in each ring; see `Places.take`. */
+/* Return where the next place begins in each ring; see `SharedRings.take`. */
 static size_t take(kernel *k, size_t nbytes) {
     size_t start = (k->next + nbytes - 1) / nbytes * nbytes;
     if (start >= k->ring) start = 0;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from hpcstrat.engine.channel.started import Started
+from hpcstrat.engine.channel.pending_calls import PendingCall
 
 __all__ = ["Buckets", "plan_buckets"]
 
@@ -44,13 +44,13 @@ class Buckets:
     """
 
     def __init__(
-        self, plan: Sequence[Bucket], start: Callable[[Bucket], Started]
+        self, plan: Sequence[Bucket], start: Callable[[Bucket], PendingCall]
     ) -> None:
         self._plan = plan
         self._start = start
         self._missing = [set(bucket) for bucket in plan]
         self._numbers = {i: n for n, bucket in enumerate(plan) for i in bucket}
-        self._started: list[Started] = []
+        self._started: list[PendingCall] = []
         # The number of those that have ended.
         self._num_ended = 0
 

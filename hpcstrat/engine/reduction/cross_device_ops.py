@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat.engine.collectives import select
 from hpcstrat.engine.collectives.reduce_to_one import reduce_to_one
 from hpcstrat.engine.collectives.select import Choice
-from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.context import current
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
 
@@ -26,34 +27,215 @@ __all__ = [
 ]
 
 
-_REFERENCE_HOOKS = frozenset(
-    (
-        "reduce_implementation",
-        "batch_reduce_implementation",
-        "broadcast_implementation",
-        "_gather_implementation",
-    )
-)
+_HOOKS = "reduce_implementation", "batch_reduce_implementation"
+_HOOK_OF_BROADCASTS = "broadcast_implementation"
+
+# Pairs of a value and its destinations.
+Pairs = Sequence[tuple[Any, Any]]
 
 
 class CrossDeviceOps:
     """The library's own choice, by size and topology.
 
-    A new algorithm is a function in `hpcstrat.engine.collectives`, a line of its
-    ``select``, and a subclass where users are to name it.
+    A subclass chooses among the algorithms of the library by `choose`, or does the work
+    itself: strategies call its ``reduce_implementation`` and
+    ``batch_reduce_implementation`` for all of their sums, and its
+    ``broadcast_implementation`` for ``extended.broadcast_to``, as those of
+    tf.distribute do. There a PerReplica has the values of all replicas, here this
+    rank's own. What a subclass does not override is done by its algorithm.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse the hooks of tf.distribute, which nothing here would call."""
+        """Refuse the private hook of tf.distribute, which nothing here would call."""
         super().__init_subclass__(**options)
-        hooks = sorted(_REFERENCE_HOOKS & vars(cls).keys())
-        if hooks:
+        if "_gather_implementation" in vars(cls):
             raise TypeError(
-                f"expected a CrossDeviceOps that overrides choose, found that "
-                f"{cls.__name__} has {', '.join(hooks)} of tf.distribute, which are "
-                "never called; pass ReductionToOneDevice(accumulation_fn=...) for a "
-                "combination of your own, or override choose"
+                "expected a CrossDeviceOps that overrides choose or "
+                f"{', '.join((*_HOOKS, _HOOK_OF_BROADCASTS))}, found that "
+                f"{cls.__name__} has _gather_implementation of tf.distribute, which "
+                "is never called; leave it out"
             )
+
+    def overrides(self, *names: str) -> bool:
+        """Whether one of these methods is a subclass's; for the library's own modules.
+
+        Without names: a hook by which it reduces.
+        """
+        return any(
+            getattr(type(self), name) is not getattr(CrossDeviceOps, name)
+            for name in names or _HOOKS
+        )
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine the replicas' values by this algorithm.
+
+        Collective over the replicas of the current strategy, whatever algorithm that
+        one has.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            ``SUM`` or ``MEAN``.
+        per_replica_value : PerReplica or array_like of shape (...)
+            A plain value is this rank's contribution.
+        destinations : variable, distributed value or str
+            Where the result is wanted.
+        options : CommunicationOptions, optional
+            For this call.
+
+        Returns
+        -------
+        Mirrored or ndarray
+            Mirrored for a variable or distributed value of several replicas.
+
+        Raises
+        ------
+        RuntimeError
+            Outside of every scope, or in replica context.
+        ValueError
+            As ``Strategy.reduce``.
+        """
+        op, options = ReduceOp.parse(reduce_op), options or CommunicationOptions()
+        single, several = _HOOKS
+        if self.overrides(several) and not self.overrides(single):
+            pairs = [(per_replica_value, destinations)]
+            return self.batch_reduce_implementation(op, pairs, options)[0]
+        return self.reduce_implementation(op, per_replica_value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Pairs,
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Combine several values at once, as `reduce` does one.
+
+        Collective over the replicas of the current strategy.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            ``SUM`` or ``MEAN``.
+        value_destination_pairs : sequence of (value, destinations)
+            As for `reduce`.
+        options : CommunicationOptions, optional
+            For this call.
+
+        Returns
+        -------
+        list
+            Results in order.
+        """
+        op, options = ReduceOp.parse(reduce_op), options or CommunicationOptions()
+        pairs = list(value_destination_pairs)
+        single, several = _HOOKS
+        if self.overrides(single) and not self.overrides(several):
+            return [self.reduce_implementation(op, *pair, options) for pair in pairs]
+        return self.batch_reduce_implementation(op, pairs, options)
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """Give all replicas replica 0's value.
+
+        Collective over the replicas of the current strategy.
+
+        Parameters
+        ----------
+        tensor : array_like of any shape
+            This rank's.
+        destinations : variable, distributed value or str
+            Where the value is wanted.
+
+        Returns
+        -------
+        Mirrored
+            The value; bare where there is one replica.
+        """
+        return self.broadcast_implementation(tensor, destinations)
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions,
+    ) -> Any:
+        """Do what `reduce` says; subclasses may override it.
+
+        Collective over the replicas of the current strategy.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp
+            ``SUM`` or ``MEAN``.
+        per_replica_value : PerReplica or array_like of shape (...)
+            In calls of a strategy a PerReplica, in cross-replica context.
+        destinations : variable, distributed value or str
+            Where the result is wanted; in calls of a strategy the value itself.
+        options : CommunicationOptions
+            Of the call.
+
+        Returns
+        -------
+        Mirrored or ndarray
+            Of the shape of a replica's value.
+        """
+        pairs = [(per_replica_value, destinations)]
+        found: list[Any] = _extended().reduce_by(self, reduce_op, pairs, options)
+        return found[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Pairs,
+        options: CommunicationOptions,
+    ) -> list[Any]:
+        """Do what `batch_reduce` says; subclasses may override it.
+
+        Collective over the replicas of the current strategy.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp
+            ``SUM`` or ``MEAN``.
+        value_destination_pairs : sequence of (value, destinations)
+            As for `reduce_implementation`.
+        options : CommunicationOptions
+            Of the call.
+
+        Returns
+        -------
+        list
+            Results in order.
+        """
+        pairs = list(value_destination_pairs)
+        found: list[Any] = _extended().reduce_by(self, reduce_op, pairs, options)
+        return found
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """Do what `broadcast` says; subclasses may override it.
+
+        Collective over the replicas of the current strategy.
+
+        Parameters
+        ----------
+        tensor : array_like of any shape
+            This rank's.
+        destinations : variable, distributed value or str
+            Where the value is wanted.
+
+        Returns
+        -------
+        Mirrored
+            The value; bare where there is one replica.
+        """
+        del destinations
+        return _extended().broadcast_by_rank(tensor)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
@@ -135,6 +317,10 @@ class CrossDeviceOps:
         """
         return "" if type(self) is CrossDeviceOps else type(self).__name__
 
+    def __repr__(self) -> str:
+        """Show kind and parameters."""
+        return f"<{self.describe() or type(self).__name__}>"
+
 
 class NcclAllReduce(CrossDeviceOps):
     """The all-reduce of NCCL, for arrays on GPUs; the library's own choice for others.
@@ -144,17 +330,36 @@ class NcclAllReduce(CrossDeviceOps):
     num_packs : int
         Accepted for tf.distribute's sake; ``CommunicationOptions.bytes_per_pack`` sets
         the size of the pieces.
+    sums_in_half : bool
+        Whether NCCL adds arrays of float16 and bfloat16 on GPUs in their own types,
+        which halves what is sent. Each of its additions is rounded then, in an order
+        of its own, so that the error grows with the number of replicas, and a sum of
+        float16 may overflow; means do not. By default they are added in float32, and
+        rounded once, as on CPUs.
     """
 
-    def __init__(self, num_packs: int = 1) -> None:
+    def __init__(self, num_packs: int = 1, *, sums_in_half: bool = False) -> None:
         _check_num_packs(num_packs)
+        self._sums_in_half = sums_in_half
+
+    def describe(self) -> str:
+        """Say what ranks must agree on, since they would exchange other messages.
+
+        Not collective.
+
+        Returns
+        -------
+        str
+            Name of the algorithm, and in which types it adds where that is unusual.
+        """
+        return super().describe() + ("(in half types)" if self._sums_in_half else "")
 
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
         from hpcstrat.engine.gpu.transports import transport_select
 
-        return transport_select.nccl(group, options)
+        return transport_select.nccl(group, options, in_half=self._sums_in_half)
 
 
 class MpiAllReduce(CrossDeviceOps):
@@ -371,3 +576,15 @@ class ReductionToOneDevice(CrossDeviceOps):
 def _check_num_packs(num_packs: int) -> None:
     if num_packs < 0:
         raise ValueError(f"expected num_packs >= 0, found {num_packs}; leave it out")
+
+
+def _extended() -> Any:
+    """Return the methods of the current strategy that do what hooks do not."""
+    entry = current()
+    if entry is None:
+        raise RuntimeError(
+            "expected a CrossDeviceOps to be used by itself in the scope of a "
+            "strategy, whose replicas it is for, found none; write it in a block "
+            "'with strategy.scope():'"
+        )
+    return entry.strategy.extended

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.awaited import Awaits, EveryRankError
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.channel.waitable import EveryRankError, WaitSteps
 from hpcstrat.engine.collectives import parts as algorithms
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.typing import Array
@@ -52,7 +52,7 @@ class Exchanges:
 
     def _combined(
         self, function: np.ufunc, flat: Array, parts: list[Array], call: Call
-    ) -> Awaits:
+    ) -> WaitSteps:
         channel: Any = self.collectives.channel
         own = parts[self._rank]
         yield from algorithms.reduce_scatter(parts, own, function, call, channel)
@@ -251,14 +251,14 @@ class Exchanges:
             return
         self._drive(call, self._all_to_all(sent, flats))
 
-    def _all_to_all(self, sends: list[Array], receives: list[Array]) -> Awaits:
+    def _all_to_all(self, sends: list[Array], receives: list[Array]) -> WaitSteps:
         channel: Any = self.collectives.channel
         steps = algorithms.all_to_all(sends, receives, channel)
         counts = np.array([array.size for array in sends], np.int64)
         wanted = np.array([array.size for array in receives], np.int64)
         told = np.empty_like(counts)
         yield next(steps)
-        comm = channel.patient(channel.topology.replica_comm)
+        comm = channel.interruptible(channel.topology.replica_comm)
         others = [rank for rank in range(comm.size) if rank != comm.rank]
         told[comm.rank] = counts[comm.rank]
         comm.exchange(
@@ -288,7 +288,7 @@ class Exchanges:
             result[...] = own
         return True
 
-    def _drive(self, call: Call, steps: Awaits) -> None:
+    def _drive(self, call: Call, steps: WaitSteps) -> None:
         channel: Any = self.collectives.channel
         channel.drive(steps, call, self.collectives.timeout_seconds)
 
@@ -329,7 +329,7 @@ def _check_function(function: np.ufunc, array: Array, what: str) -> None:
         ) from error
 
 
-def _both(first: Awaits, second: Awaits) -> Iterator[Any]:
+def _both(first: WaitSteps, second: WaitSteps) -> Iterator[Any]:
     yield from first
     yield from second
 

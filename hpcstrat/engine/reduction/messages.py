@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.call_sites import call_site
-from hpcstrat.engine.channel.awaited import Awaited, Awaits, Message
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.patient import Exchange
+from hpcstrat.engine.channel.interruptible import Exchange
+from hpcstrat.engine.channel.waitable import Message, Waitable, WaitSteps
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.topology.kept_requests import let_go_of_complete
 from hpcstrat.engine.typing import Array
@@ -50,11 +50,11 @@ class Transfer:
     """
 
     def __init__(
-        self, collectives: ObjectCollectives, call: Call, steps: Awaits
+        self, collectives: ObjectCollectives, call: Call, steps: WaitSteps
     ) -> None:
         self.collectives = collectives
         self._call, self._steps = call, steps
-        self._awaited: Awaited | None = next(steps, None)
+        self._awaited: Waitable | None = next(steps, None)
 
     def test(self) -> bool:
         """Whether it has ended; not collective, as is `wait`; raises what that does."""
@@ -223,7 +223,7 @@ def _received(
     data: Exchange,
     rest: Array,
     room: Array,
-) -> Awaits:
+) -> WaitSteps:
     """Await a header after those before it, then its data; ``room`` has the rest."""
     # Parts of a longer message before this one may lie in its memory.
     while not expected.compared:

@@ -66,8 +66,8 @@ class ObjectCollectives:
         """Return what surrounds an exchange that follows a barrier.
 
         An error in it leaves the other replicas in the call, and no further call can be
-        made. It gives a PatientComm of all replicas; it does nothing where there is no
-        channel.
+        made. It gives an InterruptibleComm of all replicas; it does nothing where
+        there is no channel.
         """
         if isinstance(self.channel, Channel):
             return self.channel.moving(describe_call(what))

@@ -13,9 +13,13 @@ import numpy as np
 from hpcstrat.engine.arrays.packing import cut, wire_dtype
 from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.collectives.areas import LEAST_AREA_BYTES, Areas, reduce_in_areas
 from hpcstrat.engine.collectives.header_sum import IN_HEADER, HeaderSum, fits_header
 from hpcstrat.engine.collectives.kernel_sum import KernelSum, serves
+from hpcstrat.engine.collectives.mapped_memory import (
+    LEAST_MAPPED_BYTES,
+    MappedMemory,
+    reduce_in_mapped_memory,
+)
 from hpcstrat.engine.collectives.plan import Plan, Request, is_plain
 from hpcstrat.engine.collectives.work import Choice
 from hpcstrat.engine.options import (
@@ -43,7 +47,7 @@ def plan_reduction(
     options: CommunicationOptions,
     allocate: Callable[..., list[Array]],
     group: DeviceGroup | None = None,
-    areas: Areas | None = None,
+    areas: MappedMemory | None = None,
 ) -> Plan:
     """Plan a reduction; the same on every rank.
 
@@ -85,18 +89,20 @@ def plan_reduction(
         call=replace(request.call, how=choice.how),
         divisor=topology.num_replicas if means else 0,
     )
-    in_areas = (
+    in_mapped_memory = (
         areas is not None
         and len(arrays) == 1
         and topology.num_workers == 1
         and choice.in_worker
-        and nbytes >= LEAST_AREA_BYTES
+        and nbytes >= LEAST_MAPPED_BYTES
         and wire_dtype(arrays[0].dtype, means)[0] == arrays[0].dtype
     )
     plan = _kind_of_plan(request, choice, channel)
-    if in_areas:
+    if in_mapped_memory:
         usual = plan.choice
-        return Plan(request, usual, channel, functools.partial(_in_areas, areas))
+        return Plan(
+            request, usual, channel, functools.partial(_in_mapped_memory, areas)
+        )
     return plan
 
 
@@ -115,8 +121,8 @@ def _kind_of_plan(request: Request, choice: Choice, channel: Channel) -> Plan:
     return Plan(request, choice, channel)
 
 
-def _in_areas(areas: Any, usual: Any) -> Any:
-    return functools.partial(reduce_in_areas, areas, usual)
+def _in_mapped_memory(areas: Any, usual: Any) -> Any:
+    return functools.partial(reduce_in_mapped_memory, areas, usual)
 
 
 def result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import quiet
+from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_reducible
 from hpcstrat.engine.arrays.overlaps import copied_where_overwritten
 from hpcstrat.engine.arrays.recycling import DeviceRecycler, Recycler
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective, leave
-from hpcstrat.engine.channel.started import Started
-from hpcstrat.engine.collectives.areas import Areas
+from hpcstrat.engine.channel.pending_calls import PendingCall
+from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.collectives.plan import Plan
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
@@ -65,7 +65,7 @@ class Reductions:
         # the plan that was used last.
         self._repeated: dict[Any, Plan] = {}
         # Memory for arrays that all ranks of the worker have mapped.
-        self._areas: Areas | None = None
+        self._areas: MappedMemory | None = None
         self._recycler = Recycler()
         self._device_recycler = DeviceRecycler()
 
@@ -74,7 +74,7 @@ class Reductions:
         self._forget()
         self._device_recycler.clear()
 
-    def use_areas(self, areas: Areas) -> None:
+    def use_mapped_memory(self, areas: MappedMemory) -> None:
         """Look for arrays in areas from here on; on all ranks at the same point."""
         self._areas = areas
         self._forget()
@@ -119,7 +119,7 @@ class Reductions:
         finally:
             channel.thread = outer
 
-    def reduce_inside(
+    def reduce_in_call(
         self,
         op: ReduceOp,
         trees: Tree,
@@ -130,8 +130,8 @@ class Reductions:
     ) -> Tree:
         """Reduce all arrays of a tree over the replicas, in as few messages as fit.
 
-        Collective over ``topology.replica_comm``; the only call of what is an entry of
-        the library by itself, see `hpcstrat.engine.channel.entries`. ``MEAN`` divides
+        Collective over ``topology.replica_comm``. For a method that is an entry itself,
+        see `hpcstrat.engine.channel.entries`, and makes no other call. ``MEAN`` divides
         once, after the sum; of integers it is float64. Rows of IndexedSlices are
         concatenated in replica order. ``trees``, of the same structure, shapes and
         dtypes on every replica, are not modified, unless they are ``out``, see
@@ -172,7 +172,7 @@ class Reductions:
                 leaves[index] = array
         return unflatten(structure, leaves) if out is None else out
 
-    batch_reduce = collective(reduce_inside)
+    batch_reduce = collective(reduce_in_call)
 
     @property
     def overlaps(self) -> bool:
@@ -185,7 +185,7 @@ class Reductions:
             return False
         return self._ops.choose(_LARGE_BYTES, channel.topology, self._options).starts
 
-    def start_inside(
+    def start_in_call(
         self,
         op: ReduceOp,
         trees: Tree,
@@ -194,12 +194,12 @@ class Reductions:
         *,
         out: Tree = None,
         part: bool = False,
-    ) -> Started:
-        """Start `reduce_inside`, without waiting for its end.
+    ) -> PendingCall:
+        """Start `reduce_in_call`, without waiting for its end.
 
         Collective over ``topology.replica_comm``. Neither ``trees`` nor ``out`` may be
         written before the end, nor ``out`` be read; IndexedSlices are refused by
-        ValueError. `Started.wait` returns the result; it says what ``part`` means.
+        ValueError. `PendingCall.wait` returns the result; it says what ``part`` means.
         """
         options = options or self._options
         leaves, structure = flatten(trees)
@@ -220,7 +220,7 @@ class Reductions:
             # To make it takes calls, which a call that is being started cannot make.
             self._group(what, options)
         begin = functools.partial(self._start, request, arrays, options, part=part)
-        return cast("Started", self.collectives.call(what, begin, outs, out))
+        return cast("PendingCall", self.collectives.call(what, begin, outs, out))
 
     def _start(
         self,
@@ -231,7 +231,7 @@ class Reductions:
         out: Tree,
         *,
         part: bool,
-    ) -> Started:
+    ) -> PendingCall:
         planned = self._plan_for(request, arrays, options)
         results = self._results(planned, arrays, outs)
         if not planned.starts:
@@ -245,7 +245,7 @@ class Reductions:
         join = None
         if planned.choice is not None and arrays and is_device(arrays[0]):
             planned, arrays, join = marked(planned, arrays, results)
-        return Started(
+        return PendingCall(
             self.collectives.channel,
             planned.call,
             planned.steps(arrays, results),
@@ -255,7 +255,7 @@ class Reductions:
             part=part,
         )
 
-    start_reduce = collective(start_inside)
+    start_reduce = collective(start_in_call)
 
     def _plan_for(
         self, request: _Request, arrays: list[Array], options: CommunicationOptions
@@ -399,7 +399,7 @@ class Reductions:
             areas=self._areas,
         )
 
-    @quiet
+    @without_fp_warnings
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:
         label = f"{what}({op.name}) of rows of {rows.dense_shape}"
         values, indices = self._gathers.all_gather(

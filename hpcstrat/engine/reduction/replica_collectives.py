@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.collectives.areas import Areas
+from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.reduction.gathers import Gathers
@@ -29,20 +29,32 @@ class Collectives(ObjectCollectives):
     ) -> None:
         options = options or CommunicationOptions()
         super().__init__(channel, options.timeout_seconds)
-        gathers = Gathers(self)
-        self._reductions = Reductions(gathers, ops or CrossDeviceOps(), options)
+        self._gathers = gathers = Gathers(self)
+        self.ops = ops or CrossDeviceOps()
+        self._reductions = Reductions(gathers, self.ops, options)
+        # By other algorithms, for programs that call one by itself.
+        self._by_others: dict[CrossDeviceOps, Reductions] = {}
         # Bound here, which costs a call nothing where it is made.
         self.all_gather = gathers.all_gather
         self.broadcast = gathers.broadcast
         self.batch_reduce = self._reductions.batch_reduce
-        self.reduce_inside = self._reductions.reduce_inside
+        self.reduce_in_call = self._reductions.reduce_in_call
         self.repeat = self._reductions.repeat
         self.start_reduce = self._reductions.start_reduce
-        self.start_inside = self._reductions.start_inside
+        self.start_in_call = self._reductions.start_in_call
 
-    def use_areas(self, areas: Areas) -> None:
+    def reductions_by(self, ops: CrossDeviceOps) -> Reductions:
+        """Return the sums of these replicas by an algorithm; not collective."""
+        if ops is self.ops:
+            return self._reductions
+        if ops not in self._by_others:
+            options = CommunicationOptions(timeout_seconds=self.timeout_seconds)
+            self._by_others[ops] = Reductions(self._gathers, ops, options)
+        return self._by_others[ops]
+
+    def use_mapped_memory(self, areas: MappedMemory) -> None:
         """Look for arrays in areas from here on; on all ranks at the same point."""
-        self._reductions.use_areas(areas)
+        self._reductions.use_mapped_memory(areas)
 
     @property
     def overlaps(self) -> bool:
@@ -52,4 +64,5 @@ class Collectives(ObjectCollectives):
     def close(self) -> None:
         """Refuse all calls from here on."""
         super().close()
-        self._reductions.close()
+        for reductions in (self._reductions, *self._by_others.values()):
+            reductions.close()

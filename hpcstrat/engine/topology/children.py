@@ -18,7 +18,12 @@ def is_of_multiprocessing() -> bool:
     """Whether the program made this process by multiprocessing, in whatever way."""
     # Loaded by now, where it is one.
     module = sys.modules.get("multiprocessing.process")
-    return module is not None and module.parent_process() is not None
+    if module is None:
+        return False
+    # One that still imports its parent's program knows of no parent yet: `spawn` and
+    # `forkserver` of the standard library mark it so.
+    imports = getattr(module.current_process(), "_inheriting", False)
+    return imports or module.parent_process() is not None
 
 
 def refuse_children() -> None:

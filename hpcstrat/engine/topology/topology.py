@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat.engine.topology.bindings import own_masks
 from hpcstrat.engine.topology.segment import Segment
+from hpcstrat.engine.topology.start_warnings import warn_of_bindings, warn_of_memory
 from hpcstrat.engine.topology.starting import expect_losses, start_mpi
 from hpcstrat.engine.topology.survival import (
     GARBLED,
@@ -166,11 +168,13 @@ class Topology:
         )
         self.smallest_worker: int = smallest
         # Memory shared by the worker's replicas.
+        asked = SLOTS_IN_RING * slot_bytes(largest, self.num_workers)
         self.segment = Segment(
             self.worker_comm,
             (2 * RECORD_BYTES + STATUS_BYTES) * self.worker_comm.size,
-            SLOTS_IN_RING * slot_bytes(largest, self.num_workers),
+            asked,
         )
+        warn_of_memory(self.worker_comm, asked, self.segment.part_bytes)
         # Size of the largest piece that a replica lays out in its part of the segment,
         # a power of two. A worker whose memory file system is small decides for all.
         self.slot_bytes: int = self.replica_comm.allreduce(
@@ -236,7 +240,9 @@ class Topology:
             require_survival(self.mpi, self.replica_comm, nodes)
             if self.replica_comm.size > 1:
                 expect_losses()
-        cores = node.allgather(os.sched_getaffinity(0))
+        masks = node.allgather(own_masks())
+        warn_of_bindings(node.rank, masks)
+        cores = [mask.own for mask in masks]
         # Those of a core share it: it counts by halves, thirds and so on.
         parts = (1 / sum(core in other for other in cores) for core in cores[node.rank])
         self.cores_each = max(1, int(sum(parts) + _ROUNDING))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Tree
 from hpcstrat.integrations.jax.primitive import (
-    Exchange,
+    TreeOperation,
     bind,
     refuse,
     require_replica_context,
@@ -259,7 +259,7 @@ def _to_leaf(leaf: Any) -> Any:
 def _exchanged(
     tree: Tree, convert: Any, strategy: Any, kind: str, place: int = 0
 ) -> Tree:
-    what = Exchange(strategy, kind, (), place).what
+    what = TreeOperation(strategy, kind, (), place).what
     require_replica_context(strategy, what)
 
     def prepare() -> Any:
@@ -268,7 +268,7 @@ def _exchanged(
         return names, [convert(leaf) for _, leaf in named], structure
 
     names, leaves, structure = _checked(strategy, what, prepare)
-    exchange = Exchange(strategy, kind, names, place)
+    exchange = TreeOperation(strategy, kind, names, place)
     return structure.unflatten(bind(exchange, leaves))
 
 

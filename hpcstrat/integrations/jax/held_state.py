@@ -139,6 +139,17 @@ class HeldState:
             self._lent = True
         return dict(self._variables)
 
+    def __repr__(self) -> str:
+        """Show name, type and shape of each array."""
+        return (
+            f"<{type(self).__name__} of "
+            + ", ".join(
+                f"{name} {variable.dtype}{list(variable.shape)}"
+                for name, variable in self._variables.items()
+            )
+            + ">"
+        )
+
 
 def _checked_leaf(leaf: Any) -> Any:
     array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)

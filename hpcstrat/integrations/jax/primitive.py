@@ -33,14 +33,14 @@ except ImportError as error:  # pragma: no cover
         "which keeps them elsewhere; use a version near 0.10"
     ) from error
 
-__all__ = ["Exchange", "bind", "refuse", "require_replica_context"]
+__all__ = ["TreeOperation", "bind", "refuse", "require_replica_context"]
 
 
 class _Order(effects.Effect):
     """An effect that keeps the exchanges of all replicas in one order."""
 
     def __str__(self) -> str:
-        return "Exchange"
+        return "TreeOperation"
 
 
 for _kind in ("ordered", "lowerable", *("control_flow_allowed", "remat_allowed")):
@@ -71,7 +71,7 @@ _exchange.multiple_results = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class TreeOperation:
     """An operation on the leaves of a tree; all replicas know the same names of leaves.
 
     ``kind`` is sum, mean, gather or broadcast, and ``place`` its axis or root. Two more
@@ -226,7 +226,7 @@ def _outside_of_run(what: str) -> RuntimeError:
     )
 
 
-def bind(exchange: Exchange, leaves: list[Any]) -> list[Any]:
+def bind(exchange: TreeOperation, leaves: list[Any]) -> list[Any]:
     """Exchange leaves, which are arrays of JAX, or stand for such in a trace."""
     _give_rules()
     return _exchange.bind(*leaves, exchange=exchange)
@@ -253,7 +253,7 @@ def _await_others() -> None:
 
 
 @_exchange.def_impl
-def _outside(*leaves: Any, exchange: Exchange) -> list[Any]:
+def _outside(*leaves: Any, exchange: TreeOperation) -> list[Any]:
     _await_others()
     devices = {device for leaf in leaves for device in leaf.devices()}
     on_gpu = any(device.platform != "cpu" for device in devices)
@@ -271,12 +271,12 @@ def _outside(*leaves: Any, exchange: Exchange) -> list[Any]:
 
 
 @_exchange.def_effectful_abstract_eval
-def _shapes(*leaves: Any, exchange: Exchange) -> tuple[list[Any], set[Any]]:
+def _shapes(*leaves: Any, exchange: TreeOperation) -> tuple[list[Any], set[Any]]:
     shapes = [leaf.update(shape=exchange.shape(leaf.shape)) for leaf in leaves]
     return shapes, {_order}
 
 
-def _inside(context: Any, *operands: Any, exchange: Exchange) -> Any:
+def _inside(context: Any, *operands: Any, exchange: TreeOperation) -> Any:
     """Let XLA call the handler, after the exchange before it in the program."""
     problem = register()
     if exchange.strategy.logical:
@@ -304,7 +304,7 @@ def _inside(context: Any, *operands: Any, exchange: Exchange) -> Any:
     return results
 
 
-def _elsewhere(context: Any, *operands: Any, exchange: Exchange) -> Any:
+def _elsewhere(context: Any, *operands: Any, exchange: TreeOperation) -> Any:
     del context, operands
     error = NotImplementedError(
         f"expected {exchange.what} inside of jit on CPUs, found a function that is "
@@ -313,7 +313,7 @@ def _elsewhere(context: Any, *operands: Any, exchange: Exchange) -> Any:
     refuse(exchange.strategy, exchange.what, error)
 
 
-def _forward(primals: Any, tangents: Any, *, exchange: Exchange) -> Any:
+def _forward(primals: Any, tangents: Any, *, exchange: TreeOperation) -> Any:
     # All of them, whatever each replica knows to be zero: their calls are the same.
     tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
     # Integers have none.
@@ -328,7 +328,7 @@ def _forward(primals: Any, tangents: Any, *, exchange: Exchange) -> Any:
     return results, moved
 
 
-def _backward(cotangents: Any, *leaves: Any, exchange: Exchange) -> list[Any]:
+def _backward(cotangents: Any, *leaves: Any, exchange: TreeOperation) -> list[Any]:
     """Return the gradient of the sum of what all replicas compute."""
     del leaves
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
@@ -336,7 +336,7 @@ def _backward(cotangents: Any, *leaves: Any, exchange: Exchange) -> list[Any]:
     return bind(dataclasses.replace(exchange, kind=kind), cotangents)
 
 
-def _refuse_vmap(leaves: Any, dims: Any, *, exchange: Exchange) -> Any:
+def _refuse_vmap(leaves: Any, dims: Any, *, exchange: TreeOperation) -> Any:
     del leaves, dims
     what = exchange.what
     error = NotImplementedError(

@@ -150,6 +150,10 @@ class Batches(keras.utils.PyDataset):
         assert isinstance(stage, Batched)
         return stage
 
+    def __repr__(self) -> str:
+        """Show the rows."""
+        return f"<{type(self).__name__} of {self.dataset.describe()}>"
+
 
 def columns_of(data: Tree) -> Columns | None:
     """Return arrays as columns; None for what gives batches by itself."""

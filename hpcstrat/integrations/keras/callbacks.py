@@ -12,7 +12,7 @@ from hpcstrat.integrations.keras.batches import Batches
 from hpcstrat.integrations.keras.replicas import State
 from hpcstrat.strategies import Strategy
 
-__all__ = ["Together", "Watch", "chosen", "is_watched"]
+__all__ = ["StopTogether", "Together", "chosen", "is_watched"]
 
 # Those that write, and change nothing on which the replicas must agree.
 _NAMES = (
@@ -76,7 +76,7 @@ class Together(keras.callbacks.Callback):
         _agree(self.model, self._strategy)
 
 
-class Watch(keras.callbacks.Callback):
+class StopTogether(keras.callbacks.Callback):
     """Lets all replicas stop within an epoch, where callbacks may; behind them."""
 
     def __init__(self, strategy: Strategy) -> None:

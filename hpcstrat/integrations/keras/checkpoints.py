@@ -19,10 +19,11 @@ from hpcstrat.integrations.keras.replicas import (
     strategies,
     value_of,
 )
+from hpcstrat.metrics import Log
 from hpcstrat.strategies import Strategy, get_strategy
 from hpcstrat.variables import Variable
 
-__all__ = ["Checkpoint", "state"]
+__all__ = ["Checkpoint", "state", "weights_of"]
 
 
 class _Held:
@@ -72,6 +73,13 @@ class _Held:
             variable.assign(self._held[name].component)
 
 
+def weights_of(model: Any) -> dict[str, Any]:
+    """Return the weights and seeds of a model by their names in checkpoints."""
+    seeds = [generator.state for generator in seed_generators(model)]
+    # Names of layers count what a process has made, so that they are no names.
+    return {f"{i}/{v.name}": v for i, v in enumerate([*model.weights, *seeds])}
+
+
 def state(model: Any) -> dict[str, Any]:
     """Return what a CheckpointManager saves of a model.
 
@@ -105,11 +113,6 @@ def state(model: Any) -> dict[str, Any]:
     """
     strategy = strategies.get(model) or get_strategy()
 
-    def weights() -> dict[str, Any]:
-        seeds = [generator.state for generator in seed_generators(model)]
-        # Names of layers count what a process has made, so that they are no names.
-        return {f"{i}/{v.name}": v for i, v in enumerate([*model.weights, *seeds])}
-
     def slots(optimizer: Any) -> dict[str, Any]:
         owners = [v.path.replace("/", "_") for v in model.weights]
         found = {}
@@ -121,7 +124,7 @@ def state(model: Any) -> dict[str, Any]:
         return found
 
     return {
-        "model": _Held(weights, strategy),
+        "model": _Held(functools.partial(weights_of, model), strategy),
         **{
             name: _Held(functools.partial(slots, optimizer), strategy)
             for name, optimizer in optimizers_of(model).items()
@@ -142,6 +145,9 @@ class Checkpoint(keras.callbacks.Callback):
         of the epoch's logs by their names.
     asynchronous : bool
         Whether training goes on while the files are written.
+    log : hpcstrat.metrics.Log, optional
+        Gets the logs of each epoch before it is saved. Give it to the manager, too, so
+        that a job that goes on has each epoch once.
 
     Examples
     --------
@@ -162,8 +168,15 @@ class Checkpoint(keras.callbacks.Callback):
     [2]
     """
 
-    def __init__(self, manager: CheckpointManager, *, asynchronous: bool = False):
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        *,
+        asynchronous: bool = False,
+        log: Log | None = None,
+    ) -> None:
         super().__init__()
+        self._log = log
         self._manager = manager
         self._asynchronous = asynchronous
 
@@ -193,6 +206,8 @@ class Checkpoint(keras.callbacks.Callback):
         logs : dict of str to float, optional
             Stored in the file.
         """
+        if self._log is not None:
+            self._log.scalars(epoch + 1, logs)
         self._manager.save(epoch + 1, metrics=logs, asynchronous=self._asynchronous)
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -206,4 +221,10 @@ class Checkpoint(keras.callbacks.Callback):
             Unused.
         """
         self._manager.wait()
+        if self._log is not None:
+            self._log.flush()
         self.model._initial_epoch = None
+
+    def __repr__(self) -> str:
+        """Show by what it saves."""
+        return f"<{type(self).__name__} by {self._manager!r}>"

@@ -24,7 +24,12 @@ from hpcstrat.data.batches import share, writable
 from hpcstrat.data.sources import open_source
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.keras.batches import Batches, columns_of, own_rows
-from hpcstrat.integrations.keras.callbacks import Together, Watch, chosen, is_watched
+from hpcstrat.integrations.keras.callbacks import (
+    StopTogether,
+    Together,
+    chosen,
+    is_watched,
+)
 from hpcstrat.integrations.keras.exchanges import exchanges
 from hpcstrat.integrations.keras.losses import correct
 from hpcstrat.integrations.keras.replicas import (
@@ -217,7 +222,7 @@ class Distributed:
         callbacks = chosen(callbacks, strategy)
         callbacks.append(Together(self.state, strategy, given["x"]))
         if any(watches for watches, _ in told):
-            callbacks.append(Watch(strategy))
+            callbacks.append(StopTogether(strategy))
         # The order of batches has been chosen: Keras would draw another on each.
         return inner(**self._quiet(given), callbacks=callbacks, shuffle=False)
 

@@ -17,10 +17,10 @@ import numpy as np
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.strategies import Strategy
 
-__all__ = ["Exchanges", "exchanges"]
+__all__ = ["TensorCalls", "exchanges"]
 
 
-class Exchanges(NamedTuple):
+class TensorCalls(NamedTuple):
     """Functions of a strategy, and of tensors of a backend, collective all of them.
 
     ``total`` adds up a number of each replica. ``mean`` returns the means of gradients,
@@ -34,7 +34,7 @@ class Exchanges(NamedTuple):
 
 
 @functools.cache
-def exchanges() -> Exchanges:
+def exchanges() -> TensorCalls:
     """Return the functions of the backend in use."""
     backend = keras.config.backend()
     made = {"torch": _of_torch, "jax": _of_jax, "tensorflow": _of_tensorflow}
@@ -58,7 +58,7 @@ def _weigh(arrays: Iterable[Any], weight: Any) -> None:
         array[...] = array * array.dtype.type(weight) if weight else 0
 
 
-def _of_torch() -> Exchanges:
+def _of_torch() -> TensorCalls:
     import torch
 
     from hpcstrat.integrations.torch.tensors import memory_of
@@ -76,10 +76,10 @@ def _of_torch() -> Exchanges:
 
     # Compiled code is left for the calls.
     leave = torch.compiler.disable
-    return Exchanges(leave(total), leave(mean))
+    return TensorCalls(leave(total), leave(mean))
 
 
-def _of_jax() -> Exchanges:
+def _of_jax() -> TensorCalls:
     import jax.numpy as jnp
 
     from hpcstrat.integrations.jax import all_reduce
@@ -95,10 +95,10 @@ def _of_jax() -> Exchanges:
         found: list[Any] = all_reduce(gradients, "mean", strategy)
         return found
 
-    return Exchanges(total, mean)
+    return TensorCalls(total, mean)
 
 
-def _of_tensorflow() -> Exchanges:
+def _of_tensorflow() -> TensorCalls:
     import tensorflow as tf
 
     def total(strategy: Strategy, number: Any) -> Any:
@@ -157,4 +157,4 @@ def _of_tensorflow() -> Exchanges:
         # Else some replicas compute before it, and others wait for them.
         return tf.control_dependencies([total])
 
-    return Exchanges(total, mean, after)
+    return TensorCalls(total, mean, after)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.constants import default_pg_timeout
 
-from hpcstrat.engine.collectives.areas import Areas
+from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.exchanges import Exchanges
 from hpcstrat.engine.reduction.messages import Messages, Transfer
@@ -150,9 +150,9 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self._messages = Messages(self.collectives)
         self.postponed = Postponed()
         # Memory for the buckets of DDP; between workers they travel anyway.
-        self._areas = Areas()
+        self._areas = MappedMemory()
         if self._size > 1 and strategy.topology.num_workers == 1:
-            self.collectives.use_areas(self._areas)
+            self.collectives.use_mapped_memory(self._areas)
         else:
             self._areas.off = True
         # A communicator made for this group, to be freed with it.
@@ -243,7 +243,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             arrays = [host.write(tensor) for tensor in tensors]
             op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
             given: Any = arrays[0] if len(arrays) == 1 else arrays
-            start = self.collectives.start_inside
+            start = self.collectives.start_in_call
             return start(op, given, "all_reduce", out=given, part=True), arrays
 
         with torch.no_grad(), _recorded("all_reduce"):

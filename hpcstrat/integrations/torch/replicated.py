@@ -22,8 +22,8 @@ import torch
 
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.channel.closed import ClosedChannel
+from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.channel.position import Position
-from hpcstrat.engine.channel.started import Started
 from hpcstrat.engine.context import own_index
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import ReduceOp
@@ -351,13 +351,15 @@ class Replicated:
             order = sorted(found, key=rows[_ORDER].tolist().__getitem__)
             self._plan = plan_buckets(order, nbytes, self._bucket_bytes)[:-1]
 
-    def _start(self, bucket: Bucket) -> Started:
+    def _start(self, bucket: Bucket) -> PendingCall:
         """Start the reduction of a bucket, during a backward or at its end."""
-        started: Started = self.strategy.collectives.call(_WHAT, self._begin, bucket)
+        started: PendingCall = self.strategy.collectives.call(
+            _WHAT, self._begin, bucket
+        )
         return started
 
     @torch.no_grad()
-    def _begin(self, bucket: Bucket) -> Started:
+    def _begin(self, bucket: Bucket) -> PendingCall:
         arrays = [memory_of(self._own_share(index)) for index in bucket]
         for index, array in zip(bucket, arrays, strict=True):
             kept = self._sums.get(index)
@@ -365,7 +367,7 @@ class Replicated:
             if kept is None or (kept.shape, kept.dtype) != (array.shape, array.dtype):
                 self._sums[index] = np.empty(array.shape, array.dtype)
         outs = [self._sums[index] for index in bucket]
-        start = self.strategy.collectives.start_inside
+        start = self.strategy.collectives.start_in_call
         # After a failure of one replica alone, none may be taken for the next one.
         what = f"{_WHAT}, bucket {self._plan.index(bucket)}"
         return start(self.op, arrays, what, out=outs, part=True)

@@ -294,6 +294,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
             # The rest of that epoch must be the rest of its order.
             self._rows.keep_old_order(self._epoch)
 
+    def __repr__(self) -> str:
+        """Show what is sampled, and the epoch."""
+        return (
+            f"<{type(self).__name__} of {self._rows.describe()}, epoch {self._epoch}>"
+        )
+
 
 class _Loader(DataLoader[Any]):
     """Tells its sampler what the program has got."""

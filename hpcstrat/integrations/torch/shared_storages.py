@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hpcstrat.engine.collectives.areas import LEAST_AREA_BYTES, Areas
+from hpcstrat.engine.collectives.mapped_memory import LEAST_MAPPED_BYTES, MappedMemory
 
 __all__ = ["share_storage"]
 
@@ -20,7 +20,7 @@ _FOLDER = "/dev/shm"
 _SPARE_BYTES = 64 << 20
 
 
-def share_storage(tensor: Any, areas: Areas, num_ranks: int) -> None:
+def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
     """Move the storage of a tensor, and offer it to the other ranks; not collective.
 
     Where that cannot be, nothing happens. ``num_ranks`` of the node do the same now.
@@ -34,7 +34,7 @@ def share_storage(tensor: Any, areas: Areas, num_ranks: int) -> None:
         return
     # Memory that NumPy shows cannot be resized, and must not be moved.
     movable = storage.resizable() and not storage.is_shared()
-    if nbytes < LEAST_AREA_BYTES or not movable or not _has_room(nbytes * num_ranks):
+    if nbytes < LEAST_MAPPED_BYTES or not movable or not _has_room(nbytes * num_ranks):
         return
     try:
         descriptor, nbytes = storage._share_fd_cpu_()

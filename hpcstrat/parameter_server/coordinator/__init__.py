@@ -15,10 +15,14 @@ from hpcstrat.parameter_server.coordinator.worker import (
     experimental_get_current_worker_index,
 )
 
+# Both are names of tf.distribute, which spells it differently in two modules.
+PerWorkerValue = PerWorkerValues
+
 __all__ = [
     "ClusterCoordinator",
     "PerWorkerDataset",
     "PerWorkerIterator",
+    "PerWorkerValue",
     "PerWorkerValues",
     "RemoteValue",
     "experimental_get_current_worker_index",

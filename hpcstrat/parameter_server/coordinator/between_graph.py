@@ -64,8 +64,8 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         comm: MPI.Intracomm | None = None,
         settings: Settings | None = None,
     ) -> None:
-        wish = wish_of("ParameterServerStrategyV1", comm, settings)
-        cluster = Cluster(wish, cluster_resolver, num_ps, between_graph=True)
+        request = wish_of("ParameterServerStrategyV1", comm, settings)
+        cluster = Cluster(request, cluster_resolver, num_ps, between_graph=True)
         self._resolver = cluster_resolver
         self._first_has_ended = False
         self._begin(cluster, None)

@@ -13,13 +13,13 @@ from hpcstrat.engine.topology.starting import abandon_mpi
 from hpcstrat.engine.topology.survival import is_loss
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import RankLostError
-from hpcstrat.parameter_server.bells import Bells
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.coordinator.worker import Worker
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.server import VariableServer
+from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 from hpcstrat.safety.uncaught import running_mpi
-from hpcstrat.strategies.connection import Wish, connect
+from hpcstrat.strategies.connection import StrategyRequest, connect
 
 __all__ = ["Cluster", "Roles", "wish_of"]
 
@@ -58,13 +58,13 @@ class Roles:
 class Cluster:
     """The connection of all ranks of a strategy, and this rank's part in it.
 
-    Collective over ``wish.comm``. What is wrong is raised on every rank. Where a rank
-    is lost meanwhile, and that is to be survived, those that are left are connected.
+    Collective over ``request.comm``. What is wrong is raised on every rank. Where a
+    rank is lost meanwhile, and that is to be survived, the rest are connected.
     """
 
     def __init__(
         self,
-        wish: Wish,
+        request: StrategyRequest,
         resolver: Any,
         num_ps: Any,
         spare_ranks: Any = 0,
@@ -91,20 +91,20 @@ class Cluster:
             numbers = num_ps, spare_ranks
             made = False
             try:
-                self._connect(wish, problem, resolver, numbers, between_graph)
+                self._connect(request, problem, resolver, numbers, between_graph)
                 made = True
             except Exception as error:
-                if not (wish.survives and _is_loss(error, wish)):
+                if not (request.survives and _is_loss(error, request)):
                     raise
-            if not wish.survives or _all_agree(made, wish):
+            if not request.survives or _all_agree(made, request):
                 return
             # Nothing has begun, so that any rank may have any role.
             if made:
                 self._connection.abandon(self._key)
-            comm = wish.comm or Topology.world()
+            comm = request.comm or Topology.world()
             left = comm.Shrink()
             lost = comm.size - left.size
-            wish = replace(wish, comm=left)
+            request = replace(request, comm=left)
             spare_ranks = max(spare_ranks - lost, 0)
             # Others may end before MPI has told this rank of the loss.
             abandon_mpi()
@@ -114,24 +114,24 @@ class Cluster:
                     "are left",
                     lost,
                     comm.size,
-                    wish.kind,
+                    request.kind,
                 )
 
     def _connect(
         self,
-        wish: Wish,
+        request: StrategyRequest,
         problem: Exception | None,
         resolver: Any,
         numbers: tuple[Any, Any],
         between_graph: bool,
     ) -> None:
         """Connect all ranks, and find out who does what."""
-        self._key, self._connection = connect(wish, problem)
+        self._key, self._connection = connect(request, problem)
         topology = self._connection.topology
         self.settings = self._connection.settings
         self.topology = topology
         # Nothing collective ends where a rank may be lost.
-        ends = self._connection.abandon if wish.survives else self._connection.close
+        ends = self._connection.abandon if request.survives else self._connection.close
         with ExitStack() as undo:
             undo.callback(ends, self._key)
             task = None if resolver is None else (resolver.task_type, resolver.task_id)
@@ -144,8 +144,8 @@ class Cluster:
                 )
             channel = self._connection.channel
             assert channel is not None
-            self.bells = Bells(topology)
-            self.mailbox = Mailbox(topology, channel, self.bells)
+            self.wakeup_pipes = WakeupPipes(topology)
+            self.mailbox = Mailbox(topology, channel, self.wakeup_pipes)
             undo.pop_all()
         self.mailbox.warn_seconds = float(self.settings.warn_seconds or 0)
         self.rank = self.mailbox.rank
@@ -263,7 +263,7 @@ class Cluster:
             self._connection.abandon(self._key)
             return
         self.mailbox.close()
-        self.bells.close()
+        self.wakeup_pipes.close()
         self._connection.close(self._key)
 
 
@@ -318,27 +318,29 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
     return Roles(first[0], servers, workers, spares)
 
 
-def _is_loss(error: Exception, wish: Wish) -> bool:
+def _is_loss(error: Exception, request: StrategyRequest) -> bool:
     """Whether an error while the ranks connect says that one was lost."""
     mpi = running_mpi()
     if mpi is None or isinstance(error, RankLostError):
         return mpi is not None
-    return is_loss(mpi, error, wish.comm or Topology.world())
+    return is_loss(mpi, error, request.comm or Topology.world())
 
 
-def _all_agree(made: bool, wish: Wish) -> bool:
+def _all_agree(made: bool, request: StrategyRequest) -> bool:
     """Whether all ranks have connected; no, where one was lost. The same on all."""
     try:
-        return bool((wish.comm or Topology.world()).Agree(int(made)))
+        return bool((request.comm or Topology.world()).Agree(int(made)))
     except Exception as error:
-        if not _is_loss(error, wish):
+        if not _is_loss(error, request):
             raise
         return False
 
 
-def wish_of(kind: str, comm: Any, settings: Any, on_lost_rank: str = "abort") -> Wish:
+def wish_of(
+    kind: str, comm: Any, settings: Any, on_lost_rank: str = "abort"
+) -> StrategyRequest:
     """Return what a strategy is asked for."""
-    return Wish(
+    return StrategyRequest(
         kind=kind,
         comm=comm,
         replicas_per_worker=None,

@@ -8,9 +8,13 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcstrat.cluster_resolver import ClusterResolver
+from hpcstrat.cluster_resolver import (
+    ClusterResolver,
+    ClusterSpec,
+    SimpleClusterResolver,
+)
 from hpcstrat.engine.options import InputContext, InputOptions, VariableSynchronization
 from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import UnavailableError
@@ -24,21 +28,44 @@ from hpcstrat.strategies.default import SingleReplicaStrategy
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ParameterServerStrategy", "Server"]
+__all__ = ["ParameterServerStrategy", "Server", "ServerDef"]
 
 _NAME = "ParameterServerStrategy"
+
+
+class ServerDef(NamedTuple):
+    """The task of a `Server`, as the program has named it."""
+
+    cluster: ClusterSpec
+    job_name: str
+    task_index: int
+    protocol: str
 
 
 class Server:
     """The task of a rank that is not the coordinator, where the program calls it.
 
-    In place of a ParameterServerStrategy, with the same arguments: that one ends the
-    program of such a rank once the coordinator has ended, `join` returns.
+    In place of a ParameterServerStrategy: that one ends the program of such a rank once
+    the coordinator has ended, `join` returns. The first arguments are those of
+    tf.distribute, or a resolver alone; the others those of ParameterServerStrategy.
 
     Parameters
     ----------
+    server_or_cluster_def : ClusterSpec, mapping, ServerDef or ClusterResolver, optional
+        All tasks, or a resolver, which knows the task of this rank, too. Default: by
+        the numbers of the ranks.
+    job_name : str, optional
+        Job of this rank, with a ClusterSpec; may be left out where there is one.
+    task_index : int, optional
+        Number of this rank in its job; may be left out where it has one task.
+    protocol : str, optional
+        Protocol in `target`; messages are those of MPI.
+    config : object, optional
+        Accepted for tf.distribute's sake.
+    start : bool
+        Accepted for tf.distribute's sake: `join` serves.
     cluster_resolver : ClusterResolver, optional
-        As for ParameterServerStrategy.
+        As first argument.
     num_ps : int
         As for ParameterServerStrategy.
     spare_ranks : int
@@ -49,20 +76,100 @@ class Server:
         As for ParameterServerStrategy.
     on_lost_rank : {"abort", "raise"}
         As for ParameterServerStrategy.
+
+    Raises
+    ------
+    ValueError
+        If the cluster has no such task, or several and none is named.
+    TypeError
+        For tasks in another form.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the order of tf.distribute
         self,
-        cluster_resolver: ClusterResolver | None = None,
+        server_or_cluster_def: Any = None,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Any = None,
+        start: bool = True,
         *,
+        cluster_resolver: ClusterResolver | None = None,
         num_ps: int = 1,
         spare_ranks: int = 0,
         comm: MPI.Intracomm | None = None,
         settings: Settings | None = None,
         on_lost_rank: str = "abort",
     ) -> None:
+        del config, start
+        given = server_or_cluster_def
+        if given is None or isinstance(given, ClusterResolver):
+            resolver = given or cluster_resolver
+        else:
+            resolver = _resolver_of(given, job_name, task_index)
+        told = given.protocol if isinstance(given, ServerDef) else ""
+        self._protocol = protocol or told
         self._wish = wish_of(_NAME, comm, settings, on_lost_rank)
-        self._numbers = cluster_resolver, num_ps, spare_ranks
+        self._resolver = resolver
+        self._numbers = resolver, num_ps, spare_ranks
+
+    @staticmethod
+    def create_local_server(config: Any = None, start: bool = True) -> Server:
+        """Refuse a server in the process of the program: ranks are started by MPI.
+
+        Not collective.
+
+        Parameters
+        ----------
+        config : object, optional
+            Not used.
+        start : bool
+            Not used.
+
+        Returns
+        -------
+        Server
+            Never.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        del config, start
+        raise NotImplementedError(
+            "expected ranks of a job of MPI as servers, found create_local_server, "
+            "which makes one in the program's own process; start the program with "
+            "mpirun -n 3 and make a ParameterServerStrategy"
+        )
+
+    def start(self) -> None:
+        """Do nothing: `join` serves.
+
+        Not collective.
+        """
+
+    @property
+    def target(self) -> str:
+        """Address of this task, with the protocol before it; empty where unknown."""
+        resolver = self._resolver
+        if resolver is None:
+            return ""
+        protocol = self._protocol or None
+        return resolver.master(resolver.task_type, resolver.task_id, protocol)
+
+    @property
+    def server_def(self) -> ServerDef:
+        """All tasks, and which of them this rank is."""
+        resolver = self._resolver
+        if resolver is None or resolver.task_type is None or resolver.task_id is None:
+            raise ValueError(
+                "expected a Server that was given its tasks, found one of which MPI "
+                "says them; pass a ClusterSpec with job_name and task_index, or a "
+                "resolver"
+            )
+        spec = resolver.cluster_spec()
+        return ServerDef(spec, resolver.task_type, resolver.task_id, self._protocol)
 
     def join(self) -> None:
         """Hold variables, run functions, or be spare, until the coordinator ends.
@@ -85,6 +192,10 @@ class Server:
         strategy = object.__new__(ParameterServerStrategy)
         strategy._begin(cluster, None)
         cluster.serve(strategy)
+
+    def __repr__(self) -> str:
+        """Show how many ranks do what."""
+        return f"Server(num_ps={self._numbers[1]}, spare_ranks={self._numbers[2]})"
 
 
 class ParameterServerStrategy(SingleReplicaStrategy):
@@ -148,8 +259,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         settings: Settings | None = None,
         on_lost_rank: str = "abort",
     ) -> None:
-        wish = wish_of(_NAME, comm, settings, on_lost_rank)
-        cluster = Cluster(wish, cluster_resolver, num_ps, spare_ranks)
+        request = wish_of(_NAME, comm, settings, on_lost_rank)
+        cluster = Cluster(request, cluster_resolver, num_ps, spare_ranks)
         self._resolver = cluster_resolver
         self._begin(cluster, variable_partitioner)
         if not cluster.coordinates:
@@ -463,3 +574,22 @@ def _end_at_exit(strategy: ParameterServerStrategy) -> None:
     before it.
     """
     atexit.register(strategy.leave)
+
+
+def _resolver_of(given: Any, job: str | None, index: int | None) -> ClusterResolver:
+    """Return a resolver of the first arguments of a Server."""
+    if isinstance(given, ServerDef):
+        job, index = job or given.job_name, given.task_index if index is None else index
+        given = given.cluster
+    spec = ClusterSpec(given)
+    if job is None and len(spec.jobs) == 1:
+        job = spec.jobs[0]
+    if job is not None and index is None and spec.num_tasks(job) == 1:
+        index = spec.task_indices(job)[0]
+    if job is None or index is None:
+        raise ValueError(
+            f"expected job_name and task_index of one task of {spec!r}, found "
+            f"{job!r} and {index!r}; pass both"
+        )
+    spec.task_address(job, index)
+    return SimpleClusterResolver(spec, task_type=job, task_id=index)

@@ -37,7 +37,7 @@ from hpcstrat.variables import MirroredVariable
 if TYPE_CHECKING:
     from hpcstrat.safety.divergence.gpu_copies import DeviceCopies
 
-__all__ = ["Copies"]
+__all__ = ["MirroredCopies"]
 
 _SHARE = 1000
 _MOST_BYTES = 1 << 20
@@ -55,7 +55,7 @@ _Slice = tuple[list[memoryview], list[Any], list[tuple["_Variable", int, int]]]
 _Variable = weakref.ref[MirroredVariable]
 
 
-class Copies:
+class MirroredCopies:
     """The mirrored variables made by strategies over the same replicas."""
 
     def __init__(self, channel: Channel, settings: Settings) -> None:

@@ -31,7 +31,7 @@ from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.kept_requests import keep
 from hpcstrat.engine.topology.survival import is_loss, revoke
 from hpcstrat.errors import CollectiveError, RankLostError
-from hpcstrat.safety.presence import CREATES, MADE, STARTS, own_board
+from hpcstrat.safety.presence import CREATES, MADE, STARTS, own_registry
 from hpcstrat.safety.presence import FAILED as LEFT_BY_ERROR
 from hpcstrat.safety.start.missing import Missing, missing_ranks
 from hpcstrat.safety.uncaught import running_mpi
@@ -75,7 +75,7 @@ class Creation:
         self._limit = max(settings.limit_seconds, _LEAST_LIMIT_SECONDS)
         self._watches = settings.watchdog
         self._what, self._site = what, call_site()
-        self._board = own_board()
+        self._board = own_registry()
         launch = None if self._board is None else self._board.launch
         self._ranks: Sequence[int] = range(0 if launch is None else launch.size)
         self._group, self._turn = "", 0

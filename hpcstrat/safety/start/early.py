@@ -9,7 +9,7 @@ from dataclasses import astuple
 from hpcstrat.engine.topology.children import is_of_multiprocessing
 from hpcstrat.engine.topology.starting import prepare_environment
 from hpcstrat.safety import uncaught
-from hpcstrat.safety.presence import own_board
+from hpcstrat.safety.presence import own_registry
 from hpcstrat.safety.watchdog import stacks
 
 __all__ = ["begin"]
@@ -29,7 +29,7 @@ def begin() -> None:
         return
     prepare_environment()
     uncaught.install()
-    board = own_board()
+    board = own_registry()
     if board is not None:
         with contextlib.suppress(ValueError):
             offset = int(os.environ.get(_SIGNAL, "9"))

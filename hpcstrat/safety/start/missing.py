@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcstrat.engine.topology.process_stat import STATE, process_stat
-from hpcstrat.safety.presence import CREATES, FAILED, LEFT, MADE, STARTS, Board
+from hpcstrat.safety.presence import CREATES, FAILED, LEFT, MADE, STARTS, LaunchRegistry
 from hpcstrat.safety.watchdog.late_ranks import LateRank
 from hpcstrat.safety.watchdog.stacks import HELD, Process, Stacks, look_at
 
@@ -52,7 +52,7 @@ class Missing:
 
 
 def missing_ranks(
-    board: Board | None,
+    board: LaunchRegistry | None,
     ranks: Sequence[int],
     group: str,
     turn: int,
@@ -83,7 +83,9 @@ def missing_ranks(
     return found if seen_only else _with_unseen(found, board, awaited - seen)
 
 
-def _with_unseen(found: list[Missing], board: Board, unseen: set[int]) -> list[Missing]:
+def _with_unseen(
+    found: list[Missing], board: LaunchRegistry, unseen: set[int]
+) -> list[Missing]:
     here, known = platform.node(), board.num_local == board.launch.size
     if found and not known:
         # Each host names its own.

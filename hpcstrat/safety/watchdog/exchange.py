@@ -16,14 +16,14 @@ from hpcstrat.safety.watchdog.pages import LONG_AGO, RankState
 from hpcstrat.safety.watchdog.stacks import Stacks
 from hpcstrat.safety.watchdog.watch import HELD_SECONDS, Watch
 
-__all__ = ["Exchange"]
+__all__ = ["WatchdogMessages"]
 
 # So many workers, and so many ranks of each, are told that a rank expects to be slow.
 _WORKERS_TOLD = 2
 _RANKS_TOLD = 2
 
 
-class Exchange:
+class WatchdogMessages:
     """Messages from and to this rank.
 
     ``held_until`` is when another rank's inquiry should be over; ``yields`` says that a

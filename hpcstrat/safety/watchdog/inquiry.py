@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from hpcstrat.engine.channel.waiting import Waiting
-from hpcstrat.safety.watchdog.exchange import Exchange
+from hpcstrat.safety.watchdog.exchange import WatchdogMessages
 from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateRank, LateReport
 from hpcstrat.safety.watchdog.pages import EXCHANGES, STALE_SECONDS, RankState
 from hpcstrat.safety.watchdog.stacks import Stacks, site_of
@@ -33,7 +33,7 @@ class Inquiry:
     def __init__(
         self,
         watch: Watch,
-        exchange: Exchange,
+        exchange: WatchdogMessages,
         waiting: Waiting,
         serve: Callable[[float], None],
     ) -> None:
@@ -42,7 +42,7 @@ class Inquiry:
         self._sequence = watch.channel.num_calls
         self.late: list[RankState] = []
         self._reports = False
-        self._states: list[RankState] = []
+        self.states: list[RankState] = []
         self._last_calls: dict[int, str] = {}
 
     @property
@@ -61,11 +61,11 @@ class Inquiry:
         self._exchange.begin()
         if not watch.begin_inquiry():
             return False
-        self._states = watch.states()
+        self.states = watch.states()
         self._ask_workers()
         if self.obsolete:
             return False
-        self._states.sort(key=lambda state: state.rank)
+        self.states.sort(key=lambda state: state.rank)
         self.late = self._find_late()
         left = min((state.slow_left for state in self.late), default=-math.inf)
         late, now = [state.rank for state in self.late[:SHOWN_RANKS]], time.monotonic()
@@ -84,12 +84,12 @@ class Inquiry:
         notes: dict[int, float] = {}
         answers = self._exchange.answers
         for answer in answers.values():
-            self._states += [RankState(*row) for row in answer["ranks"]]
+            self.states += [RankState(*row) for row in answer["ranks"]]
             notes |= {int(rank): left for rank, left in answer["notes"].items()}
         for worker in set(others) - answers.keys():
             for rank in watch.peers.ranks(worker):
                 left = max(self._exchange.noted(rank), notes.get(rank, -math.inf))
-                self._states.append(RankState(rank, slow_left=left))
+                self.states.append(RankState(rank, slow_left=left))
 
     def _ask(self, workers: list[int]) -> None:
         watch, answers = self._watch, self._exchange.answers
@@ -107,7 +107,7 @@ class Inquiry:
 
     def _find_late(self) -> list[RankState]:
         """Return the ranks for which this one waits, as far as is known."""
-        states = self._states
+        states = self.states
         known = self._watch.channel.waiter.late
         if self._watch.channel.waiter.waiting is self._waiting and -1 not in known:
             missing = [state for state in states if state.rank in known]
@@ -147,7 +147,7 @@ class Inquiry:
         ]
         waits = [
             state.rank
-            for state in self._states
+            for state in self.states
             if state.in_call and state.sequence == self._sequence
         ]
         if waiting.leaves:

@@ -10,6 +10,7 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "Page",
     "RankState",
     "Status",
+    "grouped",
 ]
 
 BUSY, WAITS, EXCHANGES, LEAVES = range(4)
@@ -93,6 +95,26 @@ class RankState:
     def in_call(self) -> bool:
         """Whether it was seen to wait for others just now."""
         return self.fresh and self.state != BUSY
+
+
+_WORDS = ("in the program", "waits in a call", "exchanges data", "has ended")
+
+
+def grouped(states: Iterable[RankState]) -> list[dict[str, Any]]:
+    """Return states for people: how many calls, and which ranks have made so many."""
+    groups: dict[tuple[int, str], list[RankState]] = {}
+    for state in states:
+        words = _WORDS[state.state] if state.fresh else "does not answer"
+        groups.setdefault((state.sequence, words), []).append(state)
+    return [
+        {
+            "calls": calls,
+            "state": words,
+            "seconds": round(max(member.waited for member in members), 1),
+            "ranks": sorted(member.rank for member in members),
+        }
+        for (calls, words), members in sorted(groups.items())
+    ]
 
 
 class Page:

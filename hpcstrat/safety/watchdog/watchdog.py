@@ -5,7 +5,8 @@ calls of the program do nothing for it but to keep in mind what they are. Where 
 has waited longer than ``warn_seconds``, the lowest of those that wait finds out for
 whom (`inquiry`), and reports it. After ``limit_seconds`` the wait
 itself raises an error; where it cannot, because MPI blocks it, the thread ends the
-process. So it does where NCCL has failed while the program is inside of CUDA.
+process. So it does where the program is inside of CUDA, and waits for kernels that do
+not end (`gpu_watch`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waiting import Waiting
-from hpcstrat.engine.gpu import library
 from hpcstrat.engine.logs import get_logger, place
 from hpcstrat.engine.settings import Settings
-from hpcstrat.safety.watchdog.exchange import Exchange
+from hpcstrat.safety import hang_file
+from hpcstrat.safety.watchdog.exchange import WatchdogMessages
+from hpcstrat.safety.watchdog.gpu_watch import GpuWatch
 from hpcstrat.safety.watchdog.inquiry import Inquiry
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
-from hpcstrat.safety.watchdog.pages import BUSY, STALE_SECONDS, Status
+from hpcstrat.safety.watchdog.pages import BUSY, STALE_SECONDS, Status, grouped
 from hpcstrat.safety.watchdog.watch import Watch
 
 __all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
@@ -40,8 +43,6 @@ _LONGEST_STAGGER_SECONDS = 2.0
 _OVERDUE_SECONDS = 15.0
 # By then the main thread has raised an error, if it can.
 _GRACE_SECONDS = 20.0
-# It may also do something of its own meanwhile, such as to save.
-_NCCL_GRACE_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
 _MOST_FAILURES = 3
@@ -53,7 +54,7 @@ class _Watched:
     """A watch, and what the thread has done for it."""
 
     def __init__(self, watch: Watch) -> None:
-        self.watch, self.exchange = watch, Exchange(watch)
+        self.watch, self.exchange = watch, WatchdogMessages(watch)
         self.failures = 0
 
 
@@ -65,8 +66,7 @@ class _Watchdog:
         self.watched: list[_Watched] = []
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = False
-        # Since when NCCL has failed.
-        self._failed_at = math.inf
+        self._gpu = GpuWatch()
         self._thread = threading.Thread(
             target=self._loop, name="hpcstrat-watchdog", daemon=True
         )
@@ -90,25 +90,9 @@ class _Watchdog:
             self._serve(min(ticks, default=1.0))
             for one in list(self.watched):
                 self._guarded(one, self._turn)
-            self._look_at_nccl()
-
-    def _look_at_nccl(self) -> None:
-        """End the process where NCCL has failed and the main thread does not find out.
-
-        It does at its next call. But it may be inside of CUDA, and wait for kernels
-        that never end.
-        """
-        if not library.is_loaded():
-            return
-        from hpcstrat.engine.gpu.transports.nccl_group import nccl_failure
-
-        failure, now = nccl_failure(), time.monotonic()
-        self._failed_at = min(self._failed_at, now) if failure else math.inf
-        if now > self._failed_at + _NCCL_GRACE_SECONDS:
-            end_process(
-                f"NCCL has failed ({failure}), and a kernel that waits for another "
-                "rank's never ends; set NCCL_DEBUG=INFO to see why"
-            )
+            reason = self._gpu.reason_to_end([one.watch for one in self.watched])
+            if reason:
+                end_process(reason)
 
     def _guarded(self, one: _Watched, act: Callable[[_Watched], None]) -> None:
         """Do something for a watch, without harm to the program where that fails."""
@@ -216,6 +200,8 @@ class _Watchdog:
         report = inquiry.report()
         if report is not None:
             get_logger().warning("%s", report)
+            groups = grouped(inquiry.states)
+            hang_file.add_event("late", report=asdict(report), ranks=groups)
         waiting.held_until = time.monotonic()
 
 
@@ -256,6 +242,7 @@ def end_process(reason: str) -> None:
     Not collective; by a thread beside the main one.
     """
     os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
+    hang_file.add_event("end", reason=reason)
     # The main thread may hold a lock of these files.
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
@@ -292,6 +279,7 @@ def register(channel: Channel, settings: Settings) -> None:
     Collective over the channel's ranks.
     """
     assert settings.limit_seconds is not None
+    hang_file.keep_in(settings.hang_folder or "", known_states)
     channel.waiter.limit_seconds = settings.limit_seconds
     if not settings.watchdog:
         return
@@ -307,6 +295,17 @@ def register(channel: Channel, settings: Settings) -> None:
     watchdog.watched.append(_Watched(watch))
     channel.waiter.watched = True
     watchdog.wake()
+
+
+def known_states() -> list[dict[str, Any]]:
+    """Return the states of the ranks of this worker, without asking any.
+
+    Not collective.
+    """
+    watchdog = _running()
+    for one in [] if watchdog is None else list(watchdog.watched):
+        return grouped(one.watch.states())
+    return []
 
 
 def unregister(channel: Channel) -> None:

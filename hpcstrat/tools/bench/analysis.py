@@ -24,7 +24,7 @@ import numpy as np
 
 from hpcstrat.engine.observe.arrival_report import ArrivalReport, ReplicaArrivals
 from hpcstrat.tools.bench.expectation import Expectation
-from hpcstrat.tools.bench.run_file import BenchError, Part, Run, read_run
+from hpcstrat.tools.bench.run_file import BenchError, MeasuredRun, Part, read_run
 from hpcstrat.tools.bench.verdicts import slow_parts, verdicts
 
 __all__ = ["RESAMPLES", "Point", "Report", "Series", "analyze", "interval", "read_runs"]
@@ -49,7 +49,7 @@ class Point:
     waited for each other equally long; None where it was not observed.
     """
 
-    run: Run
+    run: MeasuredRun
     part: Part
     median: float
     quartiles: tuple[float, float]
@@ -88,7 +88,7 @@ class Report:
     ``notes`` are what a reader must know of the figures, ``verdicts`` what to do.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[MeasuredRun, ...]
     series: tuple[Series, ...]
     notes: tuple[str, ...] = field(default=())
     verdicts: tuple[str, ...] = field(default=())
@@ -98,12 +98,12 @@ class Report:
         return [series for series in self.series if series.name == name]
 
 
-def read_runs(paths: Sequence[str]) -> list[Run]:
+def read_runs(paths: Sequence[str]) -> list[MeasuredRun]:
     """Read files, smallest run first; BenchError where they do not fit together."""
     # A pattern of the shell and a name by hand may give one file twice.
     runs = [read_run(path) for path in dict.fromkeys(paths)]
     runs.sort(key=lambda run: (run.num_replicas, run.num_workers))
-    seen: dict[tuple[int, ...], Run] = {}
+    seen: dict[tuple[int, ...], MeasuredRun] = {}
     for run in runs:
         other = seen.setdefault(run.replicas_per_worker, run)
         if other is not run:
@@ -120,7 +120,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
     return runs
 
 
-def _require_same_problem(runs: Sequence[Run]) -> None:
+def _require_same_problem(runs: Sequence[MeasuredRun]) -> None:
     """Refuse runs of which each has measured something else under one name."""
     for one, other in itertools.combinations(runs, 2):
         ours, theirs = _keys(one), _keys(other)
@@ -136,7 +136,7 @@ def _require_same_problem(runs: Sequence[Run]) -> None:
                 )
 
 
-def _keys(run: Run) -> dict[tuple[str, str], set[str]]:
+def _keys(run: MeasuredRun) -> dict[tuple[str, str], set[str]]:
     found: dict[tuple[str, str], set[str]] = {}
     for part in run.parts:
         name, scaling, words = part.key
@@ -155,7 +155,9 @@ def _difference(one: str, other: str) -> tuple[str, str]:
     return first, second
 
 
-def analyze(runs: Sequence[Run], given: Sequence[dict[str, Any]] = ()) -> Report:
+def analyze(
+    runs: Sequence[MeasuredRun], given: Sequence[dict[str, Any]] = ()
+) -> Report:
     """Return the figures of runs, as of `read_runs`, and of expectations."""
     expectation = Expectation(runs, given)
     keys = dict.fromkeys(part.key for run in runs for part in run.parts)
@@ -178,7 +180,7 @@ def _place(key: tuple[str, str, str]) -> tuple[Any, ...]:
 
 
 def _series(
-    key: tuple[str, str, str], runs: Sequence[Run], expectation: Expectation
+    key: tuple[str, str, str], runs: Sequence[MeasuredRun], expectation: Expectation
 ) -> Series:
     pairs = [(run, part) for run in runs if (part := run.part(key)) is not None]
     name, scaling, words = key
@@ -189,7 +191,10 @@ def _series(
 
 
 def _point(
-    run: Run, part: Part, base: tuple[Run, Part], expectation: Expectation
+    run: MeasuredRun,
+    part: Part,
+    base: tuple[MeasuredRun, Part],
+    expectation: Expectation,
 ) -> Point:
     first, reference = base
     seconds = np.array(part.seconds)
@@ -248,7 +253,7 @@ def interval(
     return float(low), float(high)
 
 
-def _shares(run: Run, part: Part) -> dict[str, Any]:
+def _shares(run: MeasuredRun, part: Part) -> dict[str, Any]:
     """Return what the replicas' time went to, all repeats together."""
     if not part.own_seconds:
         return {}
@@ -262,7 +267,7 @@ def _shares(run: Run, part: Part) -> dict[str, Any]:
     }
 
 
-def _slowest_host(run: Run, part: Part) -> str:
+def _slowest_host(run: MeasuredRun, part: Part) -> str:
     """Return where the replicas are that the others wait for, as `ArrivalReport`."""
     if run.num_replicas == 1:
         return ""
@@ -281,7 +286,7 @@ def _slowest_host(run: Run, part: Part) -> str:
     return f"{late[0].host} (replica {late[0].replica})" if late else ""
 
 
-def _notes(runs: Sequence[Run], series: Sequence[Series]) -> Iterator[str]:
+def _notes(runs: Sequence[MeasuredRun], series: Sequence[Series]) -> Iterator[str]:
     shared = [run.layout for run in runs if run.cores_per_replica < 1]
     if shared:
         fewest = min(run.cores_per_replica for run in runs)
@@ -325,7 +330,7 @@ def _notes(runs: Sequence[Run], series: Sequence[Series]) -> Iterator[str]:
     yield from _differences(runs)
 
 
-def _disturbed(runs: Sequence[Run]) -> Iterator[str]:
+def _disturbed(runs: Sequence[MeasuredRun]) -> Iterator[str]:
     """Say where other programs used much of a host, in the worst part of each run."""
     for run in runs:
         shares = [
@@ -345,11 +350,11 @@ def _disturbed(runs: Sequence[Run]) -> Iterator[str]:
             )
 
 
-def _replicas(run: Run) -> str:
+def _replicas(run: MeasuredRun) -> str:
     return f"{run.layout} replica{'s' if run.num_replicas > 1 else ''}"
 
 
-def _differences(runs: Sequence[Run]) -> Iterator[str]:
+def _differences(runs: Sequence[MeasuredRun]) -> Iterator[str]:
     """Say what else differs between what was measured."""
     kinds: dict[str, dict[str, str]] = {}
     for run in runs:

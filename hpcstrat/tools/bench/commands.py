@@ -24,7 +24,7 @@ from hpcstrat.tools.bench.parts import PARTS, Options
 from hpcstrat.tools.bench.pictures import draw, require_matplotlib, save
 from hpcstrat.tools.bench.predict_command import predict_command
 from hpcstrat.tools.bench.run_file import BenchError
-from hpcstrat.tools.bench.scaling import Wish, run_scaling
+from hpcstrat.tools.bench.scaling import ScalingRequest, run_scaling
 from hpcstrat.tools.bench.shapes import MODELS
 from hpcstrat.tools.bench.web_page import page
 from hpcstrat.tools.terminal import UncutGroup
@@ -176,7 +176,7 @@ def _measure(output: str, folder: str, words: dict[str, Any]) -> None:
         )
         launcher = launch_from_environment().launcher or "no launcher"
         command = f"{shlex.join(['hpcstrat', *sys.argv[1:]])} ({launcher})"
-        path = run_scaling(strategy, Wish(options, output, command, _tell))
+        path = run_scaling(strategy, ScalingRequest(options, output, command, _tell))
         if strategy.replica_id == 0:
             _tell(f"hpcstrat bench report {path} [FILES of other sizes] -o report.html")
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.tools.bench.run_file import BenchError, Part, Run, load_json
+from hpcstrat.tools.bench.run_file import BenchError, MeasuredRun, Part, load_json
 
 __all__ = ["Expectation", "read_expected"]
 
@@ -68,7 +68,7 @@ class Expectation:
     """The expected time of each part of some runs, smallest first."""
 
     def __init__(
-        self, runs: Sequence[Run], given: Sequence[dict[str, Any]] = ()
+        self, runs: Sequence[MeasuredRun], given: Sequence[dict[str, Any]] = ()
     ) -> None:
         self._runs = runs
         own = [run.expected for run in runs if run.expected]
@@ -78,7 +78,7 @@ class Expectation:
         # The first that fits is taken: what the user gives goes before a run's own.
         self._given = [*given, *own]
 
-    def seconds(self, part: Part, run: Run) -> tuple[float, str] | None:
+    def seconds(self, part: Part, run: MeasuredRun) -> tuple[float, str] | None:
         """Return what one call or step should take, and who says so; None: nobody."""
         for content in self._given:
             for point in content["points"]:
@@ -96,7 +96,7 @@ class Expectation:
             if not any(_is_of(p, *pair) for p in content["points"] for pair in pairs)
         ]
 
-    def _modelled(self, part: Part, run: Run) -> float | None:
+    def _modelled(self, part: Part, run: MeasuredRun) -> float | None:
         if part.name in ("all_reduce", "gradients"):
             return self._call(part.parameters["nbytes"], run)
         if part.name != "step":
@@ -119,7 +119,7 @@ class Expectation:
             return None
         return _besides(base, first, run) * _turns(run) / _turns(first) + moving
 
-    def _call(self, nbytes: int, run: Run) -> float | None:
+    def _call(self, nbytes: int, run: MeasuredRun) -> float | None:
         """Return what a call takes, as `_sum`, and what it costs in any case."""
         moving = self._sum(nbytes, run)
         return None if moving is None else moving + self._cost * _turns(run)
@@ -137,7 +137,7 @@ class Expectation:
                 return max(beyond, 0.0) / _turns(run)
         return 0.0
 
-    def _sum(self, nbytes: int, run: Run) -> float | None:
+    def _sum(self, nbytes: int, run: MeasuredRun) -> float | None:
         """Return what the bytes of a sum take; None where no link is known."""
         seconds = 0.0
         if max(run.replicas_per_worker) > 1:
@@ -166,7 +166,7 @@ class Expectation:
         return None
 
 
-def _is_of(point: dict[str, Any], part: Part, run: Run) -> bool:
+def _is_of(point: dict[str, Any], part: Part, run: MeasuredRun) -> bool:
     same = (point["part"], point["scaling"]) == (part.name, part.scaling)
     parameters = point.get("parameters")
     # A part of other parameters is another problem, such as another model's.
@@ -175,12 +175,12 @@ def _is_of(point: dict[str, Any], part: Part, run: Run) -> bool:
     return same and point["num_replicas"] == run.num_replicas
 
 
-def _turns(run: Run) -> float:
+def _turns(run: MeasuredRun) -> float:
     """The factor by which computing takes longer where replicas share cores."""
     return max(1.0, 1 / run.cores_per_replica)
 
 
-def _besides(base: Part, first: Run, run: Run) -> float:
+def _besides(base: Part, first: MeasuredRun, run: MeasuredRun) -> float:
     """Return what a replica's step takes besides its calls, with its own batch."""
     calls = np.add(base.late_seconds, base.communication_seconds)
     # The calls are modelled by themselves, with the waiting that they hold.

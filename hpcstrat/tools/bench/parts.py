@@ -19,7 +19,12 @@ from hpcstrat.strategies.current import get_replica_context
 from hpcstrat.tools.bench.measuring import Repeats, fill_calls, fill_steps
 from hpcstrat.tools.bench.run_file import BenchError, Part
 from hpcstrat.tools.bench.shapes import MODELS, gradient_bytes
-from hpcstrat.tools.bench.training import Rows, StepSize, TrainingStep, load_function
+from hpcstrat.tools.bench.training import (
+    RepeatedRows,
+    StepSize,
+    TrainingStep,
+    load_function,
+)
 from hpcstrat.variables import Variable
 
 __all__ = ["PARTS", "Options", "Planned", "planned"]
@@ -180,7 +185,7 @@ def _inputs(options: Options) -> Iterator[Planned]:
     def measure(part: Part, strategy: Strategy) -> None:
         _set_batch(part, options.batch_size, strategy)
         # As many as all steps read: the end of an epoch would end the measurement.
-        rows = Rows(options.folder, part.batch_size * options.repeats.in_all)
+        rows = RepeatedRows(options.folder, part.batch_size * options.repeats.in_all)
         dataset = Dataset(rows, part.batch_size)
         batches = iter(strategy.experimental_distribute_dataset(dataset))
         fill_steps(part, strategy, lambda: next(batches), options.repeats)

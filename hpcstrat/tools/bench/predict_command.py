@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from hpcstrat.tools.bench.pictures import require_matplotlib
-from hpcstrat.tools.bench.prediction.forecast import Point, predict
+from hpcstrat.tools.bench.prediction.forecast import ForecastPoint, predict
 from hpcstrat.tools.bench.prediction.inputs import Given, read_given
 from hpcstrat.tools.bench.prediction.picture import PARTS, draw
 from hpcstrat.tools.bench.prediction.platforms import MOST_NODES, NETWORKS
@@ -142,7 +142,7 @@ def predict_command(
         if picture is not None:
             require_matplotlib()
         given = _given(files, words)
-        curves: dict[str, list[Point]] = {}
+        curves: dict[str, list[ForecastPoint]] = {}
         for kind in dict.fromkeys(networks):
             curves[kind] = []
             for point in _points(given, kind, nodes):
@@ -176,7 +176,7 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> Given:
     return given
 
 
-def _points(given: Given, kind: str, nodes: Sequence[int]) -> Iterator[Point]:
+def _points(given: Given, kind: str, nodes: Sequence[int]) -> Iterator[ForecastPoint]:
     """Predict, and say what each point took."""
     network = given.network(kind)
     for point in predict(given.step(), given.job(), given.machine(), network, nodes):
@@ -188,7 +188,7 @@ def _points(given: Given, kind: str, nodes: Sequence[int]) -> Iterator[Point]:
         yield point
 
 
-def _show(kind: str, points: Sequence[Point]) -> None:
+def _show(kind: str, points: Sequence[ForecastPoint]) -> None:
     console = new_console()
     console.print(f"{kind}: {points[-1].network or 'one node'}")
     table = new_table(
@@ -202,7 +202,7 @@ def _show(kind: str, points: Sequence[Point]) -> None:
     console.print(table)
 
 
-def _report(curves: dict[str, list[Point]]) -> dict[str, Any]:
+def _report(curves: dict[str, list[ForecastPoint]]) -> dict[str, Any]:
     """Return what hpcstrat bench report takes as expectations, and more."""
     return {
         "format": "hpcstrat expected",
@@ -233,7 +233,7 @@ def _write(path: str, report: dict[str, Any]) -> None:
         ) from error
 
 
-def _draw(path: str, curves: dict[str, list[Point]]) -> None:
+def _draw(path: str, curves: dict[str, list[ForecastPoint]]) -> None:
     figure = draw(curves, "A training step, predicted by SimGrid")
     try:
         figure.savefig(path)

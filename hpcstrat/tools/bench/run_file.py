@@ -73,8 +73,8 @@ __all__ = [
     "FORMAT",
     "FORMAT_VERSION",
     "BenchError",
+    "MeasuredRun",
     "Part",
-    "Run",
     "load_json",
     "read_run",
     "write_json",
@@ -139,7 +139,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Run:
+class MeasuredRun:
     """All of a file; see the module. ``path`` is where it was read."""
 
     topology: dict[str, Any]
@@ -196,7 +196,7 @@ class Run:
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
 
 
-def write_run(run: Run, path: str) -> None:
+def write_run(run: MeasuredRun, path: str) -> None:
     """Replace the file of a run by a new one, as `write_json` does."""
     write_json(run.to_json(), path)
 
@@ -258,7 +258,7 @@ def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any
     return dict(content)
 
 
-def read_run(path: str) -> Run:
+def read_run(path: str) -> MeasuredRun:
     """Read a file; BenchError where it is not one, or is damaged."""
     content = load_json(path, FORMAT, FORMAT_VERSION, "hpcstrat bench scaling")
     try:
@@ -276,7 +276,7 @@ def _words(error: Exception) -> str:
     return str(error)
 
 
-def _parsed(content: dict[str, Any], path: str) -> Run:
+def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
     # Looked up for the KeyError alone, which names what is missing.
     for name in _REQUIRED:
         content[name]
@@ -284,7 +284,7 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
         content["topology"][name]
     # Names of a later writer that this one does not know are left out.
     known = {part_field.name for part_field in fields(Part)}
-    run = Run(
+    run = MeasuredRun(
         topology=dict(content["topology"]),
         reduction=dict(content["reduction"]),
         sessions=list(content["sessions"]),
@@ -311,7 +311,7 @@ def _parsed(content: dict[str, Any], path: str) -> Run:
     return run
 
 
-def _check_topology(run: Run) -> None:
+def _check_topology(run: MeasuredRun) -> None:
     """Refuse replicas and workers that do not fit; ValueError, TypeError."""
     sizes = run.replicas_per_worker
     # Before the cores are divided by these.
@@ -323,7 +323,7 @@ def _check_topology(run: Run) -> None:
         raise ValueError("replicas of other workers than these")
 
 
-def _check_part(part: Part, run: Run) -> None:
+def _check_part(part: Part, run: MeasuredRun) -> None:
     """Refuse figures that no measurement gives; ValueError, TypeError, IndexError."""
     where = f"in the part {part.name}, {part.scaling}"
     for name in _PARAMETERS.get(part.name, ()):

@@ -19,10 +19,16 @@ from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.topology.links import Link, Links, find_outliers, measure_links
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.tools.bench.parts import Options, Planned, planned
-from hpcstrat.tools.bench.run_file import BenchError, Part, Run, read_run, write_run
+from hpcstrat.tools.bench.run_file import (
+    BenchError,
+    MeasuredRun,
+    Part,
+    read_run,
+    write_run,
+)
 from hpcstrat.tools.bench.training import load_function, write_rows
 
-__all__ = ["Wish", "run_scaling"]
+__all__ = ["ScalingRequest", "run_scaling"]
 
 # Variables that Open MPI's launcher sets for its ranks, not those of a user.
 _OF_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")
@@ -33,7 +39,7 @@ _ENVIRONMENT = ("HPCSTRAT_", "OMP_", "OMPI_MCA_", "UCX_", "MPICH_", "FI_", "NCCL
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ScalingRequest:
     """A list of what to measure, and the file that keeps it.
 
     ``output`` is the file's path, in which ``{n}`` stands for the number of replicas.
@@ -46,7 +52,7 @@ class Wish:
     tell: Callable[[str], None]
 
 
-def run_scaling(strategy: Strategy, wish: Wish) -> str:
+def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
     """Measure what is missing in the file, and return its path.
 
     Collective over the strategy's replicas. Raises on every rank: BenchError if the
@@ -87,7 +93,7 @@ def run_scaling(strategy: Strategy, wish: Wish) -> str:
     return path
 
 
-def _prepare(strategy: Strategy, run: Run, options: Options, path: str) -> None:
+def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) -> None:
     """Measure the links, and write the rows that parts read."""
     # A file goes on with the same ranks only, so that its links still serve.
     if not run.links:
@@ -130,11 +136,11 @@ def _unwritten(error: OSError) -> str:
     )
 
 
-def _open(path: str, topology: dict[str, Any]) -> Run:
+def _open(path: str, topology: dict[str, Any]) -> MeasuredRun:
     """Return the run of a file, or a new one; see that it can be written."""
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        run = Run(topology=topology)
+        run = MeasuredRun(topology=topology)
         # What could not be kept must not take minutes first.
         write_run(run, path)
         return run
@@ -150,7 +156,7 @@ def _open(path: str, topology: dict[str, Any]) -> Run:
     return run
 
 
-def _write(run: Run, path: str) -> None:
+def _write(run: MeasuredRun, path: str) -> None:
     write_run(run, path)
 
 

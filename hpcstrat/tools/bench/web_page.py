@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcstrat.tools.bench.analysis import RESAMPLES, Point, Report, Series
 from hpcstrat.tools.bench.pictures import rate
-from hpcstrat.tools.bench.run_file import Run
+from hpcstrat.tools.bench.run_file import MeasuredRun
 from hpcstrat.tools.bench.shapes import size_text
 
 __all__ = ["page"]
@@ -236,7 +236,7 @@ def _sums(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
     )
 
 
-def _sum_cell(series: Series, run: Run) -> Cell:
+def _sum_cell(series: Series, run: MeasuredRun) -> Cell:
     point = next((point for point in series.points if point.run is run), None)
     if point is None:
         return ("not measured",)
@@ -295,7 +295,7 @@ def _about(series: Series) -> str:
     return escape(", ".join(words))
 
 
-def _runs(runs: Sequence[Run]) -> Iterator[str]:
+def _runs(runs: Sequence[MeasuredRun]) -> Iterator[str]:
     yield "<h2>The runs</h2>"
     names = ["replicas", "replicas per worker", "cores per worker", "link inside"]
     names += ["link between", "file"]
@@ -338,7 +338,7 @@ def _link(link: Mapping[str, Any] | None) -> str:
 
 
 def _table(
-    names: Sequence[str], rows: Sequence[Cells], runs: Sequence[Run] = ()
+    names: Sequence[str], rows: Sequence[Cells], runs: Sequence[MeasuredRun] = ()
 ) -> str:
     """Return a table; rows of runs whose replicas share cores have another color."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)

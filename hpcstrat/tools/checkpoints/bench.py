@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from hpcstrat.checkpoint.bench.scratch import scratch
-from hpcstrat.checkpoint.bench.ways import STRIPE_BYTES, Measured, compare
+from hpcstrat.checkpoint.bench.ways import STRIPE_BYTES, MeasuredWay, compare
 from hpcstrat.checkpoint.bench.writers import Writers, run_in_threads
 from hpcstrat.checkpoint.disk.file_systems import file_system_name, is_local
 from hpcstrat.checkpoint.file.extents import choose_block_bytes
@@ -150,7 +150,7 @@ def parse_size(text: str) -> int:
     return max(-(-nbytes // STRIPE_BYTES), 1) * STRIPE_BYTES
 
 
-def _show(results: Sequence[Measured]) -> None:
+def _show(results: Sequence[MeasuredWay]) -> None:
     table = new_table("layout", "part", "write GB/s", "read GB/s")
     for found in results:
         way = found.way
@@ -164,7 +164,7 @@ def _show(results: Sequence[Measured]) -> None:
 
 
 def advise(
-    results: Sequence[Measured], auto: bool, kind: str, directory: str
+    results: Sequence[MeasuredWay], auto: bool, kind: str, directory: str
 ) -> list[str]:
     """Return lines: what to set, in the last one, and what else is worth to know.
 
@@ -200,7 +200,7 @@ def _remedy(kind: str, directory: str) -> str:
     return ""
 
 
-def _setting(direct: Measured, cached: Measured, auto: bool) -> str:
+def _setting(direct: MeasuredWay, cached: MeasuredWay, auto: bool) -> str:
     """Return the line about ``direct_io``, by the part size of real checkpoints."""
     chosen = "on" if auto else "off"
     if direct.refused:
@@ -233,7 +233,7 @@ def _report(
     wish: _Asked,
     kind: str,
     num_writers: int,
-    results: Sequence[Measured],
+    results: Sequence[MeasuredWay],
     lines: Sequence[str],
 ) -> dict[str, Any]:
     rows = [

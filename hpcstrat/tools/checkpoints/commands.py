@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
 import numpy as np
 
-from hpcstrat.checkpoint.file.blocks import Blocks
-from hpcstrat.checkpoint.file.export import export_values
-from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.checkpoint.file.other_files import NoCheckpointError
-from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header, read_values
+from hpcstrat.checkpoint.file.reader import read_values
 from hpcstrat.checkpoint.file.schema import (
     Entry,
     Header,
     list_checkpoints,
-    named_dtype,
     section_of,
 )
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from hpcstrat.tools.checkpoints.bench import bench
+from hpcstrat.tools.checkpoints.exchange import export, import_
+from hpcstrat.tools.checkpoints.reading import (
+    checked,
+    explained,
+    header_of,
+    known_dtype,
+    one_line,
+    read,
+    unreadable,
+    verify_file,
+)
 from hpcstrat.tools.terminal import (
     UncutGroup,
     add_row,
@@ -48,13 +53,10 @@ def ckpt() -> None:
 
 
 ckpt.add_command(bench)
+ckpt.add_command(export)
+ckpt.add_command(import_)
 
 _file = click.argument("file", type=click.Path())
-
-
-def _line(error: Exception) -> str:
-    """Return the text of an error in one line."""
-    return " ".join(str(error).split())
 
 
 @ckpt.command()
@@ -71,16 +73,16 @@ def ls(directory: str) -> None:
         try:
             # The size of the link itself, which may lead to nothing.
             size = f"{os.lstat(path).st_size:,}"
-            header = _read(path)
+            header = read(path)
         except FileNotFoundError:
             # Replaced by newer ones since the folder was listed.
             continue
         except OSError as error:
             # Such as a folder of which only the names may be read.
-            raise click.ClickException(_unreadable(path, error)) from error
+            raise click.ClickException(unreadable(path, error)) from error
         except CheckpointError as error:
             add_row(table, name, "damaged", "", "", size)
-            problems.append(f"{name}: {_line(error)}")
+            problems.append(f"{name}: {one_line(error)}")
             continue
         words = (header.step, header.num_replicas, len(header.entries))
         add_row(table, name, *words, size)
@@ -101,45 +103,14 @@ def _listed(directory: str) -> list[str]:
     try:
         return list_checkpoints(directory)
     except OSError as error:
-        raise click.ClickException(_unreadable(directory, error)) from error
-
-
-def _unreadable(path: str, error: OSError) -> str:
-    return (
-        f"expected a readable checkpoint, found {path}: {error.strerror}; check the "
-        "path and its permissions"
-    )
-
-
-def _read(path: str) -> Header:
-    """Read what a file holds; a CheckpointError says why it cannot be."""
-    _require_file(path)
-    return read_header(path)
-
-
-def _require_file(path: str) -> None:
-    """Refuse what a reader would take for a damaged file, or wait for."""
-    try:
-        kind = os.stat(path).st_mode
-        if stat.S_ISREG(kind):
-            # Whether it can be opened: a reader would say that it is damaged.
-            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            return
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise CheckpointError(_unreadable(path, error)) from error
-    found = "a folder" if stat.S_ISDIR(kind) else "something else"
-    raise CheckpointError(
-        f"expected a file, found {found} at {path}; give one checkpoint"
-    )
+        raise click.ClickException(unreadable(directory, error)) from error
 
 
 @ckpt.command()
 @_file
 def show(file: str) -> None:
     """Show what the checkpoint FILE holds."""
-    header = _header(file)
+    header = header_of(file)
     console = new_console()
     console.print(f"step {header.step}, saved by {header.num_replicas} replicas")
     for name, value in header.metrics.items():
@@ -187,39 +158,19 @@ def verify(paths: tuple[str, ...]) -> None:
 def _verdict(file: str) -> tuple[bool, str]:
     """Return whether a file is good, and what to say of it."""
     try:
-        count = _verify(file)
+        count = verify_file(file)
     except NoCheckpointError as error:
-        return False, f"no checkpoint: {_line(error)}"
+        return False, f"no checkpoint: {one_line(error)}"
     except CorruptCheckpointError as error:
-        return False, f"DAMAGED: {_line(error)}"
+        return False, f"DAMAGED: {one_line(error)}"
     except CheckpointError as error:
         # A newer version, or a file that is not readable now: it may be whole.
-        return False, f"not verified: {_line(error)}"
+        return False, f"not verified: {one_line(error)}"
     except OSError as error:
-        return False, f"not verified: {_unreadable(file, error)}"
+        return False, f"not verified: {unreadable(file, error)}"
     if count is None:
         return False, "not verified: format version 1 has no hashes"
     return True, f"good, {count:,} bytes checked"
-
-
-def _verify(path: str) -> int | None:
-    """Return how many bytes of values were checked; None without hashes."""
-    _require_file(path)
-    found = open_checkpoint(path)
-    if found.vouched is None:
-        return None
-    plan, count = found.vouched.plan, 0
-    # One slot for all: a file may be larger than the memory of a login node.
-    slot = Image(1, plan.block_bytes).slot(0)
-    with (
-        Blocks(path, found.vouched, direct=False) as blocks,
-        progress(plan.data_end - plan.data_start, os.path.basename(path)) as tick,
-    ):
-        for block in range(plan.num_blocks):
-            nbytes = blocks.read(block, slot).nbytes
-            count += nbytes
-            tick(nbytes)
-    return count
 
 
 @ckpt.command()
@@ -251,7 +202,7 @@ def differences(
     where they do not. Raises ClickException if a file is damaged or cannot be read.
     """
     # Checked before they are compared: a flipped bit would look like training.
-    headers = _checked(first), _checked(second)
+    headers = checked(first), checked(second)
     lines = []
     names = sorted(set(headers[0].entries) | set(headers[1].entries))
     # For the bar: a value that both have is read twice.
@@ -277,7 +228,7 @@ def _entries(name: str, headers: tuple[Header, Header]) -> list[Entry]:
 
 
 def _nbytes(entry: Entry) -> int:
-    return math.prod(entry.shape) * _dtype(entry.dtype).itemsize
+    return math.prod(entry.shape) * known_dtype(entry.dtype).itemsize
 
 
 def _same_state(one: Any, other: Any) -> bool:
@@ -307,10 +258,12 @@ def _difference(
 
 def _by_value(one: Array, other: Array) -> str:
     """Return how two arrays differ, to which two NaN are no difference."""
-    unequal = np.asarray(one != other)
-    if one.dtype.kind not in "iub":
-        # Two NaN are no difference.
-        unequal &= ~(np.isnan(one) & np.isnan(other))
+    # Comparing NaN of bfloat16 would warn.
+    with np.errstate(invalid="ignore"):
+        unequal = np.asarray(one != other)
+        if one.dtype.kind not in "iub":
+            # Two NaN are no difference.
+            unequal &= ~(np.isnan(one) & np.isnan(other))
     count = int(unequal.sum())
     if not count:
         return ""
@@ -326,80 +279,6 @@ def _by_value(one: Array, other: Array) -> str:
     return f"{count:,} of {one.size:,} elements by at most {largest:.3g}, {values}"
 
 
-@ckpt.command()
-@_file
-@click.argument("output", type=click.Path(dir_okay=False))
-def export(file: str, output: str) -> None:
-    """Write the values of a checkpoint for others.
-
-    OUTPUT ends in .npz or, for plain HDF5, in .h5, and must not exist.
-    """
-    header = _checked(file)
-    if os.path.splitext(output)[1] not in (".npz", ".h5", ".hdf5"):
-        raise click.ClickException(
-            f"expected an output that ends in .npz, .h5 or .hdf5, found {output}; "
-            "rename it"
-        )
-    # To say it in good words; the file is made exclusively in any case.
-    if os.path.exists(output):
-        raise click.ClickException(
-            f"expected a name that is free, found the file {output}; choose another"
-        )
-    total = sum(map(_nbytes, header.entries.values()))
-    try:
-        with progress(total, os.path.basename(output)) as tick:
-            export_values(output, _values(file, header, tick))
-    except OSError as error:
-        raise click.ClickException(f"{output} could not be written: {error}") from error
-    click.echo(f"{output}: {len(header.entries)} values")
-
-
-def _values(
-    path: str, header: Header, tick: Callable[[int], None]
-) -> Iterator[tuple[str, Array]]:
-    for name, entry in sorted(header.entries.items()):
-        yield name, _value(path, name, entry.dtype)
-        tick(_nbytes(entry))
-
-
-def _header(path: str) -> Header:
-    with _explained(path):
-        return _read(path)
-
-
-def _checked(path: str) -> Header:
-    """Return what a file holds, after all its bytes were checked."""
-    header = _header(path)
-    # Once for all: values are read without their hashes later.
-    with _explained(path):
-        if _verify(path) is None:
-            text = "not verified: format version 1 has no hashes"
-            click.echo(f"{path}: {text}", err=True)
-    return header
-
-
-@contextlib.contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """End the command with one line about what is wrong with a file."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise click.ClickException(_line(error)) from error
-    except OSError as error:
-        raise click.ClickException(_unreadable(path, error)) from error
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    # bfloat16 needs ml_dtypes, which whoever looks into a file may not have.
-    try:
-        return named_dtype(name)
-    except (ImportError, TypeError) as error:
-        raise click.ClickException(
-            f"expected a type that is known here, found {name}: {_line(error)}; "
-            "install what is missing"
-        ) from error
-
-
 def _value(path: str, name: str, dtype: str) -> Array:
-    with _explained(path):
-        return read_values(path, {name: _dtype(dtype)})[name]
+    with explained(path):
+        return read_values(path, {name: known_dtype(dtype)})[name]

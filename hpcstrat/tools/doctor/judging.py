@@ -17,7 +17,7 @@ from hpcstrat.tools.doctor.measuring import RankMeasures
 
 __all__ = [
     "HostMeasures",
-    "Measured",
+    "JobMeasures",
     "bandwidth_words",
     "judge",
     "latency_words",
@@ -61,7 +61,7 @@ class HostMeasures:
 
 
 @dataclass(slots=True)
-class Measured:
+class JobMeasures:
     """Measures of a job; ``troubles`` are host, what was not measured, and why."""
 
     path: str
@@ -82,7 +82,7 @@ class Measured:
 
 def summarize(
     path: str, ranks: Sequence[RankFacts], measures: Sequence[RankMeasures]
-) -> Measured:
+) -> JobMeasures:
     """Bring together what ranks say, in the same order."""
     by_host: dict[str, list[tuple[RankFacts, RankMeasures]]] = {}
     for facts, told in zip(ranks, measures, strict=True):
@@ -105,7 +105,7 @@ def summarize(
         for facts, told in zip(ranks, measures, strict=True)
         for trouble in told.troubles
     }
-    return Measured(
+    return JobMeasures(
         path,
         min(inits, default=None),
         next((told.links for told in measures if told.links is not None), None),
@@ -151,7 +151,7 @@ def latency_words(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
-def judge(measured: Measured) -> Findings:
+def judge(measured: JobMeasures) -> Findings:
     """Return what is wrong, or worth a word."""
     found = Findings()
     for host, what, why in measured.troubles:

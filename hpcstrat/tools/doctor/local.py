@@ -18,7 +18,7 @@ import numpy as np
 from hpcstrat.checkpoint.disk.disk import flush, write_all
 from hpcstrat.checkpoint.disk.file_systems import file_system_name
 
-__all__ = ["FolderFacts", "Locked", "Memory", "look_at_folder", "within"]
+__all__ = ["FolderFacts", "Locked", "MemoryProbe", "look_at_folder", "within"]
 
 _MIB = 1 << 20
 # More than a core's caches have, twice; less where memory is scarce.
@@ -36,7 +36,7 @@ _NAP_SECONDS = 0.1
 _UNLOCKABLE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
-class Memory:
+class MemoryProbe:
     """Copies an array that no cache holds, to measure the memory of this rank's core.
 
     ``num_ranks`` do so on this host.

@@ -19,7 +19,7 @@ from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.tools.doctor.local import (
     FolderFacts,
     Locked,
-    Memory,
+    MemoryProbe,
     look_at_folder,
     within,
 )
@@ -81,7 +81,7 @@ def measure_alone(folder: str) -> RankMeasures:
     """Measure what there is without MPI."""
     measures = RankMeasures()
     measures.memory_alone = measures.attempt(
-        "memory", lambda: Memory(1).bytes_per_second()
+        "memory", lambda: MemoryProbe(1).bytes_per_second()
     )
     token = secrets.token_hex(_TOKEN_BYTES)
     measures.folder = look_at_folder(folder, token, 0, LIMIT_SECONDS)
@@ -139,7 +139,7 @@ def _note_clock(together: _Together, measures: RankMeasures) -> None:
 def _measure_memory(together: _Together, measures: RankMeasures) -> None:
     """Measure one rank of each host after the other, then all."""
     worker = together.topology.worker_comm
-    memory = measures.attempt("memory", lambda: Memory(worker.size))
+    memory = measures.attempt("memory", lambda: MemoryProbe(worker.size))
 
     # A rank that could get no memory meets the others all the same.
     def copy(busy: bool = False) -> float | None:

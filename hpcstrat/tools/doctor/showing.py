@@ -20,13 +20,13 @@ from hpcstrat.tools.doctor.examination import RankFacts, launch_words
 from hpcstrat.tools.doctor.findings import Findings
 from hpcstrat.tools.doctor.judging import (
     HostMeasures,
-    Measured,
+    JobMeasures,
     bandwidth_words,
     latency_words,
 )
 from hpcstrat.tools.terminal import add_row, new_console, new_table
 
-__all__ = ["Report"]
+__all__ = ["DoctorReport"]
 
 JSON_VERSION = 1
 """Of the form of ``--json``: one more where a name goes or changes its meaning."""
@@ -40,7 +40,7 @@ _MOST_LINKS = 12
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """All that the doctor has to say.
 
     ``reduction`` is how arrays on GPUs are summed, ``probe`` what MPI can do with their
@@ -51,7 +51,7 @@ class Report:
     ranks: list[RankFacts] = field(default_factory=list)
     probe: ProbeReport | None = None
     reduction: str = ""
-    measured: Measured | None = None
+    measured: JobMeasures | None = None
 
     def show_json(self) -> None:
         """Print one JSON object, at once."""
@@ -179,7 +179,7 @@ def _show_probe(report: ProbeReport) -> None:
 # Measures.
 
 
-def _show_measured(measured: Measured) -> None:
+def _show_measured(measured: JobMeasures) -> None:
     _section("measures")
     if measured.init_seconds is not None:
         _row("MPI_Init", f"{measured.init_seconds:.2f} s, of the last rank to come")

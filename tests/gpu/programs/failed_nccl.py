@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 
 import hpcstrat as hs
-from hpcstrat.safety.watchdog import watchdog
+from hpcstrat.safety.watchdog import gpu_watch
 
 
 class Failed:
@@ -21,7 +21,7 @@ class Failed:
 
 def main() -> None:
     """Fail on replica 0; the other waits for it in a call of MPI."""
-    watchdog._NCCL_GRACE_SECONDS = 1.0
+    gpu_watch._GRACE_SECONDS = 1.0
     strategy: Any = hs.MultiWorkerMirroredStrategy()
     total = strategy.reduce("sum", cupy.ones(8), axis=None)
     assert float(total[0]) == strategy.num_replicas_in_sync

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -35,6 +36,20 @@ def test_rank_tests_make_and_reduce_arrays_on_gpus(strategy: Any, job: Any) -> N
         assert_sum(cupy.asnumpy(total), parts)
     with pytest.raises(AssertionError):
         assert_sum(total + 1, parts)
+
+
+_REASONS = {"nccl": "nccl", "mpi": "messages of MPI", "host": "algorithms on the host"}
+
+
+def test_arrays_go_by_the_transport_that_the_job_is_for(
+    strategy: Any, job: Any
+) -> None:
+    transport = os.environ.get("HPCSTRAT_TEST_TRANSPORT")
+    if transport is None or job.size == 1:
+        pytest.skip("the job is for no transport")
+    strategy.reduce("sum", cupy.ones(10), axis=None)
+    reason = strategy.collectives.channel.device_group.reason
+    assert reason.startswith(_REASONS[transport])
 
 
 def test_the_module_for_numpy_keeps_arrays_where_they_are() -> None:

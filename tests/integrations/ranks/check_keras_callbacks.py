@@ -178,11 +178,11 @@ def test_what_two_replicas_saved_goes_on_with_all(
         model.compile(keras.optimizers.Adam(0.1), "mse")
         data = hsk.Batches(X, Y, batch_size=4, strategy=where, shuffle=True)
         hsk.distribute(model, where)
-        manager = hs.CheckpointManager(folder, **hsk.state(model), **options)
-        with manager:
-            found = model.fit(
-                data, epochs=epochs, verbose=0, callbacks=[hsk.Checkpoint(manager)]
-            )
+        log = hs.metrics.Log(folder, strategy=where)
+        state = {**hsk.state(model), "log": log}
+        with hs.CheckpointManager(folder, **state, **options) as manager:
+            keep = hsk.Checkpoint(manager, log=log)
+            found = model.fit(data, epochs=epochs, verbose=0, callbacks=[keep])
         return model, found.epoch
 
     if 2 in strategies:
@@ -192,6 +192,10 @@ def test_what_two_replicas_saved_goes_on_with_all(
     model, epochs = fit(3, strategy, 5)
     strategy.check_equal(_values(model))
     assert epochs == ([0, 1, 2] if job.size == 1 else [2])
+    job.Barrier()
+    logged = hs.metrics.read_log(folder)
+    assert [record["step"] for record in logged] == [1, 2, 3]
+    assert all(np.isfinite(record["scalars"]["loss"]) for record in logged)
     if job.size > 1:
         folder = folder / "whole"
         whole, _ = fit(3, strategy, 1)

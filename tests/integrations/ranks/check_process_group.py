@@ -15,7 +15,7 @@ from torch import nn
 
 import hpcstrat as hs
 import hpcstrat.integrations.torch
-from hpcstrat.engine.collectives.areas import Areas
+from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.integrations.torch import process_group
 from hpcstrat.integrations.torch.shared_storages import share_storage
 from tests.mpi.ranks.outcomes import outcome
@@ -325,7 +325,7 @@ def test_buckets_of_ddp_are_added_up_where_they_lie(job: Any) -> None:
 
 
 def test_memory_that_others_may_hold_stays_where_it_is() -> None:
-    areas, shown, free = Areas(), torch.ones(1 << 20), torch.ones(1 << 20)
+    areas, shown, free = MappedMemory(), torch.ones(1 << 20), torch.ones(1 << 20)
     array = shown.numpy()
     for tensor in (shown, free[8:], free[:8], free[::2]):
         share_storage(tensor, areas, 2)
@@ -356,13 +356,13 @@ def test_ddp_between_workers_begins_its_sums_at_once(
     model = nn.parallel.DistributedDataParallel(
         net(job.rank), process_group=group, bucket_cap_mb=1e-5
     )
-    start = group.collectives.start_inside
+    start = group.collectives.start_in_call
 
     def started(*args: Any, **options: Any) -> Any:
         seen.append("start")
         return start(*args, **options)
 
-    monkeypatch.setattr(group.collectives, "start_inside", started)
+    monkeypatch.setattr(group.collectives, "start_in_call", started)
     first = next(model.parameters())
     first.register_post_accumulate_grad_hook(lambda _: seen.append("first"))
     trained(model, own, adam)

@@ -68,13 +68,13 @@ def _strategy(kept: Any, replicas_per_worker: int = 1, **options: Any) -> Any:
 def _seen(module: Any, strategy: Any, patch: Any) -> list[str]:
     """Return a list of what happens: starts of reductions, gradients of the first."""
     seen: list[str] = []
-    start = strategy.collectives.start_inside
+    start = strategy.collectives.start_in_call
 
     def started(*args: Any, **options: Any) -> Any:
         seen.append("start")
         return start(*args, **options)
 
-    patch.setattr(strategy.collectives, "start_inside", started)
+    patch.setattr(strategy.collectives, "start_in_call", started)
     first = next(module.parameters())
     first.register_post_accumulate_grad_hook(lambda _: seen.append("first"))
     return seen

@@ -1,6 +1,7 @@
 """Make a strategy in a child of each rank: ``children.py spawn|fork|forkserver|raw``.
 
-Run with ``later``, MPI has not started yet when the children do.
+Run with ``later``, MPI has not started yet when the children do; with ``import``, they
+make the strategy while they import this program, as one without ``if __name__`` does.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from functools import partial
 
 import hpcstrat as hs
 
@@ -24,7 +26,8 @@ def make(say: int) -> None:
 
 def main() -> None:
     """Start the child, wait for it, then reduce."""
-    how, later = sys.argv[1], "later" in sys.argv[2:]
+    how, when = sys.argv[1:3]
+    later, work = when == "later", os.getpid if when == "import" else partial(make, 1)
     if not later:
         strategy = hs.MirroredStrategy()
     if how == "raw":
@@ -34,7 +37,7 @@ def main() -> None:
             os._exit(0)
         os.waitpid(child, 0)
     else:
-        process = multiprocessing.get_context(how).Process(target=make, args=(1,))
+        process = multiprocessing.get_context(how).Process(target=work)
         process.start()
         process.join()
     if later:
@@ -44,3 +47,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif sys.argv[2] == "import":
+    make(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.patient import PatientComm
+from hpcstrat.engine.channel.interruptible import InterruptibleComm
 
 __all__ = ["large", "lay_trap"]
 
@@ -23,7 +23,7 @@ def large() -> Any:
 
 def lay_trap(act: Callable[[], None]) -> None:
     """Let this rank act once parts of a sum have come, and others are on their way."""
-    start, number = PatientComm.start, itertools.count(1)
+    start, number = InterruptibleComm.start, itertools.count(1)
 
     def start_and_act(*args: Any) -> Any:
         exchange = start(*args)
@@ -31,5 +31,5 @@ def lay_trap(act: Callable[[], None]) -> None:
             act()
         return exchange
 
-    patched: Any = PatientComm
+    patched: Any = InterruptibleComm
     patched.start = start_and_act

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import hpcstrat as hs
-from hpcstrat.engine.channel.patient import PatientComm
+from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from tests.mpi.programs.midst import large, lay_trap
 
 _open: list[Any] = []
@@ -128,8 +128,8 @@ def _wait(where: str) -> None:
         )
     elif where == "gather":
         # No piece takes long, but all of them take longer than any limit.
-        move: Any = PatientComm.Allgatherv
-        PatientComm.Allgatherv = lambda *args: (time.sleep(0.1), move(*args))[1]
+        move: Any = InterruptibleComm.Allgatherv
+        InterruptibleComm.Allgatherv = lambda *args: (time.sleep(0.1), move(*args))[1]
         strategy.gather([np.ones(2) for _ in range(60)], axis=0)
     elif where == "inside":
         # All have announced the call; one does not move its data.

@@ -18,7 +18,6 @@ pytest.register_assert_rewrite("tests.mpi.ranks")
 
 from mpi4py import MPI  # noqa: E402
 
-from tests.mpi.ranks.plugin import RanksInStep  # noqa: E402
 from tests.reach.noted import VARIABLE, Noted  # noqa: E402
 
 OPTIONS = (
@@ -34,10 +33,24 @@ OPTIONS = (
 )
 
 
+class InStep:
+    """Registers `RanksInStep`, which pytest must have seen before it is imported."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Keep the ranks in step from the collection on."""
+        from hpcstrat.testing.in_step import RanksInStep
+
+        plugin = RanksInStep(self.comm, ["-m", "tests.mpi.ranks"])
+        config.pluginmanager.register(plugin)
+
+
 def main() -> int:
     """Run pytest on this rank; only rank 0 reports."""
     comm = MPI.COMM_WORLD.Dup()
-    plugins: list[object] = [RanksInStep(comm)]
+    plugins: list[object] = [InStep(comm)]
     if os.environ.get("HPCSTRAT_TEST_ARRAYS") == "gpu":
         from tests.gpu.ranks.plugin import ArraysOnGpu
 
@@ -46,9 +59,6 @@ def main() -> int:
         node.Free()
     if os.environ.get(VARIABLE):
         plugins.append(Noted())
-    if comm.rank > 0:
-        # What rank 0 must know of the others' tests comes through the plugin.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     arguments = sys.argv[1:]
     if "--short" not in arguments:
         # The default of pyproject.toml leaves out what only the whole matrix has.

@@ -307,9 +307,9 @@ def test_a_failure_while_several_reductions_are_under_way_ends_the_strategy(
         assert isinstance(error, hs.CollectiveError)
         assert "several started calls" in str(error)
         channel = strategy.collectives.channel
-        assert not channel.started
+        assert not channel.pending
         channel.broken = ""
-        channel.places.restart()
+        channel.rings.restart()
 
 
 def test_an_interrupt_before_a_call_is_noticed_in_the_next(
@@ -318,7 +318,7 @@ def test_an_interrupt_before_a_call_is_noticed_in_the_next(
     if job.size == 1:
         return
     with make_strategy(comm=job) as strategy:
-        slots = strategy.collectives.channel.places
+        slots = strategy.collectives.channel.rings
         if job.rank == 0 and strategy.topology.num_workers == 1:
             # What an interrupt leaves behind that comes after the place is taken.
             slots.take(slots.place_bytes(1))

@@ -12,12 +12,12 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.engine.collectives import areas as module
-from hpcstrat.engine.collectives.areas import LEAST_AREA_BYTES, Areas
+from hpcstrat.engine.collectives.mapped_memory import LEAST_MAPPED_BYTES, MappedMemory
 from tests.mpi.ranks.outcomes import assert_usable
 
 pytestmark = pytest.mark.algorithm
 
-SIZE = LEAST_AREA_BYTES // 4
+SIZE = LEAST_MAPPED_BYTES // 4
 
 
 class Memory:
@@ -31,7 +31,7 @@ class Memory:
         memory = mmap.mmap(self.descriptor, self.nbytes)
         self.array = np.frombuffer(memory, dtype)
 
-    def offer(self, areas: Areas, descriptor: int | None = None) -> None:
+    def offer(self, areas: MappedMemory, descriptor: int | None = None) -> None:
         found = self.descriptor if descriptor is None else descriptor
         address = self.array.ctypes.data
         areas.offer(address, self.nbytes, found, lambda: self.alive)
@@ -47,8 +47,8 @@ def worker(job: Any) -> Iterator[Any]:
     if job.size == 1:
         pytest.skip("a single replica moves nothing")
     with hs.MultiWorkerMirroredStrategy() as strategy:
-        areas = Areas()
-        strategy.collectives.use_areas(areas)
+        areas = MappedMemory()
+        strategy.collectives.use_mapped_memory(areas)
         yield strategy, areas
 
 

@@ -104,7 +104,7 @@ def test_an_interrupt_beside_the_place_for_data_mixes_nothing(
                 # One rank has taken a place for the data, the others have not.
                 with monkeypatch.context() as patch:
                     if job.rank == guilty:
-                        slots = strategy.collectives.channel.places
+                        slots = strategy.collectives.channel.rings
                         take = slots.take
 
                         def interrupted(size: int, take: Any = take) -> int:

@@ -16,8 +16,9 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import open_checkpoint
+from hpcstrat.checkpoint.file.schema import FORMAT_VERSION
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 from tests.faults.fuzzing import seal
 from tests.mpi.ranks.saved import warnings_of_checkpoints
@@ -34,7 +35,7 @@ def _text(path: Path) -> None:
 
 def _newer(path: Path) -> None:
     with h5py.File(path, "r+", libver=("v110", "v110")) as file:
-        file.attrs["hpcstrat_format_version"] = np.int64(4)
+        file.attrs["hpcstrat_format_version"] = np.int64(FORMAT_VERSION + 1)
     content = bytearray(path.read_bytes())
     seal(content, root=True)
     path.write_bytes(content)
@@ -70,7 +71,11 @@ def _empty(path: Path) -> None:
 # What a user is told: what was found, and what to do.
 BAD = (
     (_text, "checkpoint, found a text file at .*; give a file that Checkpoint"),
-    (_newer, "version 3 or lower, found version 4.*; use a newer hpcstrat"),
+    (
+        _newer,
+        f"version {FORMAT_VERSION} or lower, found version {FORMAT_VERSION + 1}"
+        ".*; use a newer hpcstrat",
+    ),
     (_foreign, "an HDF5 file of another program, which holds weights at .*; give a"),
     (_forbidden, "cannot be read:.*Permission denied.*; change its permissions, or"),
     (_missing, "found no such file; check the path, or leave it out"),
@@ -143,28 +148,28 @@ def test_bad_files_are_one_error_and_one_warning(
     assert all(path.name in text for text in said)
 
 
-def _stale(content: bytearray, plan: Plan, older: bytes) -> None:
+def _stale(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start, stop = plan.span(plan.num_blocks - 1)
     content[start:stop] = older[start:stop]
 
 
-def _swapped(content: bytearray, plan: Plan, older: bytes) -> None:
+def _swapped(content: bytearray, plan: FileLayout, older: bytes) -> None:
     first, middle = plan.span(0)
     last = 2 * middle - first
     content[first:last] = content[middle:last] + content[first:middle]
 
 
-def _zeroed(content: bytearray, plan: Plan, older: bytes) -> None:
+def _zeroed(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.span(1)[0] + 3 * PAGE_BYTES
     content[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)
 
 
-def _torn(content: bytearray, plan: Plan, older: bytes) -> None:
+def _torn(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.span(plan.num_blocks - 1)[0] + 5 * _SECTOR_BYTES
     content[start : start + _SECTOR_BYTES] = older[start : start + _SECTOR_BYTES]
 
 
-def _torn_table(content: bytearray, plan: Plan, older: bytes) -> None:
+def _torn_table(content: bytearray, plan: FileLayout, older: bytes) -> None:
     start = plan.table_start
     content[start : start + _SECTOR_BYTES] = older[start : start + _SECTOR_BYTES]
 

@@ -220,13 +220,13 @@ class _Broken:
     dtype, shape = np.dtype(np.int64), (6,)
 
     def __init__(self, breaks: bool) -> None:
-        self.breaks = breaks
+        self.aborts = breaks
 
     def __len__(self) -> int:
         return 6
 
     def __getitem__(self, rows: Any) -> Any:
-        if self.breaks:
+        if self.aborts:
             raise OSError("cannot read")
         return np.arange(6)[rows]
 

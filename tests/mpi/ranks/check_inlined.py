@@ -11,7 +11,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.engine.channel import wire_headers
 from hpcstrat.engine.channel.headers import SegmentHeaders
-from hpcstrat.engine.channel.patient import PatientComm
+from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from tests.mpi.ranks.outcomes import assert_same_bits, assert_usable, outcome
 
 pytestmark = pytest.mark.algorithm
@@ -34,7 +34,7 @@ def no_messages(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Copies of variables that are gone on some ranks are compared before.
     workers.barrier()
     for name in ("Iallreduce", "Allreduce", "start", "exchange"):
-        monkeypatch.delattr(PatientComm, name)
+        monkeypatch.delattr(InterruptibleComm, name)
 
 
 def in_order(parts: list[Any], strategy: Any, divisor: int) -> Any:

@@ -162,13 +162,13 @@ def test_several_are_read_in_one_reduction(
     accuracy = float(job.rank == 0)
     assert own == {"loss": job.rank, "rows": job.rank + 1, "accuracy": accuracy}
     collectives, calls = strategy.collectives, []
-    reduce = collectives.reduce_inside
+    reduce = collectives.reduce_in_call
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(args)
         return reduce(*args, **options)
 
-    monkeypatch.setattr(collectives, "reduce_inside", counted)
+    monkeypatch.setattr(collectives, "reduce_in_call", counted)
     found = group.results()
     assert len(calls) == 1
     ranks = np.arange(job.size)

@@ -23,7 +23,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.errors import CancelledError, OutOfRangeError
 from hpcstrat.parameter_server import mailbox, pieces
-from hpcstrat.parameter_server.bells import Bells
+from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 
 pytestmark = pytest.mark.algorithm
 
@@ -64,9 +64,11 @@ def cluster(
 ) -> Cluster:
     """Return what runs a body; once as if no two ranks were on one node."""
     if request.param == "messages":
-        found = Bells.place
+        found = WakeupPipes.place
         monkeypatch.setattr(
-            Bells, "place", lambda self, r: found(self, r) if r == job.rank else None
+            WakeupPipes,
+            "place",
+            lambda self, r: found(self, r) if r == job.rank else None,
         )
     return Cluster(job)
 
@@ -313,6 +315,9 @@ def test_many_writers_lose_no_update_and_readers_see_whole_ones(
 ) -> None:
     def body(strategy: Any, coordinator: Any) -> None:
         vector = made(strategy, np.zeros(20_000))
+        # Shown as where it is: no server is asked.
+        assert "float64[20000] on ranks" in repr(vector)
+        assert "on ranks" in vector._repr_html_()
         count = made(strategy, np.int64(0))
         one = np.ones(20_000)
 
@@ -1069,13 +1074,21 @@ def test_spare_ranks_wait_for_losses_alone(job: Any) -> None:
             hs.ParameterServerStrategy(**arguments)
 
 
-def test_a_resolver_says_which_rank_does_what(job: Any) -> None:
+@pytest.mark.parametrize("names_tasks", [False, True])
+def test_a_resolver_says_which_rank_does_what(job: Any, names_tasks: bool) -> None:
+    """Or the arguments of the reference do, on those that serve."""
     kinds = ["worker"] * (job.size - 2) + ["ps", "chief"]
+    cluster = {kind: ["host:1"] * kinds.count(kind) for kind in kinds}
+    spec = hs.cluster_resolver.ClusterSpec(cluster)
+    kind, index = kinds[job.rank], kinds[: job.rank].count(kinds[job.rank])
     resolver = hs.cluster_resolver.SimpleClusterResolver(
-        hs.cluster_resolver.ClusterSpec({}), task_type=kinds[job.rank]
+        spec, task_type=kind, task_id=index
     )
     if job.rank < job.size - 1:
-        hs.Server(resolver).join()
+        given = (spec, kind, index, "grpc") if names_tasks else (resolver,)
+        server = hs.Server(*given)
+        server.start()
+        server.join()
         return
     strategy = hs.ParameterServerStrategy(resolver)
     assert strategy.roles.servers == (job.size - 2,)

@@ -10,7 +10,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.patient import PatientComm
+from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.tools.bench.prediction.rehearsal import (
     AllReduced,
     Announced,
@@ -18,7 +18,7 @@ from hpcstrat.tools.bench.prediction.rehearsal import (
     Copied,
     Ended,
     Event,
-    Job,
+    SimulatedJob,
     Stepped,
     Turned,
     rehearse,
@@ -68,14 +68,14 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     note(Channel, "agree_on", lambda _, values, *__: Announced(values.nbytes))
     note(Channel, "step", lambda *_: Stepped())
     note(
-        PatientComm,
+        InterruptibleComm,
         "Iallreduce",
         lambda comm, send, receive, *_: AllReduced(
             receive.nbytes, comm.size, send is comm.mpi.IN_PLACE
         ),
     )
     note(
-        PatientComm,
+        InterruptibleComm,
         "start",
         lambda _, sent, received, tag: Begun(tag, sizes(sent), sizes(received)),
     )
@@ -100,7 +100,9 @@ def test_messages_and_bytes_are_those_of_the_library(
         found = list(noted)
         if topology.num_workers == 1 and shapes == "small" and ops != "flat":
             pytest.skip("a small reduction is no algorithm of pieces")
-        job = Job(topology.num_workers, each, topology.num_cores, topology.slot_bytes)
+        job = SimulatedJob(
+            topology.num_workers, each, topology.num_cores, topology.slot_bytes
+        )
         rehearsed = rehearse(
             SHAPES[shapes],
             job,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.file.extents import Plan
+from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import open_checkpoint
 from hpcstrat.checkpoint.restore import block_sharing, parallel_read
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
@@ -211,7 +211,7 @@ def test_damaged_data_change_nothing_on_any_rank(
         path = manager.save(step)
     vouched = open_checkpoint(path).vouched
     assert vouched is not None
-    plan: Plan = vouched.plan
+    plan: FileLayout = vouched.plan
     draw = np.random.default_rng(11)
     x.assign(np.full(count, 5.0))
     for _ in range(8):

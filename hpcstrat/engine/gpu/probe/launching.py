@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hpcstrat.engine.gpu.probe.outcome import Ended
+from hpcstrat.engine.gpu.probe.outcome import LauncherEnd
 
 __all__ = ["find_launcher", "kept_settings", "launch", "scrubbed"]
 
@@ -154,7 +154,7 @@ def launch(
     *,
     limit_seconds: float,
     num_ranks: int,
-) -> Ended:
+) -> LauncherEnd:
     """Run a command in a process group of its own, and end what it leaves.
 
     Its output is kept in the folder meanwhile.
@@ -172,7 +172,7 @@ def launch(
                 start_new_session=True,
             )
         except OSError as error:
-            return Ended(127, str(error), num_ranks)
+            return LauncherEnd(127, str(error), num_ranks)
     status: int | None = None
     try:
         status = process.wait(limit_seconds)
@@ -184,7 +184,7 @@ def launch(
     finally:
         _signal(process.pid, signal.SIGKILL)
         process.wait()
-    return Ended(status, path.read_text(errors="replace"), num_ranks)
+    return LauncherEnd(status, path.read_text(errors="replace"), num_ranks)
 
 
 def _signal(group: int, number: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OPERATIONS", "Answer", "Ended", "TrialOutcome", "read_outcome"]
+__all__ = ["OPERATIONS", "Answer", "LauncherEnd", "TrialOutcome", "read_outcome"]
 
 # In the order in which they are tried.
 OPERATIONS = ("send", "receive", "sendrecv", "exchange", "broadcast", "allreduce")
@@ -42,7 +42,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class LauncherEnd:
     """The end of a launcher."""
 
     # Negative for a signal; None if it had to be killed.
@@ -71,7 +71,7 @@ class TrialOutcome:
     output: str = ""
 
 
-def read_outcome(folder: Path, ended: Ended) -> TrialOutcome:
+def read_outcome(folder: Path, ended: LauncherEnd) -> TrialOutcome:
     """Read what the processes of a trial have left in a folder.
 
     There is an answer, too, for the operation in which a process died.
@@ -119,7 +119,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _not_started(ranks: Mapping[int, Any], ended: Ended) -> str:
+def _not_started(ranks: Mapping[int, Any], ended: LauncherEnd) -> str:
     """Return why there is nothing to read."""
     last = [line.strip() for line in ended.output.splitlines() if line.strip()]
     said = f": {last[-1][:200]}" if last else ""
@@ -137,7 +137,7 @@ def _how(greetings: list[dict[str, Any]]) -> str:
     return f"{ranks} on {len(gpus)} GPU{'s' * (len(gpus) > 1)} of one host"
 
 
-def _fault(path: Path, ended: Ended, alone: bool) -> str:
+def _fault(path: Path, ended: LauncherEnd, alone: bool) -> str:
     """Return what ended a rank; empty if it does not know."""
     text = path.read_text(errors="replace") if path.exists() else ""
     for sign, words in _FAULTS.items():

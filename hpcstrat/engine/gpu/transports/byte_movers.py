@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from hpcstrat.engine.channel.awaited import HEADER, Awaits, Message
-from hpcstrat.engine.channel.patient import PIECE_BYTES
+from hpcstrat.engine.channel.interruptible import PIECE_BYTES
+from hpcstrat.engine.channel.waitable import HEADER, Message, WaitSteps
 from hpcstrat.engine.gpu.device_memory import Buffers, pinned_memory
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports.mpi_mover import (
@@ -42,7 +42,7 @@ class NcclMover:
     def prepare(self) -> None:
         """Do nothing: there are no buffers."""
 
-    def connect(self) -> Awaits:
+    def connect(self) -> WaitSteps:
         """Make NCCL's communicator, the first time.
 
         Collective over ``topology.replica_comm``. Raises EveryRankError on all ranks,
@@ -52,7 +52,7 @@ class NcclMover:
 
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Copy the arrays of ``root`` to all, on the lane.
 
         Collective over ``topology.replica_comm``.
@@ -63,7 +63,7 @@ class NcclMover:
         self._group.broadcast(results, root)
         return self._group.ended()
 
-    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
+    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
         """Concatenate the replicas' arrays, of ``counts`` bytes, on all, on the lane.
 
         Collective over ``topology.replica_comm``.
@@ -100,7 +100,7 @@ class StagedMover:
         self._places("passed")
         self._places("gathered")
 
-    def connect(self) -> Awaits:
+    def connect(self) -> WaitSteps:
         """Do nothing: MPI has connected the ranks."""
         return iter(())
 
@@ -120,7 +120,7 @@ class StagedMover:
 
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Copy the arrays of ``root`` to all, on the lane.
 
         Collective over ``topology.replica_comm``. On the root the next chunk comes down
@@ -161,12 +161,12 @@ class StagedMover:
                 self._down(places[number % 2][at:], sources[index][start:stop])
         return self.lane.done()
 
-    def _cast(self, host: Array, root: int) -> Awaits:
+    def _cast(self, host: Array, root: int) -> WaitSteps:
         """Broadcast an array of the host, in the pieces that MPI likes best."""
         for start in range(0, host.size, PIECE_BYTES):
             yield Message(self._comm.Ibcast(host[start : start + PIECE_BYTES], root))
 
-    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
+    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
         """Concatenate the replicas' arrays, of ``counts`` bytes, on all, on the lane.
 
         Collective over ``topology.replica_comm``. A chunk holds as large a share of
@@ -221,7 +221,7 @@ Mover = NcclMover | MpiMover | StagedMover
 
 def broadcast(
     mover: Mover, sources: Sequence[Any], results: Sequence[Any], root: int
-) -> Awaits:
+) -> WaitSteps:
     """Give every replica the contiguous arrays of ``root``.
 
     Collective over ``topology.replica_comm``. On all ranks of the same sizes; each
@@ -234,7 +234,7 @@ def broadcast(
     mover.lane.leave()
 
 
-def all_gather(mover: Mover, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
+def all_gather(mover: Mover, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
     """Concatenate the replicas' contiguous arrays on every replica, in replica order.
 
     Collective over ``topology.replica_comm``. ``counts`` are the elements of each.

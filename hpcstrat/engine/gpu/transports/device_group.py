@@ -6,9 +6,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from hpcstrat.engine.arrays.kinds import place_of
-from hpcstrat.engine.channel.awaited import HEADER, Awaits, EveryRankError
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
 from hpcstrat.engine.gpu.capabilities import Ability, Capabilities, gather
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports.byte_movers import Mover
@@ -39,7 +39,7 @@ class DeviceGroup:
             problem = _UNBOUND
         else:
             try:
-                self.lane = Lane()
+                self.lane = Lane(urgent=True)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         problems = topology.replica_comm.allgather(problem)
@@ -58,10 +58,11 @@ class DeviceGroup:
         self._transports: dict[Hashable, Transport] = {}
         self._mover: Mover | None = None
 
-    def try_nccl(self) -> Awaits:
+    def try_nccl(self, limit_seconds: float) -> WaitSteps:
         """Make NCCL's communicator; where that fails, all ranks do without NCCL.
 
-        Collective over ``topology.replica_comm``. Does nothing where it is not wanted.
+        Collective over ``topology.replica_comm``; a rank waits for others no longer
+        than ``limit_seconds``. Does nothing where it is not wanted.
         """
         able = self.capabilities
         if not able.nccl or not able.one_gpu_per_rank:
@@ -69,7 +70,7 @@ class DeviceGroup:
         made = NcclTransport(self.topology, self.lane)
         try:
             # NCCL alone knows which shared memory, networks and drivers it needs.
-            yield from made.group.connect()
+            yield from made.group.connect(limit_seconds)
         except EveryRankError as error:
             self.capabilities = replace(able, nccl=Ability(False, str(error)))
             if self.topology.replica_id == 0:
@@ -149,7 +150,7 @@ def device_group(
     return group
 
 
-def _make(channel: Channel) -> Awaits:
+def _make(channel: Channel) -> WaitSteps:
     yield HEADER
     group = channel.device_group = DeviceGroup(channel.topology)
-    yield from group.try_nccl()
+    yield from group.try_nccl(channel.waiter.limit_seconds)

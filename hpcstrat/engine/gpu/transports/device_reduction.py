@@ -7,19 +7,23 @@ only describes; results are ready for the program's stream, in its order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+from hpcstrat.engine.arrays.kinds import is_half
 from hpcstrat.engine.arrays.packing import Piece, Run
-from hpcstrat.engine.channel.awaited import HEADER, Awaits
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu import kernels
+from hpcstrat.engine.gpu.address_tables import Span
 from hpcstrat.engine.gpu.streams import Lane, Mark
 
 __all__ = [
-    "EarlyTransport",
     "Transport",
+    "divide",
     "pack_run",
     "piece_bytes",
     "reduce_on_device",
@@ -28,8 +32,9 @@ __all__ = [
     "unpack_run",
 ]
 
-# As CUDA aligns its own memory, so that segments are read by whole lines.
-_LINE_BYTES = 256
+# Arrays of this size among others are reduced where they lie. To pack one and unpack it
+# moves its bytes twice each, which takes longer than the launch of a collective.
+_LARGE_BYTES = 1 << 20
 
 
 class Transport(Protocol):
@@ -38,14 +43,14 @@ class Transport(Protocol):
     name: str
     lane: Lane
 
-    def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs for pieces of at most a size; before the header.
+    def prepare(self, nbytes: int, count: int = 1) -> None:
+        """Make what this rank needs for some pieces of at most a size.
 
-        May raise. The size is the same on every rank.
+        Before the header; may raise. Both numbers are the same on every rank.
         """
         ...
 
-    def connect(self, work: Work, channel: Channel) -> Awaits:
+    def connect(self, work: Work, channel: Channel) -> WaitSteps:
         """Reach the other ranks, where that has not been done; after the header.
 
         Collective over ``topology.replica_comm``. Yields nothing where nothing is to be
@@ -54,7 +59,7 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> WaitSteps:
         """Reduce one piece, from the sources of the work to its results.
 
         Collective over ``topology.replica_comm``.
@@ -73,25 +78,15 @@ class Transport(Protocol):
         ...
 
 
-class EarlyTransport(Transport, Protocol):
-    """A transport that packs the first piece of a call before its header."""
-
-    def start(self, piece: Piece, work: Work) -> None:
-        """Do what can be done for the first piece before the header, such as packing.
-
-        May raise; may do nothing. Called once before each call's first `reduce`, with
-        the same piece; a call that fails in its header is not continued.
-        """
-        ...
-
-
 def reduce_on_device(
     work: Work,
     channel: Channel,
     transport: Transport,
     begin: Mark | None = None,
     end: Mark | None = None,
-) -> Awaits:
+    *,
+    in_half: bool = False,
+) -> WaitSteps:
     """Reduce contiguous arrays of this rank's GPU with those of the other ranks.
 
     Collective over ``topology.replica_comm``. Calls that are started, whose steps other
@@ -99,12 +94,15 @@ def reduce_on_device(
     ``begin`` after it gave the sources and results to its stream, by default it is the
     end of this thread's current stream at the first step. ``end`` is recorded here, for
     the program to join when it awaits the call; by default this thread's current stream
-    joins at the last step.
+    joins at the last step. ``in_half`` adds arrays of half types in these.
     """
     pieces = tuple(work.pieces)
+    if in_half:
+        pieces = tuple(_in_half(piece, work) for piece in pieces)
+    work = replace(work, pieces=pieces)
     lane = transport.lane
     # Before the header: what fails on one rank here is told to all by it.
-    transport.prepare(max(piece_bytes(piece) for piece in pieces))
+    transport.prepare(max(piece_bytes(piece) for piece in pieces), len(pieces))
     _prepare_kernels(pieces, work)
     lane.enter(begin)
     yield HEADER
@@ -136,21 +134,53 @@ def piece_bytes(piece: Piece) -> int:
     return (last.start + last.size) * last.dtype.itemsize
 
 
-def straight(run: Run, work: Work) -> tuple[Any, Any] | None:
-    """Return the memory of a run, where it can be reduced without being packed.
+def straight(run: Run, work: Work) -> tuple[list[tuple[Any, Any]], Run | None]:
+    """Return the memory of a run that can be reduced without being packed; the rest.
 
-    Parts of the source and of its result, of shape (run.size,) and in the type in which
-    they are added: where the run is a single span of such arrays, and the sum is
-    wanted. So it is on every rank or none. They may be the same memory, and nothing
-    says that they begin at multiples of more than their item size.
+    Parts of sources and of their results, in the type in which they are added, of
+    arrays that are large or alone; so it is on every rank or none. They may be the same
+    memory, and nothing says that they begin at multiples of more than their item size.
     """
-    if len(run.spans) != 1 or work.divisor:
-        return None
-    index, start, stop, _ = run.spans[0]
-    source, result = work.sources[index], work.results[index]
-    if not source.dtype == result.dtype == run.dtype:
-        return None
-    return source[start:stop], result[start:stop]
+    # The arrays of a run are of one type.
+    index = run.spans[0][0]
+    if not work.sources[index].dtype == work.results[index].dtype == run.dtype:
+        return [], run
+    large, rest = _split(run)
+    pairs = [
+        (work.sources[index][start:stop], work.results[index][start:stop])
+        for index, start, stop, _ in large
+    ]
+    return pairs, rest
+
+
+@functools.lru_cache(maxsize=256)
+def _split(run: Run) -> tuple[tuple[Span, ...], Run | None]:
+    """Return the spans of a run that are large or alone, and a run of the others."""
+    if len(run.spans) == 1:
+        return run.spans, None
+    least = _LARGE_BYTES // run.dtype.itemsize
+    large = tuple(span for span in run.spans if span[2] - span[1] >= least)
+    if not large:
+        return (), run
+    rest, at = [], run.start
+    for index, start, stop, _ in run.spans:
+        if stop - start < least:
+            rest.append((index, start, stop, at))
+            at += stop - start
+    if not rest:
+        return large, None
+    return large, Run(run.dtype, run.start, at - run.start, tuple(rest))
+
+
+def _in_half(piece: Piece, work: Work) -> Piece:
+    """Return a piece whose runs of half types are added in these, at the same bytes."""
+    runs = []
+    for run in piece:
+        dtype = work.sources[run.spans[0][0]].dtype
+        start = run.start * run.dtype.itemsize // dtype.itemsize
+        half = replace(run, dtype=dtype, start=start) if is_half(dtype) else run
+        runs.append(half)
+    return tuple(runs)
 
 
 def pack_run(run: Run, work: Work, buffer: Any, lane: Lane) -> Any:
@@ -169,7 +199,9 @@ def run_part(run: Run, buffer: Any) -> Any:
     return buffer[run.start * size : (run.start + run.size) * size].view(run.dtype)
 
 
-def unpack_run(run: Run, work: Work, part: Any, lane: Lane) -> None:
+def unpack_run(
+    run: Run, work: Work, part: Any, lane: Lane, *, divides: bool = True
+) -> None:
     """Copy the sums of a run into the results, divided as the work says, on a lane."""
     kernels.unpack(
         [(part.data.ptr, 0, run.size)],
@@ -177,5 +209,17 @@ def unpack_run(run: Run, work: Work, part: Any, lane: Lane) -> None:
         work.results,
         lane.stream,
         dtype=run.dtype,
-        divisor=work.divisor,
+        divisor=work.divisor if divides else 0,
+    )
+
+
+def divide(array: Any, divisor: int, lane: Lane) -> None:
+    """Divide an array of a type in which values are added in place, on a lane."""
+    kernels.unpack(
+        [(array.data.ptr, 0, array.size)],
+        [(0, 0, array.size, 0)],
+        [array],
+        lane.stream,
+        dtype=array.dtype,
+        divisor=divisor,
     )

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from hpcstrat.engine.channel.awaited import Awaits, Message
+from hpcstrat.engine.channel.waitable import Message, WaitSteps
 from hpcstrat.engine.gpu.device_memory import Buffers
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports.mpi_sums import DeviceMessages, abandon
@@ -74,7 +74,7 @@ class MpiMover:
         self._slots("passed")
         self._slots("received")
 
-    def connect(self) -> Awaits:
+    def connect(self) -> WaitSteps:
         """Do nothing: MPI has connected the ranks."""
         return iter(())
 
@@ -86,7 +86,7 @@ class MpiMover:
 
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Copy the arrays of ``root`` to all, on the lane.
 
         Collective over ``topology.replica_comm``.
@@ -118,7 +118,7 @@ class MpiMover:
 
     def _send_down(
         self, chunks: list[list[ByteSpan]], sources: Sequence[Any], children: list[int]
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Send the root's chunks; while one is packed, those before are under way."""
         slots, lane = self._slots("passed"), self.lane
         sent: deque[list[Message]] = deque()
@@ -139,7 +139,7 @@ class MpiMover:
         results: Sequence[Any],
         parent: int,
         children: list[int],
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Receive chunks, some ahead, and send each on as soon as it has come."""
         slots, lane, peers = self._slots("passed"), self.lane, self._peers
         received: deque[list[Message]] = deque()
@@ -170,7 +170,7 @@ class MpiMover:
             messages += self._peers.send(slot, 0, nbytes, child)
         return messages
 
-    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> Awaits:
+    def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
         """Concatenate the replicas' arrays, of ``counts`` bytes, on all, on the lane.
 
         Collective over ``topology.replica_comm``. In step ``t`` rank ``r`` sends part

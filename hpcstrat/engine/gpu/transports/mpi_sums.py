@@ -26,7 +26,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.engine.channel.awaited import Awaits, Message
+from hpcstrat.engine.channel.waitable import Message, WaitSteps
 from hpcstrat.engine.gpu import kernels
 from hpcstrat.engine.gpu.streams import Lane
 
@@ -118,7 +118,7 @@ class MpiSum:
         needed = min(nbytes, max(ring, small)) + limits.in_flight * _ROUNDING_BYTES
         return needed + -needed % 64
 
-    def steps(self, values: Any, scratch: Any) -> Awaits:
+    def steps(self, values: Any, scratch: Any) -> WaitSteps:
         """Sum contiguous values.
 
         Collective over the communicator. What the lane has been given so far may still
@@ -135,7 +135,7 @@ class MpiSum:
         else:
             yield from self._ring(values, scratch)
 
-    def _folded(self, values: Any, scratch: Any, algorithm: Any) -> Awaits:
+    def _folded(self, values: Any, scratch: Any, algorithm: Any) -> WaitSteps:
         """Let an algorithm for a power of two run on as many ranks.
 
         Of the first ranks, each second one gives its values to the next before, and has
@@ -168,7 +168,7 @@ class MpiSum:
 
     def _doubling(
         self, values: Any, scratch: Any, me: int, active: int, rank_of: Any
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Let all of a block of ranks, and then of one twice as large, have its sum."""
         nbytes = values.nbytes
         theirs = scratch[:nbytes].view(values.dtype)
@@ -183,7 +183,7 @@ class MpiSum:
 
     def _halving(
         self, values: Any, scratch: Any, me: int, active: int, rank_of: Any
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Sum one segment on each rank, a half at a time, and exchange them again."""
         itemsize = values.itemsize
         bounds = [values.size * number // active for number in range(active + 1)]
@@ -217,12 +217,12 @@ class MpiSum:
 
     def _swap(
         self, sent: tuple[Any, int, int], received: tuple[Any, int, int], rank: int
-    ) -> Awaits:
+    ) -> WaitSteps:
         messages = self._peers.receive(*received, rank)
         messages += self._peers.send(*sent, rank)
         yield from messages
 
-    def _ring(self, values: Any, scratch: Any) -> Awaits:
+    def _ring(self, values: Any, scratch: Any) -> WaitSteps:
         """Send segments to the next rank, and chunks of them before it has the last.
 
         In step ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpcstrat.engine.arrays.packing import Piece
-from hpcstrat.engine.channel.awaited import Awaits
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.device_memory import Buffers
 from hpcstrat.engine.gpu.streams import Lane
@@ -42,19 +42,20 @@ class MpiTransport:
         self._values: Any = None
         self._scratch: Any = None
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make what this rank needs for pieces of at most a size; may raise."""
+        del count
         # Not of CuPy's pool, whose arrays are parts of larger blocks, which MPI could
         # have another process open only as a whole.
         self._values = self._buffers.get("values", nbytes)
         self._scratch = self._buffers.get("scratch", self._sum.scratch_bytes(nbytes))
 
-    def connect(self, work: Work, channel: Channel) -> Awaits:
+    def connect(self, work: Work, channel: Channel) -> WaitSteps:
         """Do nothing: MPI has connected the ranks."""
         del work, channel
         return iter(())
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> WaitSteps:
         """Reduce one piece.
 
         Collective over ``topology.replica_comm``.

@@ -2,8 +2,7 @@
 
 Calls go to a lane's stream and return at once; the host waits for nothing but the
 making of a communicator, which is NCCL's own and needs every rank: all agree first that
-they can, and afterwards that it is made. NCCL makes it in a thread, since it may not
-return before all have come: a rank that cannot must not keep the others waiting.
+they can, and afterwards that it is made and has summed (`nccl_trial`).
 
 Kernels of NCCL wait on the device for those of the other ranks. So they never are in
 flight together with device memory in MPI, whose copies may wait for the device on one
@@ -16,57 +15,83 @@ When a rank dies, the kernels of the others wait for its ones for ever, and so d
 whoever waits for their stream (NCCL user guide, "Fault Tolerance"). Where the loss of a
 rank is to be survived, a call therefore does not end before its kernels have: the wait
 for them looks for deaths, and `NcclGroup.abandon` then ends them. Elsewhere the program
-may be inside of CUDA when the network fails, and never come out: `nccl_failure` tells
-the watchdog.
+may be inside of CUDA when the network or another rank fails, and never come out:
+`nccl_failure` and `kernels_wait_since` tell the watchdog.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.agreed_problem import agreed_problem
-from hpcstrat.engine.channel.awaited import Awaits, EveryRankError, Message
+from hpcstrat.engine.channel.error_on_any_rank import error_on_any_rank
+from hpcstrat.engine.channel.waitable import EveryRankError, Message, WaitSteps
 from hpcstrat.engine.gpu import library
-from hpcstrat.engine.gpu.transports.nccl_waiting import (
+from hpcstrat.engine.gpu.streams import Lane, Mark
+from hpcstrat.engine.gpu.transports.nccl_trial import (
     Joining,
-    NcclEnding,
-    abort_quietly,
+    abort_beside,
     described,
 )
 from hpcstrat.engine.topology.survival import TransportError
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["NcclGroup", "nccl_failure"]
+__all__ = ["NcclGroup", "kernels_wait_since", "look_at_kernels", "nccl_failure"]
 
 _ADVICE = "set NCCL_DEBUG=INFO to see why"
 # NCCL has no complex numbers: each is a pair of floats.
 _TYPES = {
-    "i4": ("NCCL_INT32", 1),
-    "u4": ("NCCL_UINT32", 1),
-    "i8": ("NCCL_INT64", 1),
-    "u8": ("NCCL_UINT64", 1),
-    "f4": ("NCCL_FLOAT32", 1),
-    "f8": ("NCCL_FLOAT64", 1),
-    "c8": ("NCCL_FLOAT32", 2),
-    "c16": ("NCCL_FLOAT64", 2),
-    "u1": ("NCCL_UINT8", 1),
+    "int32": ("NCCL_INT32", 1),
+    "uint32": ("NCCL_UINT32", 1),
+    "int64": ("NCCL_INT64", 1),
+    "uint64": ("NCCL_UINT64", 1),
+    "float16": ("NCCL_FLOAT16", 1),
+    "bfloat16": ("NCCL_BFLOAT16", 1),
+    "float32": ("NCCL_FLOAT32", 1),
+    "float64": ("NCCL_FLOAT64", 1),
+    "complex64": ("NCCL_FLOAT32", 2),
+    "complex128": ("NCCL_FLOAT64", 2),
+    "uint8": ("NCCL_UINT8", 1),
 }
+# ncclAvg, from NCCL 2.10 on: each value is divided first, so that no sum overflows.
+_AVERAGE = 4
 _ID_NUMBERS = 128
 
 # The groups of this process whose communicators were made.
 _connected: set[weakref.ref[NcclGroup]] = set()
 
 
+class NcclEnding:
+    """The end of calls, or their failure; can be awaited as a step of a call.
+
+    ``check`` raises what has failed: then they do not end.
+    """
+
+    def __init__(self, done: Any, check: Callable[[], None]) -> None:
+        self.agreed: Callable[[], bool] = done.agreed
+        self._check = check
+
+    def missing(self) -> list[int]:
+        """Return what is waited for, as steps do; raise where NCCL has failed."""
+        if self.agreed():
+            return []
+        self._check()
+        return [-1]
+
+
 class NcclGroup:
     """The ranks of a communicator, in NCCL; with None for a single rank.
 
-    ``comm`` is used in `connect` only. Everything runs on the lane, in the order of the
-    calls. ``survives`` says that the loss of a rank is to be survived.
+    ``comm`` is used in `connect` only. Everything but sums, which are told their lane,
+    runs on ``lane``, in the order of the calls. ``survives`` says that the loss of a
+    rank is to be survived.
     """
 
     def __init__(
@@ -78,6 +103,10 @@ class NcclGroup:
         self.survives = survives
         self._nccl: Any = None
         self._comm: Any = None
+        # Recorded behind each call, until `look_at_kernels` waits for it.
+        self._last: Mark | None = None
+        self._watched: Mark | None = None
+        self.waits_since = math.inf
         # NCCL's communicator is not freed while another thread asks about it.
         self._lock = threading.Lock()
         # Whether the program knows that it has failed.
@@ -85,10 +114,11 @@ class NcclGroup:
         self.rank: int = 0 if comm is None else comm.rank
         self.size: int = 1 if comm is None else comm.size
 
-    def connect(self) -> Awaits:
-        """Make the communicator, the first time.
+    def connect(self, limit_seconds: float = math.inf) -> WaitSteps:
+        """Make the communicator and try it, the first time.
 
-        Collective over ``comm``. Raises EveryRankError on every rank, if one cannot.
+        Collective over ``comm``. ``limit_seconds`` is how long a rank waits for others.
+        Raises EveryRankError on every rank, if one cannot.
         """
         if self.connected:
             return
@@ -107,17 +137,16 @@ class NcclGroup:
         # Bytes, or in older versions of CuPy a tuple of what C takes for a char.
         *numbers, plain = unique.tolist()
         identity = bytes(numbers) if plain else tuple(numbers)
-        make = self._nccl.NcclCommunicator
-        joining = Joining(lambda: make(self.size, identity, self.rank))
+        joining = Joining(self._nccl, identity, self.rank, self.size, limit_seconds)
         try:
             yield joining
-            made, problem = joining.take()
-            yield from self._raise_on_all(problem)
+            for problem in joining.problems():
+                yield from self._raise_on_all(problem)
         except BaseException:
             # A rank may have died meanwhile; nobody else knows the communicator yet.
             joining.give_up()
             raise
-        self._comm = made
+        self._comm = joining.keep()
         _connected.add(weakref.ref(self, _connected.discard))
 
     @property
@@ -125,36 +154,36 @@ class NcclGroup:
         """Whether the communicator has been made; the same on all ranks."""
         return self._comm is not None
 
-    def _raise_on_all(self, problem: str) -> Awaits:
+    def _raise_on_all(self, problem: str) -> WaitSteps:
         if self.size > 1:
-            problem = yield from agreed_problem(self._mpi, self._mpi_comm, problem)
+            problem = yield from error_on_any_rank(self._mpi, self._mpi_comm, problem)
         if problem:
             raise EveryRankError(
                 f"expected NCCL to join {self.size} ranks, found on one of them: "
                 f"{problem}; {_ADVICE}"
             )
 
-    def all_reduce(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Sum contiguous arrays over the ranks, each into the second of its pair.
+    def all_reduce(self, sums: Sequence[tuple[Any, Any, bool]], lane: Lane) -> None:
+        """Sum contiguous arrays over the ranks, or average them, on a lane.
 
-        Collective over ``comm``; waits for nobody. The two may be the same memory; of
-        types in which values are added (`hpcstrat.engine.arrays.packing.wire_dtype`).
-        Raises CollectiveError on this rank, if NCCL says so, as all calls here do.
+        Collective over ``comm``; waits for nobody. Each has its result, which may be
+        the same memory, and whether that is the average. Raises CollectiveError on this
+        rank, if NCCL says so, as all calls here do.
         """
 
         def _call() -> None:
-            for values, sums in pairs:
+            for values, result, averages in sums:
                 kind, count = self._kind(values)
                 self._comm.allReduce(
                     values.data.ptr,
-                    sums.data.ptr,
+                    result.data.ptr,
                     count,
                     kind,
-                    self._nccl.NCCL_SUM,
-                    self._lane.stream.ptr,
+                    _AVERAGE if averages else self._nccl.NCCL_SUM,
+                    lane.stream.ptr,
                 )
 
-        self._grouped(_call)
+        self._grouped(_call, lane)
 
     def all_gather(self, parts: Sequence[Sequence[Any]]) -> None:
         """Give every rank the parts of arrays that one rank each has, in place.
@@ -175,7 +204,7 @@ class NcclGroup:
                 for root, part in enumerate(array):
                     self._send(part, root)
 
-        self._grouped(_call)
+        self._grouped(_call, self._lane)
 
     def broadcast(self, arrays: Sequence[Any], root: int) -> None:
         """Give every rank the contiguous arrays of ``root``, in place.
@@ -187,7 +216,7 @@ class NcclGroup:
             for array in arrays:
                 self._send(array, root)
 
-        self._grouped(_call)
+        self._grouped(_call, self._lane)
 
     def _send(self, array: Any, root: int) -> None:
         kind, count = self._kind(array)
@@ -203,11 +232,11 @@ class NcclGroup:
 
     def _kind(self, array: Any) -> tuple[int, int]:
         """Return NCCL's type of an array's elements, and how many of it there are."""
-        name, factor = _TYPES[array.dtype.str[1:]]
+        name, factor = _TYPES[array.dtype.name]
         return getattr(self._nccl, name), array.size * factor
 
-    def _grouped(self, call: Callable[[], None]) -> None:
-        """Make calls, which NCCL joins."""
+    def _grouped(self, call: Callable[[], None], lane: Lane) -> None:
+        """Make calls on a lane, which NCCL joins."""
         self._check()
         try:
             self._nccl.groupStart()
@@ -216,6 +245,8 @@ class NcclGroup:
             finally:
                 # Also after an error: a group left open would swallow all later calls.
                 self._nccl.groupEnd()
+            with self._lock:
+                self._last = (self._last or Mark()).record(lane.stream)
         except Exception as error:
             self._told = True
             raise TransportError(
@@ -243,7 +274,21 @@ class NcclGroup:
             self._lock.release()
         return ""
 
-    def ended(self) -> Awaits:
+    def look_at_kernels(self) -> None:
+        """Note since when calls have not ended, in `waits_since`; CUDA may block it."""
+        while True:
+            if self._watched is None:
+                with self._lock:
+                    self._watched, self._last = self._last, None
+                if self._watched is None:
+                    break
+                self.waits_since = time.monotonic()
+            if not self._watched.passed():
+                return
+            self._watched = None
+        self.waits_since = math.inf
+
+    def ended(self) -> WaitSteps:
         """Wait for the end of the calls so far, where ranks may be lost.
 
         Does nothing elsewhere: streams wait, not hosts.
@@ -252,10 +297,10 @@ class NcclGroup:
             yield NcclEnding(self._lane.done(), self._check)
 
     def abandon(self) -> None:
-        """Give up what is in flight, and the communicator: ranks have died."""
+        """Give up what is in flight, and the communicator: ranks may have died."""
         with self._lock:
-            abort_quietly(self._comm)
-            self._comm = None
+            comm, self._comm = self._comm, None
+        abort_beside(comm)
 
     def close(self) -> None:
         """Free the communicator; the lane's work must have ended.
@@ -274,9 +319,29 @@ def nccl_failure() -> str:
     Never blocks; for any thread. Empty where nothing has, or the program has been told;
     groups that await the end of their calls tell it themselves.
     """
+    return next(filter(None, (group.failure() for group in _unaware())), "")
+
+
+def look_at_kernels() -> None:
+    """Look whether calls of this process have ended; CUDA may block it.
+
+    In a thread of its own, as CUDA's context may be held by who waits for a kernel.
+    """
+    for group in _unaware():
+        # Where the device has failed, the program learns of it.
+        with contextlib.suppress(Exception):
+            group.look_at_kernels()
+
+
+def kernels_wait_since() -> float:
+    """Return since when calls have not ended, as was last seen; infinity: they have."""
+    return min((group.waits_since for group in _unaware()), default=math.inf)
+
+
+def _unaware() -> list[NcclGroup]:
+    """Return the groups whose program does not await the end of its calls."""
     groups = [reference() for reference in list(_connected)]
-    unaware = [g for g in groups if g is not None and not (g.survives or g._told)]
-    return next(filter(None, (group.failure() for group in unaware)), "")
+    return [g for g in groups if g is not None and not (g.survives or g._told)]
 
 
 def _library() -> Any:

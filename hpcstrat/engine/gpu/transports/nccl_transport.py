@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcstrat.engine.arrays.kinds import is_half
 from hpcstrat.engine.arrays.packing import Piece
-from hpcstrat.engine.channel.awaited import Awaits
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import WaitSteps
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu.device_memory import Buffers
-from hpcstrat.engine.gpu.streams import Lane
+from hpcstrat.engine.gpu.streams import Lane, Mark
 from hpcstrat.engine.gpu.transports.device_reduction import (
+    divide,
     pack_run,
     straight,
     unpack_run,
@@ -20,13 +22,14 @@ from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["NcclTransport"]
 
-# More than there are types of arrays.
-_MOST_RUNS = 32
-_LINE_BYTES = 256
-
 
 class NcclTransport:
-    """The transport of all replicas by NCCL; without a topology, of one alone."""
+    """The transport of all replicas by NCCL; without a topology, of one alone.
+
+    Pieces that follow one another are those of two lanes in turn, so that one is packed
+    or unpacked while another is summed; NCCL itself makes sums of a communicator one
+    after the other, on whichever streams.
+    """
 
     name = "nccl"
 
@@ -37,40 +40,65 @@ class NcclTransport:
         survives = topology is not None and topology.survives
         self.group = NcclGroup(mpi, comm, lane, survives=survives)
         self._buffers = Buffers()
-        self._values: Any = None
+        # Each with its memory; the second for calls of several pieces only.
+        self._lanes = [lane]
+        self._values: list[Any] = []
+        self._tie = Mark()
+        self._left = 0
 
-    def prepare(self, nbytes: int) -> None:
-        """Make what this rank needs for pieces of at most a size; may raise."""
-        self._values = self._buffers.get("values", nbytes)
+    def prepare(self, nbytes: int, count: int = 1) -> None:
+        """Make what this rank needs for some pieces of at most a size; may raise."""
+        # Where each call is awaited, nothing would run beside it.
+        num_lanes = 1 if self.group.survives else min(count, 2)
+        while len(self._lanes) < num_lanes:
+            self._lanes.append(Lane(urgent=True))
+        self._values = [self._buffers.get(n, nbytes) for n in range(num_lanes)]
 
-    def connect(self, work: Work, channel: Channel) -> Awaits:
+    def connect(self, work: Work, channel: Channel) -> WaitSteps:
         """Make NCCL's communicator, the first time.
 
         Collective over ``topology.replica_comm``. Raises EveryRankError on all ranks,
         if one of them cannot.
         """
-        del work, channel
-        return self.group.connect()
+        del channel
+        yield from self.group.connect()
+        self._left = len(tuple(work.pieces))
+        # As the first lane: after the program's work, and the call before.
+        self.lane.leave(self._tie)
+        for lane in self._lanes[1 : len(self._values)]:
+            lane.enter(self._tie)
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> WaitSteps:
         """Reduce one piece; waits for nobody, unless the loss of a rank is survived.
 
         Collective over ``topology.replica_comm``. Raises CollectiveError on this rank,
         if NCCL says so.
         """
         del channel
-        pairs, packed = [], []
+        self._left -= 1
+        turn = self._left % len(self._values)
+        lane, memory = self._lanes[turn], self._values[turn]
+        pairs, packed, undivided = [], [], []
         for run in piece:
-            # A single large array is summed where it lies: two copies less.
-            pair = straight(run, work)
-            if pair is None:
-                part = pack_run(run, work, self._values, self.lane)
-                packed.append((run, part))
-                pair = part, part
-            pairs.append(pair)
-        self.group.all_reduce(pairs)
-        for run, part in packed:
-            unpack_run(run, work, part, self.lane)
+            averages = work.divisor > 0 and is_half(run.dtype)
+            own, rest = straight(run, work)
+            if work.divisor and not averages:
+                undivided += [result for _, result in own]
+            if rest is not None:
+                part = pack_run(rest, work, memory, lane)
+                packed.append((rest, part, not averages))
+                own = [*own, (part, part)]
+            pairs += [(values, sums, averages) for values, sums in own]
+        self.group.all_reduce(pairs, lane)
+        for result in undivided:
+            divide(result, work.divisor, lane)
+        for run, part, divides in packed:
+            unpack_run(run, work, part, lane, divides=divides)
+        if lane is not self.lane and self._left < 2:
+            # The last piece of this lane.
+            lane.leave(self._tie)
+        if not self._left and len(self._values) > 1:
+            self.lane.enter(self._tie)
         return self.group.ended()
 
     def close(self) -> None:
@@ -80,7 +108,7 @@ class NcclTransport:
         """
         self.lane.synchronize()
         self.group.close()
-        self._values = None
+        self._values = []
         self._buffers.clear()
 
     def abandon(self) -> None:

@@ -17,8 +17,8 @@ orders nothing, the algorithm makes a step of its own in addition.
 
 So each rank's ring sees what it would see in a sequence of calls: it takes a place,
 lays out, comes to a step, reads; and the next part begins when the last has ended, on
-each rank. `hpcstrat.engine.channel.places` asks of such a sequence that a rank comes to
-step ``n - 1`` only after its last look at the place of step ``n - 3``, and that all
+each rank. `hpcstrat.engine.channel.shared_rings` asks of such a sequence that a rank
+comes to step ``n - 1`` only after its last look at the place of ``n - 3``, and that all
 ranks take places of equal sizes in equal order. The first holds, since each place is
 taken for one step, and a rank lays out for a step only when it has done what follows
 the step before the last: its algorithm did so within a part, and between parts it has
@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hpcstrat.engine.arrays.packing import Piece, Run, cut
-from hpcstrat.engine.channel.awaited import HEADER, Awaits
 from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.work import Algorithm, Work
 from hpcstrat.engine.gpu.device_memory import Buffers, pinned_memory
 from hpcstrat.engine.gpu.streams import Lane
@@ -50,7 +50,7 @@ __all__ = ["STAGED_BYTES", "HostCopies", "HostSums", "StagingTransport"]
 STAGED_BYTES = 8 << 20
 
 # Sums an array of the host over ranks, in place: a part of a run of a work.
-HostSums = Callable[[Run, Array, Work, Channel], Awaits]
+HostSums = Callable[[Run, Array, Work, Channel], WaitSteps]
 
 
 class HostCopies:
@@ -76,7 +76,7 @@ class HostCopies:
         work: Work,
         channel: Channel,
         sums: HostSums,
-    ) -> Awaits:
+    ) -> WaitSteps:
         """Sum contiguous arrays, each of its run's type, on the host, in place.
 
         Collective over the ranks over which ``sums`` does. What the lane has been given
@@ -154,17 +154,18 @@ class StagingTransport:
         other._choose = choose
         return other
 
-    def prepare(self, nbytes: int) -> None:
+    def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make what this rank needs for pieces of at most a size; may raise."""
+        del count
         self._values = self._buffers.get("values", nbytes)
         self._copies.prepare(nbytes)
 
-    def connect(self, work: Work, channel: Channel) -> Awaits:
+    def connect(self, work: Work, channel: Channel) -> WaitSteps:
         """Do nothing: the host's algorithms have what they need."""
         del work, channel
         return iter(())
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> Awaits:
+    def reduce(self, piece: Piece, work: Work, channel: Channel) -> WaitSteps:
         """Reduce one piece.
 
         Collective over ``topology.replica_comm``.
@@ -174,7 +175,7 @@ class StagingTransport:
         for run, part in parts:
             unpack_run(run, work, part, self.lane)
 
-    def _sums(self, run: Run, host: Array, work: Work, channel: Channel) -> Awaits:
+    def _sums(self, run: Run, host: Array, work: Work, channel: Channel) -> WaitSteps:
         """Sum by the algorithm for arrays of the host."""
         # The mean of integers is summed in float64.
         exact = work.sources[run.spans[0][0]].dtype.kind in "iu"

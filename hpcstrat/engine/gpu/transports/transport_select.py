@@ -69,8 +69,13 @@ def select_on_gpu(
     return staged(nbytes, group, options, select.select)
 
 
-def nccl(group: DeviceGroup, options: CommunicationOptions) -> Choice:
-    """Return the all-reduce of NCCL; raise ValueError if the ranks cannot use it."""
+def nccl(
+    group: DeviceGroup, options: CommunicationOptions, *, in_half: bool = False
+) -> Choice:
+    """Return the all-reduce of NCCL; raise ValueError if the ranks cannot use it.
+
+    ``in_half`` adds arrays of half types in these.
+    """
     able = group.capabilities.nccl
     if not able:
         raise ValueError(
@@ -78,7 +83,8 @@ def nccl(group: DeviceGroup, options: CommunicationOptions) -> Choice:
             " leave the choice to the library"
         )
     group.explain("nccl", able.reason)
-    return _choice(_nccl_transport(group), options)
+    choice = _choice(_nccl_transport(group), options)
+    return choice.with_options(in_half=True) if in_half else choice
 
 
 def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:

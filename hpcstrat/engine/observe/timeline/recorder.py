@@ -40,7 +40,7 @@ active = _Active()
 os.register_at_fork(after_in_child=active.forget)
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """A destination of a recorder's events; see `EventFile`."""
 
     def put(self, event: Any) -> None:
@@ -61,7 +61,7 @@ class Recorder:
 
     def __init__(self, track: Track, nvtx: Any = None) -> None:
         self.track = track
-        self.file: Sink | None = None
+        self.file: EventSink | None = None
         self._nvtx = nvtx
         self._base_ns = 0
         self._main = threading.get_ident()
@@ -181,7 +181,7 @@ class Recorder:
             name, at = _short(call.call.text), time.perf_counter_ns()
             file.put((name, "e", at, call.mark, None))
 
-    def _thread(self, file: Sink) -> int:
+    def _thread(self, file: EventSink) -> int:
         """Return the number of the thread that calls this."""
         ident = threading.get_ident()
         number = self._threads.get(ident)

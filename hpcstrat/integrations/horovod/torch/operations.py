@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hpcstrat.integrations.horovod.torch import carrying_out
+from hpcstrat.integrations.horovod.torch import execution
 from hpcstrat.integrations.horovod.torch.compression import Compression
 from hpcstrat.integrations.horovod.torch.job import (
     global_process_set,
@@ -22,7 +22,7 @@ from hpcstrat.integrations.horovod.torch.job import (
     size,
     submissions,
 )
-from hpcstrat.integrations.horovod.torch.submissions import Request
+from hpcstrat.integrations.horovod.torch.submissions import Submission
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 
 __all__ = [
@@ -76,7 +76,7 @@ class Operation(Enum):
 _Average = Operation.Average
 
 
-def synchronize(handle: Request) -> Any:
+def synchronize(handle: Submission) -> Any:
     """Wait for the end of a call, and return its result.
 
     Collective over all ranks.
@@ -104,7 +104,7 @@ def synchronize(handle: Request) -> Any:
     return submissions().wait(handle)
 
 
-def poll(handle: Request) -> bool:
+def poll(handle: Submission) -> bool:
     """Return whether a call has ended.
 
     Collective over all ranks, from the second time on; the first time it only looks.
@@ -201,7 +201,7 @@ def _reduce(
     process_set: Any,
     conclude: Any,
     in_place: bool = False,
-) -> Request:
+) -> Submission:
     """Submit tensors, to be reduced in their own memory, in copies, or into parts."""
     require_all_ranks(process_set)
     op, scatters = require_known(op), kind.endswith("reducescatter")
@@ -217,14 +217,14 @@ def _reduce(
         # In copies: the program's own tensors stay as they are.
         outs = [t.detach().clone(memory_format=_PLAIN) for t in tensors]
     reduced = [
-        carrying_out.Reduced(out.detach(), reduction, *factors)
+        execution.Reduced(out.detach(), reduction, *factors)
         for out, reduction in zip(outs, kinds, strict=True)
     ]
     return submissions().submit(
         kind,
         name,
         words,
-        carrying_out.reduce_scatter if scatters else carrying_out.all_reduce,
+        execution.reduce_scatter if scatters else execution.all_reduce,
         reduced,
         conclude=lambda parts: conclude(parts if scatters else outs),
     )
@@ -240,24 +240,24 @@ def _start_allreduce(  # noqa: PLR0917 - Horovod's order
     postscale_factor: float = 1.0,
     process_set: Any = _ALL,
     **more: Any,
-) -> Request:
+) -> Submission:
     op, factors = _chosen(op, average), (prescale_factor, postscale_factor)
     return _reduce(kind, tensors, name, op, factors, process_set=process_set, **more)
 
 
-def allreduce_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Request:
+def allreduce_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
     """Submit `allreduce`, with its arguments but for ``compression``."""
     return _start_allreduce("allreduce", [tensor], *args, conclude=_first, **options)
 
 
-def allreduce_async_(tensor: torch.Tensor, *args: Any, **options: Any) -> Request:
+def allreduce_async_(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
     """Submit `allreduce_`, with its arguments."""
     return allreduce_async(tensor, *args, in_place=True, **options)
 
 
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor], *args: Any, **options: Any
-) -> Request:
+) -> Submission:
     """Submit `grouped_allreduce`, with its arguments but for ``compression``."""
     kind = "grouped_allreduce"
     return _start_allreduce(kind, tensors, *args, conclude=list, **options)
@@ -265,7 +265,7 @@ def grouped_allreduce_async(
 
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor], *args: Any, **options: Any
-) -> Request:
+) -> Submission:
     """Submit `grouped_allreduce_`, with its arguments."""
     return grouped_allreduce_async(tensors, *args, in_place=True, **options)
 
@@ -383,12 +383,12 @@ def _start_reducescatter(  # noqa: PLR0917 - Horovod's order
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     **more: Any,
-) -> Request:
+) -> Submission:
     factors = prescale_factor, postscale_factor
     return _reduce(kind, tensors, name, op, factors, process_set=process_set, **more)
 
 
-def reducescatter_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Request:
+def reducescatter_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
     """Submit `reducescatter`, with its arguments but for ``compression``."""
     kind = "reducescatter"
     return _start_reducescatter(kind, [tensor], *args, conclude=_first, **options)
@@ -396,7 +396,7 @@ def reducescatter_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Req
 
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor], *args: Any, **options: Any
-) -> Request:
+) -> Submission:
     """Submit `grouped_reducescatter`, with its arguments but for ``compression``."""
     kind = "grouped_reducescatter"
     return _start_reducescatter(kind, tensors, *args, conclude=list, **options)
@@ -452,22 +452,22 @@ def _start_allgather(
     conclude: Any,
     name: str | None = None,
     process_set: Any = _ALL,
-) -> Request:
+) -> Submission:
     require_all_ranks(process_set)
     _require_rows(tensors)
     words = _described(tensors, lengths=False)
-    own, gather = [t.detach() for t in tensors], carrying_out.all_gather
+    own, gather = [t.detach() for t in tensors], execution.all_gather
     return submissions().submit(kind, name, words, gather, own, conclude=conclude)
 
 
-def allgather_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Request:
+def allgather_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
     """Submit `allgather`, with its arguments."""
     return _start_allgather("allgather", [tensor], _first, *args, **options)
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], *args: Any, **options: Any
-) -> Request:
+) -> Submission:
     """Submit `grouped_allgather`, with its arguments."""
     return _start_allgather("grouped_allgather", tensors, list, *args, **options)
 
@@ -511,13 +511,13 @@ def _start_broadcast(
     root_rank: int,
     name: str | None = None,
     process_set: Any = _ALL,
-) -> Request:
+) -> Submission:
     require_all_ranks(process_set)
     return submissions().submit(
         "broadcast",
         name,
         f"{_described([tensor])} from rank {_valid(root_rank)}",
-        carrying_out.broadcast,
+        execution.broadcast,
         (tensor.detach(), out.detach(), root_rank),
         key=f"{root_rank:08d}",
         conclude=lambda _: out,
@@ -534,7 +534,7 @@ def _valid(root_rank: int) -> int:
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any
-) -> Request:
+) -> Submission:
     """Submit `broadcast`, with its arguments."""
     out = torch.empty_like(tensor, requires_grad=False)
     return _start_broadcast(tensor, out, root_rank, *args, **options)
@@ -542,7 +542,7 @@ def broadcast_async(
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any
-) -> Request:
+) -> Submission:
     """Submit `broadcast_`, with its arguments."""
     return _start_broadcast(tensor, tensor, root_rank, *args, **options)
 
@@ -576,7 +576,7 @@ def alltoall_async(
     splits: Any = None,
     name: str | None = None,
     process_set: Any = _ALL,
-) -> Request:
+) -> Submission:
     """Submit `alltoall`; what it waits for is always both results."""
     require_all_ranks(process_set)
     _require_rows([tensor])
@@ -590,7 +590,7 @@ def alltoall_async(
         "alltoall",
         name,
         _described([tensor], lengths=False),
-        carrying_out.all_to_all,
+        execution.all_to_all,
         (tensor.detach(), lengths),
         conclude=conclude,
     )
@@ -648,14 +648,14 @@ def broadcast_object(
 ) -> Any:
     """Return the root's object, of any kind that can be pickled."""
     require_all_ranks(process_set)
-    words, move = f"from rank {_valid(root_rank)}", carrying_out.broadcast_objects
+    words, move = f"from rank {_valid(root_rank)}", execution.broadcast_objects
     job, payload = submissions(), (obj, root_rank)
     return job.wait(job.submit("broadcast_object", name, words, move, payload))
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return the objects of all ranks."""
-    job, move = submissions(), carrying_out.all_gather_objects
+    job, move = submissions(), execution.all_gather_objects
     return job.wait(job.submit("allgather_object", name, "", move, obj))
 
 
@@ -663,4 +663,4 @@ def barrier(process_set: Any = _ALL) -> None:
     """Wait for all ranks."""
     require_all_ranks(process_set)
     job = submissions()
-    job.wait(job.submit("barrier", None, "", carrying_out.meet))
+    job.wait(job.submit("barrier", None, "", execution.meet))

@@ -24,7 +24,7 @@ from hpcstrat.errors import CollectiveError
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
 from hpcstrat.strategies import Strategy
 
-__all__ = ["Request", "Submissions"]
+__all__ = ["Submission", "Submissions"]
 
 _MEETING = "requests of Horovod"
 _SHOWN_NAMES = 4
@@ -43,7 +43,7 @@ _CarryOut = Callable[["Submissions", list[Any]], list[Any]]
 
 
 @dataclass(eq=False)
-class Request:
+class Submission:
     """A call that this rank has submitted; the handle of the program."""
 
     name: str
@@ -79,7 +79,7 @@ class Submissions:
         self.strategy = strategy
         self.collectives = strategy.collectives
         self.exchanges = Exchanges(strategy.collectives)
-        self._pending: dict[str, Request] = {}
+        self._pending: dict[str, Submission] = {}
         self._unnamed: Counter[str] = Counter()
 
     def submit(
@@ -92,7 +92,7 @@ class Submissions:
         *,
         key: str = "",
         conclude: Callable[[Any], Any] = lambda result: result,
-    ) -> Request:
+    ) -> Submission:
         """Take a request; not collective."""
         if name is None:
             full = f"{kind}.noname.{self._unnamed[kind]}"
@@ -101,11 +101,11 @@ class Submissions:
             full = f"{kind}.{name}"
         if full in self._pending:
             raise ValueError(_DUPLICATE)
-        request = Request(full, details, carry_out, payload, key, conclude)
+        request = Submission(full, details, carry_out, payload, key, conclude)
         self._pending[full] = request
         return request
 
-    def wait(self, request: Request) -> Any:
+    def wait(self, request: Submission) -> Any:
         """Return the result of a request; collective over all ranks that wait."""
         while not request.done:
             self._meet(request, polls=False)
@@ -113,7 +113,7 @@ class Submissions:
             raise request.error
         return request.conclude(request.result)
 
-    def poll(self, request: Request) -> bool:
+    def poll(self, request: Submission) -> bool:
         """Return whether a request is done.
 
         The first time without a look at the others; from then on it meets them, as a
@@ -133,11 +133,11 @@ class Submissions:
         self._pending.clear()
         self.strategy.close()
 
-    def _meet(self, request: Request, *, polls: bool) -> None:
+    def _meet(self, request: Submission, *, polls: bool) -> None:
         # An error on one rank is one of this call on all.
         self.collectives.call(_MEETING, self._advance, request, polls)
 
-    def _advance(self, awaited: Request, polls: bool) -> None:
+    def _advance(self, awaited: Submission, polls: bool) -> None:
         """Make the calls that all ranks have submitted."""
         names = self._common(awaited, polls)
         # The one order that all ranks know: that of submitting differs between them.
@@ -153,12 +153,12 @@ class Submissions:
                 request.finish(result)
                 del self._pending[request.name]
 
-    def _end(self, requests: Iterable[Request], error: Exception) -> None:
+    def _end(self, requests: Iterable[Submission], error: Exception) -> None:
         for request in requests:
             request.finish(error=error)
             del self._pending[request.name]
 
-    def _common(self, awaited: Request, polls: bool) -> list[str]:
+    def _common(self, awaited: Submission, polls: bool) -> list[str]:
         """Return the names that all ranks have; what cannot be made ends by errors."""
         channel: Any = self.collectives.channel
         if channel is None:
@@ -184,7 +184,7 @@ class Submissions:
         )
         return self._compared(told)
 
-    def _is_overdue(self, polled: Request) -> bool:
+    def _is_overdue(self, polled: Submission) -> bool:
         channel: Any = self.collectives.channel
         limit = self.collectives.timeout_seconds or channel.waiter.limit_seconds
         return time.monotonic() - (polled.polled_since or 0) > limit

@@ -15,7 +15,7 @@ from hpcstrat.engine.collectives.exchanged import MOST_EXCHANGING
 from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.tools.bench.prediction.platforms import Network
-from hpcstrat.tools.bench.prediction.rehearsal import Announced, Job, rehearse
+from hpcstrat.tools.bench.prediction.rehearsal import Announced, SimulatedJob, rehearse
 from hpcstrat.tools.bench.prediction.simulator import Simulator
 from hpcstrat.tools.bench.prediction.traces import (
     MPI_OPTIONS,
@@ -26,13 +26,13 @@ from hpcstrat.tools.bench.prediction.traces import (
     is_balanced,
 )
 
-__all__ = ["Point", "Step", "predict", "predict_point"]
+__all__ = ["ForecastPoint", "ForecastStep", "predict", "predict_point"]
 
 _FAST = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ForecastStep:
     """A training step of each replica, and how its gradients are summed."""
 
     compute_seconds: float
@@ -43,7 +43,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ForecastPoint:
     """A step on some nodes. Its parts sum up to its time."""
 
     num_nodes: int
@@ -72,7 +72,7 @@ class Point:
 class _Plan:
     """The actions of all nodes of a job in a step, block by block."""
 
-    def __init__(self, step: Step, job: Job, machine: Machine) -> None:
+    def __init__(self, step: ForecastStep, job: SimulatedJob, machine: Machine) -> None:
         self.writer = Writer(job, machine)
         # Each worker has others to exchange with, where they exchange parts.
         differ = job.num_workers <= MOST_EXCHANGING
@@ -95,7 +95,9 @@ class _Plan:
             else:
                 self.kinds[place] = kind, self.kinds[place][1] + 1
 
-    def _of_worker(self, step: Step, job: Job, worker: int) -> list[Block]:
+    def _of_worker(
+        self, step: ForecastStep, job: SimulatedJob, worker: int
+    ) -> list[Block]:
         return blocks(
             rehearse(
                 step.shapes, job, worker=worker, ops=step.ops, options=step.options
@@ -120,12 +122,12 @@ class _Plan:
 
 
 def predict(
-    step: Step,
-    job: Job,
+    step: ForecastStep,
+    job: SimulatedJob,
     machine: Machine,
     network: Network,
     nodes: Sequence[int],
-) -> Iterator[Point]:
+) -> Iterator[ForecastPoint]:
     """Yield a point for each number of nodes, relative to one node.
 
     ``job`` says how the replicas of a node are; its number of workers does not count.
@@ -141,8 +143,13 @@ def predict(
 
 
 def predict_point(
-    step: Step, job: Job, machine: Machine, network: Network, *, folds: bool = True
-) -> Point:
+    step: ForecastStep,
+    job: SimulatedJob,
+    machine: Machine,
+    network: Network,
+    *,
+    folds: bool = True,
+) -> ForecastPoint:
     """Return the time of a step of a job, and what it goes to.
 
     ``folds`` says whether pieces that are the same are simulated once.
@@ -154,7 +161,7 @@ def predict_point(
     if job.num_workers == 1:
         seconds = step.compute_seconds + inside + header_inside
         parts = (step.compute_seconds, inside, header_inside, 0.0, 0.0)
-        return Point(1, replicas, seconds, *parts)
+        return ForecastPoint(1, replicas, seconds, *parts)
     options = MPI_OPTIONS[machine.mpi]
     simulator = Simulator(network, job.num_workers, options)
     fast = replace(network, bytes_per_second=network.bytes_per_second * _FAST)
@@ -164,7 +171,7 @@ def predict_point(
     total = replays.step_seconds(simulator)
     immediate = replays.step_seconds(without)
     header = replays.seconds(simulator, [plan.writer.announcement()] * job.num_workers)
-    return Point(
+    return ForecastPoint(
         job.num_workers,
         replicas,
         total,
@@ -182,7 +189,7 @@ def predict_point(
 class _Replays:
     """Replays of one plan, and what they took here."""
 
-    def __init__(self, plan: _Plan, step: Step, *, folds: bool) -> None:
+    def __init__(self, plan: _Plan, step: ForecastStep, *, folds: bool) -> None:
         self._plan, self._step, self._folds = plan, step, folds
         self.wall_seconds, self.most_bytes = 0.0, 0
 

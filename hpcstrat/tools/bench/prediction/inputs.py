@@ -9,11 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from hpcstrat.tools.bench.prediction.forecast import Step
+from hpcstrat.tools.bench.prediction.forecast import ForecastStep
 from hpcstrat.tools.bench.prediction.platforms import NETWORKS, Network
-from hpcstrat.tools.bench.prediction.rehearsal import Copied, Job, rehearse
+from hpcstrat.tools.bench.prediction.rehearsal import Copied, SimulatedJob, rehearse
 from hpcstrat.tools.bench.prediction.traces import MPI_OPTIONS, Machine
-from hpcstrat.tools.bench.run_file import FORMAT, BenchError, Part, Run, read_run
+from hpcstrat.tools.bench.run_file import (
+    FORMAT,
+    BenchError,
+    MeasuredRun,
+    Part,
+    read_run,
+)
 from hpcstrat.tools.bench.shapes import MODELS
 
 __all__ = ["Given", "read_given"]
@@ -64,19 +70,19 @@ class Given:
             self._known("bandwidth", "--bandwidth"),
         )
 
-    def job(self) -> Job:
+    def job(self) -> SimulatedJob:
         """Return how the replicas of a node are."""
-        return Job(
+        return SimulatedJob(
             1,
             self.replicas_per_node or 1,
             self.cores_per_node or 0,
             self.slot_bytes or 0,
         )
 
-    def step(self) -> Step:
+    def step(self) -> ForecastStep:
         """Return the step; BenchError where something is missing."""
         compute = self._known("compute", "--compute-ms")
-        return Step(compute, self._known("shapes", "--gradients"))
+        return ForecastStep(compute, self._known("shapes", "--gradients"))
 
     def machine(self) -> Machine:
         """Return a node; BenchError where something is missing."""
@@ -189,7 +195,7 @@ def _medians(links: Sequence[dict[str, Any]]) -> tuple[float | None, float | Non
     )
 
 
-def _of_run(run: Run) -> Given:
+def _of_run(run: MeasuredRun) -> Given:
     between, inside = (run.links.get(name) or {} for name in ("between", "inside"))
     each, slot_bytes = max(run.replicas_per_worker), run.reduction.get("slot_bytes")
     if run.reduction.get("wire_dtype") is not None:
@@ -212,7 +218,7 @@ def _of_run(run: Run) -> Given:
     return replace(given, **_of_step(run, steps[0], given.job())) if steps else given
 
 
-def _of_step(run: Run, part: Part, job: Job) -> dict[str, Any]:
+def _of_step(run: MeasuredRun, part: Part, job: SimulatedJob) -> dict[str, Any]:
     """Return what a step computes and sums, and how fast its copies went."""
     calls = statistics.median(part.communication_seconds)
     own = statistics.median(part.own_seconds)
@@ -227,7 +233,7 @@ def _of_step(run: Run, part: Part, job: Job) -> dict[str, Any]:
     return found
 
 
-def _library(run: Run) -> str | None:
+def _library(run: MeasuredRun) -> str | None:
     version = str(run.sessions[-1]["versions"].get("mpi", "")) if run.sessions else ""
     names = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel(R) MPI": "mpich"}
     return next((name for word, name in names.items() if word in version), None)

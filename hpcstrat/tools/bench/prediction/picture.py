@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpcstrat.tools.bench.prediction.forecast import Point
+from hpcstrat.tools.bench.prediction.forecast import ForecastPoint
 
 __all__ = ["PARTS", "draw"]
 
@@ -19,7 +19,7 @@ PARTS = {
 """The parts of a step's time, in words."""
 
 
-def draw(curves: Mapping[str, Sequence[Point]], title: str) -> Any:
+def draw(curves: Mapping[str, Sequence[ForecastPoint]], title: str) -> Any:
     """Return a figure of matplotlib: efficiencies, and the parts of each curve."""
     from matplotlib.figure import Figure
 

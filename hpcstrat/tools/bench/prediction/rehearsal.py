@@ -19,8 +19,8 @@ from typing import Any, cast
 import numpy as np
 
 from hpcstrat.engine.arrays.packing import Piece, Run, cut, wire_dtype
-from hpcstrat.engine.channel.awaited import HEADER
 from hpcstrat.engine.channel.call import describe_call
+from hpcstrat.engine.channel.waitable import HEADER
 from hpcstrat.engine.channel.wire_headers import room_bytes
 from hpcstrat.engine.collectives.header_sum import fits_header, header_bytes
 from hpcstrat.engine.collectives.work import Work
@@ -37,7 +37,7 @@ __all__ = [
     "Copied",
     "Ended",
     "Event",
-    "Job",
+    "SimulatedJob",
     "Stepped",
     "Turned",
     "rehearse",
@@ -47,7 +47,7 @@ _IN_PLACE = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulatedJob:
     """Replicas on hosts that are all alike, one worker each."""
 
     num_workers: int
@@ -114,7 +114,7 @@ Event = Announced | Turned | Stepped | Copied | AllReduced | Begun | Ended
 class _Topology:
     """The part of a topology that algorithms and their choice use."""
 
-    def __init__(self, job: Job, worker: int, position: int) -> None:
+    def __init__(self, job: SimulatedJob, worker: int, position: int) -> None:
         each = job.replicas_per_worker
         self.num_workers, self.worker_id = job.num_workers, worker
         self.num_replicas = job.num_workers * each
@@ -160,7 +160,7 @@ class _Channel:
         self.topology, self.traffic = topology, Traffic()
         workers = topology.num_workers
         self.wire = SimpleNamespace(room_bytes=room_bytes(workers))
-        self.places = _Places(topology, self.traffic)
+        self.rings = _Places(topology, self.traffic)
         self.events: list[Event] = []
         # Messages over a wire come in the order in which they were sent.
         self.under_way: deque[_Messages] = deque()
@@ -181,7 +181,7 @@ class _Channel:
         self.note(Stepped())
         return _Come()
 
-    def patient(self, comm: Any) -> _Comm:
+    def interruptible(self, comm: Any) -> _Comm:
         return _Comm(comm, self)
 
 
@@ -208,7 +208,7 @@ class _Messages:
 
 
 class _Comm:
-    """A communicator that notes what goes over it; see `PatientComm`."""
+    """A communicator that notes what goes over it; see `InterruptibleComm`."""
 
     def __init__(self, comm: Any, channel: _Channel) -> None:
         self.size, self.rank, self._channel = comm.size, comm.rank, channel
@@ -246,7 +246,7 @@ def _sizes(arrays: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
 
 def rehearse(
     shapes: Sequence[tuple[int, ...]],
-    job: Job,
+    job: SimulatedJob,
     *,
     worker: int = 0,
     position: int = 0,

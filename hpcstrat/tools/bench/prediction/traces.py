@@ -26,7 +26,7 @@ from hpcstrat.tools.bench.prediction.rehearsal import (
     Copied,
     Ended,
     Event,
-    Job,
+    SimulatedJob,
     Stepped,
     Turned,
 )
@@ -112,7 +112,7 @@ class _Numbers:
 class Writer:
     """Writes down what a node of a job does."""
 
-    def __init__(self, job: Job, machine: Machine) -> None:
+    def __init__(self, job: SimulatedJob, machine: Machine) -> None:
         self._job, self._machine = job, machine
         # Number of doublings of a tree inside of a node.
         self._inside_rounds = math.ceil(math.log2(job.replicas_per_worker))

@@ -25,8 +25,13 @@ Addresses that no device knows are refused. Ranks that call different collective
 NCCL, or with different arguments, get an error. Functions take no lists or arrays of
 NumPy where CuPy's happen to work on some of them.
 
-Where it is laxer. An error of the work in a stream comes at the next wait for anything
-on the device, and does not make the device unusable for good. There is no limit on
+Kernels that load or store at an address that their type's alignment forbids end the
+context: each later call on that device fails, as with CUDA. The first use of a kernel
+waits for all that its device does, as to load one may.
+
+Where it is laxer. Other errors of the work in a stream come at the next wait for
+anything on the device, and do not make it unusable for good. Priorities of streams
+change nothing. There is no limit on
 resources other than the memory. Grids occupy no device, so that kernels of different
 streams run side by side. The per-thread default stream is an ordinary blocking stream.
 ``cudaFree`` does not wait for the device. A result of NumPy's may have another layout

@@ -1,5 +1,6 @@
 // What CUDA's compiler knows by itself, for g++: a grid runs as loops.
 #include <cmath>
+#include <csetjmp>
 #include <cstring>
 #include <tuple>
 #include <type_traits>
@@ -132,6 +133,12 @@ template <class T> static inline T atomicCAS(T* at, T expected, T value) {
   return expected;
 }
 
+// What -fsanitize=alignment calls in the place of a device's fault, which ends the kernel.
+static thread_local std::jmp_buf _standin_fault;
+extern "C" void __ubsan_handle_type_mismatch_v1_abort(void*, void*) {
+  std::longjmp(_standin_fault, 1);
+}
+
 // Calling a kernel with the addresses of its arguments, as cuLaunchKernel does.
 template <class... A, std::size_t... I>
 static void _standin_call(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
@@ -141,6 +148,8 @@ template <class... A>
 static int _standin_run(void (*kernel)(A...), const unsigned* grid, const unsigned* block, void** args) {
   gridDim = dim3(grid[0], grid[1], grid[2]);
   blockDim = dim3(block[0], block[1], block[2]);
+  // cudaErrorMisalignedAddress
+  if (setjmp(_standin_fault)) return 716;
   for (unsigned bz = 0; bz < grid[2]; ++bz)
     for (unsigned by = 0; by < grid[1]; ++by)
       for (unsigned bx = 0; bx < grid[0]; ++bx)

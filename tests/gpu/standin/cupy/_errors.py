@@ -33,6 +33,7 @@ NAMES = {
         "cudaErrorHostMemoryNotRegistered",
         "pointer does not correspond to a registered memory region",
     ),
+    716: ("cudaErrorMisalignedAddress", "misaligned address"),
     719: ("cudaErrorLaunchFailure", "unspecified launch failure"),
     801: ("cudaErrorNotSupported", "operation not supported"),
 }
@@ -48,6 +49,7 @@ PEER_ALREADY = 704
 ALREADY_REGISTERED = 712
 NOT_REGISTERED = 713
 ILLEGAL_ADDRESS = 700
+MISALIGNED_ADDRESS = 716
 LAUNCH_FAILURE = 719
 INVALID_CONTEXT = 201
 

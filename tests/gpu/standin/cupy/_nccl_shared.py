@@ -16,13 +16,13 @@ import numpy as np
 
 from cupy import _queues
 
-SLOT = 256 << 10
+SLOT = 1 << 20
 """Bytes that a rank passes on at once."""
 
 _MAGIC = b"hpcsnccl"
 _ID = struct.Struct("<8sQQQ96x")
 _ROW = 64
-_JOINED, _PID, _DEVICE, _STEP, _CALL = 0, 1, 2, 4, 8
+_JOINED, _PID, _DEVICE, _STEP, _CALL, _GONE, _CONNECTED = 0, 1, 2, 4, 8, 16, 17
 _created = []
 
 
@@ -108,6 +108,27 @@ class Shared:
         """Tell whether all ranks have different devices."""
         devices = self.rows[:, _DEVICE : _DEVICE + 2].tolist()
         return len({tuple(device) for device in devices}) == self.size
+
+    def connect(self, number, stuck):
+        """Wait until all ranks connect for an algorithm; raise when one is gone."""
+        self.rows[self.rank, _CONNECTED + number] = not stuck
+        while not self.rows[:, _CONNECTED + number].all():
+            self.check()
+            if self.lost or self.rows[:, _GONE].any():
+                raise Lost(6)
+            time.sleep(0.0005)
+
+    def leave(self):
+        """Tell the others that this rank is gone; wait until they are.
+
+        A rank that aborts does not wait for those whose processes have died.
+        """
+        self.rows[self.rank, _GONE] = 1
+        for row in self.rows:
+            while not row[_GONE]:
+                if self.aborted and not os.path.exists(f"/proc/{row[_PID]}"):
+                    break
+                time.sleep(0.0005)
 
     def check(self):
         """Stop an operation that was aborted; note ranks that are gone."""

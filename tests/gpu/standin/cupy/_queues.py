@@ -16,6 +16,7 @@ from cupy._errors import (
     INVALID_DEVICE,
     INVALID_HANDLE,
     LAUNCH_FAILURE,
+    MISALIGNED_ADDRESS,
     NO_DEVICE,
     CUDARuntimeError,
 )
@@ -26,6 +27,8 @@ _queues = {}
 _null = {}
 _retired = []
 _errors = collections.defaultdict(list)
+# Faults of kernels, by device: nothing can be done on it any more, in this process.
+_deaths = {}
 _freed = collections.deque()
 _current = threading.local()
 _ending = threading.Event()
@@ -51,6 +54,7 @@ class Queue:
 
     def put(self, work):
         """Submit ``work``, a callable without arguments; return its ticket."""
+        check_life(self.device)
         settle_freed()
         self.wait_ticket(self.submitted - _MOST_WAITING)
         return self._put(work)
@@ -106,6 +110,8 @@ class Queue:
             try:
                 work()
             except BaseException as exc:
+                if getattr(exc, "status", 0) == MISALIGNED_ADDRESS:
+                    _deaths[self.device] = exc.status
                 _errors[self.device].append(exc)
             # Nothing here may keep memory alive while the thread sleeps.
             del work, needs
@@ -172,8 +178,20 @@ def give_back(queue, raw, settle):
     _freed.append((queue, raw, settle))
 
 
+def check_life(device):
+    """Raise what has ended the context of this process on a device."""
+    if device in _deaths:
+        raise CUDARuntimeError(_deaths[device])
+
+
+def status_of(device):
+    """Return the number of what has ended the context of this process, or 0."""
+    return _deaths.get(device, 0)
+
+
 def raise_errors(device):
     """Raise the first error of the device's work since the last such call."""
+    check_life(device)
     errors = _errors[device]
     if not errors:
         return

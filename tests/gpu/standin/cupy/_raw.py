@@ -66,6 +66,7 @@ def _library(code, definitions, expressions):
     first = '#line 1 "kernel.cu"'
     source = "\n".join([header, *definitions, first, code, *lines, ""])
     flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-w"]
+    flags += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
     digest = hashlib.sha256("\0".join([source, *flags]).encode()).hexdigest()[:32]
     path = _folder() / f"{digest}.so"
     if not path.exists():
@@ -176,8 +177,10 @@ class _Function:
         launch = self._launch
 
         def work():
-            launch(*sizes, pointers)
+            status = launch(*sizes, pointers)
             del held[:], buffers[:]
+            if status:
+                raise CUDARuntimeError(status)
 
         _standin.count("launches")
         ptr = (_streams.get_current_stream() if stream is None else stream).ptr
@@ -301,6 +304,9 @@ def _function(code, options, expressions, name):
     library, names = _library(code, _definitions(options), expressions)
     if name not in names:
         raise CUDADriverError(f"CUDA_ERROR_NOT_FOUND: named symbol not found: {name}")
+    # Loaded when it is first wanted, which may wait for all that the device does (CUDA
+    # C++ Programming Guide, section "Lazy Loading").
+    _queues.drain_device(_queues.current_device())
     return _Function(library, names[name], name)
 
 

@@ -105,6 +105,54 @@ def check_errors_of_work():
     assert array.get().tolist() == [0, 0, 0]
 
 
+_PAIRS = """
+struct alignas(16) Pair { double one, other; };
+extern "C" __global__ void twice(Pair* pair) { *pair = Pair{1.0, 2.0}; }
+"""
+
+
+def check_death_of_a_context():
+    import cupy as cp
+
+    error = cp.cuda.runtime.CUDARuntimeError
+    kernel = cp.RawKernel(_PAIRS, "twice")
+    memory = cp.zeros(4)
+    kernel((1,), (1,), (memory,))
+    assert memory.get().tolist() == [1, 2, 0, 0]
+    event = cp.cuda.Event()
+    event.record()
+    kernel((1,), (1,), (memory[1:],))
+    with pytest.raises(error, match="misaligned address"):
+        cp.cuda.Stream.null.synchronize()
+    # For good, also for what was well before.
+    assert cp.cuda.runtime.eventQuery(event.ptr) == 716
+    with pytest.raises(error, match="misaligned address"):
+        memory.get()
+    with pytest.raises(error, match="misaligned address"):
+        cp.zeros(3)
+
+
+def check_loading_waits():
+    import threading
+
+    import cupy as cp
+
+    goes_on, loaded = threading.Event(), threading.Event()
+    side = cp.cuda.Stream(non_blocking=True)
+    side.launch_host_func(lambda _: goes_on.wait(20), None)
+
+    def load():
+        cp.RawKernel(_PAIRS, "twice").compile()
+        loaded.set()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    assert not loaded.wait(1.0)
+    goes_on.set()
+    assert loaded.wait(20)
+    thread.join()
+
+
 def check_freed_memory():
     import cupy as cp
 

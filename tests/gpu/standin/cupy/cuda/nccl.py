@@ -3,6 +3,12 @@
 As in CuPy, this module has to be imported by itself. Environment:
 ``HPCSTRAT_STANDIN_NCCL=0`` (no library), ``HPCSTRAT_STANDIN_NCCL_VERSION`` (22809),
 ``HPCSTRAT_STANDIN_NCCL_TIMEOUT`` (seconds for the ranks to come together, 30).
+
+As in NCCL from 2.22 on, the ranks are connected for an algorithm when it is first used,
+in ``groupEnd`` of the caller's thread. ``HPCSTRAT_STANDIN_NCCL_FAULT`` (read there) is
+an algorithm, what is wrong with it, and the rank that has it: ``tree error 1`` cannot
+be connected, ``ring stuck 0`` is never done with that, ``ring endless 1`` is connected,
+but its kernel does not end, ``ring wrong 0`` gives wrong sums.
 """
 
 import os
@@ -43,6 +49,10 @@ _REDUCTIONS = {
     NCCL_MIN: np.minimum,
     NCCL_AVG: np.add,
 }
+# Since 2.22 NCCL connects the ranks at the first use of an algorithm.
+_LATE = 22200
+_ALGORITHMS = ["tree", "ring"]
+_TREE_BYTES = 64 << 10
 # Since 2.30 NCCL lets ranks share a device, if it is told to.
 _SHARING = 23000
 _LET_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -126,6 +136,28 @@ class NcclCommunicator:
         self._shared = shared
         self._changed = threading.Condition()
         self._issued = self._finished = 0
+        self._connected = set()
+        if get_version() < _LATE:
+            for algorithm in _ALGORITHMS:
+                self._connect(algorithm)
+
+    def _connect(self, algorithm):
+        if algorithm in self._connected:
+            return
+        shared, fault = self._live(), self._fault(algorithm)
+        try:
+            if fault == "error":
+                raise NcclError(2)
+            shared.connect(_ALGORITHMS.index(algorithm), stuck=fault == "stuck")
+        except _nccl_shared.Lost as exc:
+            raise NcclError(exc.status or 3) from exc
+        self._connected.add(algorithm)
+
+    def _fault(self, algorithm):
+        """Return what is wrong with an algorithm on this rank."""
+        words = os.environ.get("HPCSTRAT_STANDIN_NCCL_FAULT", "").split()
+        matches = words and words[::2] == [algorithm, str(self._live().rank)]
+        return words[1] if matches else ""
 
     @property
     def comm(self):
@@ -150,14 +182,24 @@ class NcclCommunicator:
         """Return the number of ranks."""
         return self._live().size
 
+    def __del__(self):
+        """Destroy it, as CuPy does, also when the interpreter ends."""
+        self.destroy()
+
     def destroy(self):
-        """Give the communicator up; what was started still runs."""
-        self._shared = None
+        """Give the communicator up; waits for what was started, and all ranks."""
+        if self._shared is not None:
+            with self._changed:
+                while self._finished < self._issued:
+                    self._changed.wait(0.1)
+            self._shared.leave()
+            self._shared = None
 
     def abort(self):
-        """Stop what this rank has started, and give the communicator up."""
+        """Stop what this rank has started, and give up, as all living ranks must."""
         if self._shared is not None:
             self._shared.aborted = True
+            self._shared.leave()
             self._shared = None
 
     def check_async_error(self):
@@ -168,7 +210,7 @@ class NcclCommunicator:
         """Reduce; all ranks get the result."""
         send, recv = self._buffers(sendbuf, recvbuf, count, count, datatype)
         call = (1, count, datatype, op, 0)
-        self._start(call, stream, _reduced(self._live(), send, recv, op, None))
+        self._start(call, stream, _reduced(self._live(), send, recv, op, None), recv)
 
     def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
         """Reduce; one rank gets the result."""
@@ -220,30 +262,44 @@ class NcclCommunicator:
         self._live()
         return _buffer(sendbuf, sent, datatype), _buffer(recvbuf, received, datatype)
 
-    def _start(self, call, stream, steps):
+    def _start(self, call, stream, steps, recv=None):
         if call[3] not in _REDUCTIONS:
             raise NcclError(4)
-        self._put((self, "collective"), stream, _checked(self._live(), call, steps))
+        small = call[0] == 1 and call[1] * _dtype(call[2]).itemsize <= _TREE_BYTES
+        algorithm = "tree" if small else "ring"
+        fault = self._fault(algorithm)
+        steps = _checked(self._live(), call, steps, endless=fault == "endless")
+        if fault == "wrong" and call[0] == 1:
+            steps = _spoiled(steps, recv)
+        self._put((self, "collective"), stream, steps, algorithm)
 
     def _start_message(self, way, peer, stream, steps):
         if not 0 <= peer < self._live().size:
             raise NcclError(4)
         self._put((self, way, peer), stream, steps)
 
-    def _put(self, chain, stream, steps):
+    def _put(self, chain, stream, steps, algorithm=None):
         _standin.count("collectives")
         queue = _queues.find_queue(stream)
         if queue.device != self._device:
             raise NcclError(4)
         if getattr(_group, "depth", 0):
-            _group.calls.append((queue, chain, steps))
+            _group.calls.append((queue, chain, steps, algorithm))
         else:
-            _submit([(queue, chain, steps)])
+            _submit([(queue, chain, steps, algorithm)])
 
 
-def _checked(shared, call, steps):
+def _checked(shared, call, steps, endless):
+    while endless:
+        shared.check()
+        yield
     yield from shared.agree(call)
     yield from steps
+
+
+def _spoiled(steps, recv):
+    yield from steps
+    recv[-1:] += 1
 
 
 def _chunks(data):
@@ -313,7 +369,10 @@ def _broadcast(shared, send, recv, root):
 def _submit(calls):
     """Put calls into their streams; those of one stream run side by side."""
     queues = {}
-    for queue, chain, steps in calls:
+    for _, chain, _, algorithm in calls:
+        if algorithm is not None:
+            chain[0]._connect(algorithm)
+    for queue, chain, steps, _ in calls:
         queues.setdefault(queue, {}).setdefault(chain, []).append(steps)
     for queue, chains in queues.items():
         turns = {}

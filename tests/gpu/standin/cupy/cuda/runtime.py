@@ -317,6 +317,8 @@ def eventRecord(event, stream):
 
 def eventQuery(event):
     state = _events.find(event)
+    if _queues.status_of(state.device):
+        return _queues.status_of(state.device)
     return 0 if state.reached(state.recorded()) else _errors.NOT_READY
 
 

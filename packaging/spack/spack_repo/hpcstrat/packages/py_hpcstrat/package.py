@@ -18,7 +18,7 @@ class PyHpcstrat(PythonPackage):
 
     license("Apache-2.0")
 
-    version("0.1.0", branch="main")
+    version("0.2.0", branch="main")
 
     variant("plot", default=False, description="Draw curves and timelines")
 

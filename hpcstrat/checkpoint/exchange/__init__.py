@@ -1,0 +1,1 @@
+"""Values of checkpoints in files of other programs, and theirs in checkpoints."""

@@ -1,0 +1,123 @@
+"""Files of NumPy (.npz) and plain HDF5, from values and back."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.lib import format as npy_format
+
+from hpcstrat.checkpoint.file.schema import named_dtype
+from hpcstrat.engine.typing import Array
+
+__all__ = ["read_hdf5", "read_npz", "write_hdf5", "write_npz"]
+
+# HDF5 has no bfloat16: it is stored as float32, with its name in this attribute.
+_TYPE = "hpcstrat_dtype"
+_BFLOAT16 = "bfloat16"
+_CHUNK_BYTES = 16 << 20
+# The length of the name and of the extra field, in the header before a member's bytes.
+_LENGTHS = slice(26, 30)
+_HEADER_BYTES = 30
+
+
+def write_npz(
+    path: str, values: Mapping[str, Array], tick: Callable[[int], None]
+) -> None:
+    """Write values, which may be maps of another file."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, value in values.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                npy_format.write_array(member, value, allow_pickle=False)
+            tick(value.nbytes)
+
+
+def read_npz(path: str) -> dict[str, Array]:
+    """Return the values of a file; those that are not compressed as maps of it."""
+    found = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            with archive.open(info) as member:
+                if info.compress_type == zipfile.ZIP_STORED:
+                    found[name] = _mapped(file, info, member)
+                else:
+                    found[name] = npy_format.read_array(member, allow_pickle=False)
+            if found[name].dtype == np.dtype("V2"):
+                # What NumPy makes of a type that it does not know by name.
+                found[name] = found[name].view(named_dtype(_BFLOAT16))
+    return found
+
+
+def _mapped(file: Any, info: zipfile.ZipInfo, member: Any) -> Array:
+    """Return a member of an archive as a map of the file."""
+    version = npy_format.read_magic(member)
+    read = getattr(npy_format, f"read_array_header_{version[0]}_0")
+    shape, is_fortran, dtype = read(member)
+    if dtype.hasobject:
+        raise ValueError(f"{info.filename} holds objects of Python")
+    file.seek(info.header_offset)
+    lengths = np.frombuffer(file.read(_HEADER_BYTES)[_LENGTHS], "<u2")
+    begin = info.header_offset + _HEADER_BYTES + int(lengths.sum()) + member.tell()
+    nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    if not nbytes:
+        return np.zeros(shape, dtype)
+    raw: Array = np.memmap(file, np.uint8, "c", begin, (nbytes,)).view(dtype)
+    return raw.reshape(shape, order="F" if is_fortran else "C")
+
+
+def write_hdf5(
+    path: str, values: Mapping[str, Array], tick: Callable[[int], None]
+) -> None:
+    """Write values, which may be maps of another file; ``/`` in names makes groups."""
+    with h5py.File(path, "w") as plain:
+        for name, value in values.items():
+            if value.dtype.name == _BFLOAT16:
+                _write_half(plain.create_dataset(name, value.shape, "<f4"), value)
+            else:
+                plain[name] = value
+            tick(value.nbytes)
+
+
+def _write_half(dataset: Any, value: Array) -> None:
+    """Write bfloat16 as float32, by its bits: a cast would change some NaN."""
+    dataset.attrs[_TYPE] = _BFLOAT16
+    bits = value.view(np.uint16)
+    rows = max(1, _CHUNK_BYTES // max(1, bits[:1].nbytes)) if bits.ndim else 0
+    starts = range(0, len(bits), rows) if bits.ndim else ()
+    places: list[Any] = [slice(start, start + rows) for start in starts]
+    for place in places if bits.ndim else [()]:
+        wide = bits[place].astype(np.uint32) << np.uint32(16)
+        dataset[place] = wide.view(np.float32)
+
+
+def read_hdf5(path: str) -> dict[str, Array]:
+    """Return the values of a file by their full names, as maps where they are whole."""
+    found = {}
+    with h5py.File(path) as plain:
+
+        def visit(name: str, value: Any) -> None:
+            if isinstance(value, h5py.Dataset):
+                found[name] = _of_dataset(path, name, value)
+
+        plain.visititems(visit)
+    return found
+
+
+def _of_dataset(path: str, name: str, dataset: Any) -> Array:
+    if dataset.dtype.kind not in "biufc":
+        raise ValueError(f"{name} is of {dataset.dtype}, which is no number")
+    offset = dataset.id.get_offset()
+    if offset is None or not dataset.size:
+        value = dataset[()]
+    else:
+        raw = np.memmap(path, np.uint8, "c", offset, (dataset.nbytes,))
+        value = raw.view(dataset.dtype).reshape(dataset.shape)
+    value = np.asarray(value)
+    if dataset.attrs.get(_TYPE) == _BFLOAT16:
+        bits = (value.astype("<f4", copy=False).view(np.uint32) >> 16).astype(np.uint16)
+        return bits.view(named_dtype(_BFLOAT16))
+    return value

@@ -1,0 +1,217 @@
+"""The batch job that this process is in: when it ends, and how it is queued again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+__all__ = ["BatchJob", "batch_job_from_environment"]
+
+_SECONDS = 60.0
+# What `flux job timeleft` prints without a limit.
+_FLUX_UNLIMITED = (1 << 32) - 1
+_MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
+# Thu Nov 26 17:31:02 2026, as ctime(3) writes it, in local time.
+_CTIME = re.compile(r"\w{3} (\w{3}) +(\d+) (\d+):(\d+):(\d+) (\d{4})")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """A job of a scheduler.
+
+    Parameters
+    ----------
+    scheduler : str
+        ``Slurm``, ``PBS``, ``Flux``, ``LSF`` or ``SGE``.
+    job_id : str
+        The scheduler's name of the job; the same after it was queued again.
+    """
+
+    scheduler: str
+    job_id: str
+
+    def end(self) -> float | None:
+        """Return when the scheduler means to end the job.
+
+        Not collective. Asks the scheduler's own command, which may take a while.
+
+        Returns
+        -------
+        float or None
+            In seconds since the epoch; None without a limit, or where the command does
+            not answer, such as in a container.
+        """
+        try:
+            return _SCHEDULERS[self.scheduler].end(self.job_id)
+        except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+            return None
+
+    def requeue(self) -> None:
+        """Ask the scheduler to start the job once more; it ends this one meanwhile.
+
+        Not collective.
+
+        Raises
+        ------
+        RuntimeError
+            If the scheduler does not, with what it has said. PBS lets operators only,
+            and Flux nobody: there, a script submits itself again.
+        """
+        command = _SCHEDULERS[self.scheduler].requeue
+        if not command:
+            raise RuntimeError(
+                f"expected a scheduler that users can ask to requeue a job, found "
+                f"{self.scheduler}; submit the script again when it ends with status "
+                f"42, as jobs/{self.scheduler.lower()}/ shows"
+            )
+        try:
+            _ask([*command, self.job_id])
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", "") or getattr(error, "stdout", "") or error
+            raise RuntimeError(
+                f"expected {command[0]} to requeue job {self.job_id}, found: "
+                f"{str(said).strip()}; requeue it by hand"
+            ) from error
+
+
+def batch_job_from_environment(
+    environment: Mapping[str, str] | None = None,
+) -> BatchJob | None:
+    """Return the batch job that this process is in.
+
+    Not collective.
+
+    Parameters
+    ----------
+    environment : mapping of str to str, optional
+        Default: this process's environment.
+
+    Returns
+    -------
+    BatchJob or None
+        The innermost one; None outside of a job.
+    """
+    env = os.environ if environment is None else environment
+    for name, scheduler in _SCHEDULERS.items():
+        found = [env[variable] for variable in scheduler.job if env.get(variable)]
+        if len(found) == len(scheduler.job) or (scheduler.any_of and found):
+            # Tasks of an array are jobs of their own.
+            return BatchJob(name, found[0] + scheduler.task(env))
+    return None
+
+
+def _ask(command: Sequence[str], **variables: str) -> str:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=True,
+        # Dates are parsed: in no other language.
+        env={**os.environ, "LC_ALL": "C", **variables},
+    ).stdout
+
+
+def _seconds(text: str) -> float:
+    """Return a duration of PBS or SGE, such as 01:30:00, or 5400."""
+    seconds = 0.0
+    for part in text.split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
+
+
+def _slurm_end(job: str) -> float | None:
+    # A job without a limit has no number there; versions before 23 set no variable.
+    said = os.environ.get("SLURM_JOB_END_TIME", "")
+    if not said.isdecimal():
+        words = ["squeue", "--noheader", "--jobs", job, "--format=%e"]
+        said = _ask(words, SLURM_TIME_FORMAT="%s").strip()
+    return float(said) if said.isdecimal() and int(said) else None
+
+
+def _pbs_end(job: str) -> float | None:
+    said = _ask(["qstat", "-f", job])
+    fields = dict(re.findall(r"^\s+(\S+) = (.*)$", said, re.MULTILINE))
+    # Torque says how much is left; PBS Pro and OpenPBS when the job has begun.
+    left = fields.get("Walltime.Remaining", "")
+    if left.isdecimal():
+        return time.time() + float(left)
+    limit = fields.get("Resource_List.walltime")
+    began = _CTIME.search(fields.get("stime") or fields.get("start_time") or "")
+    if limit is None or began is None:
+        return None
+    month, *numbers = began.groups()
+    day, hour, minute, second, year = map(int, numbers)
+    when = year, _MONTHS.index(month) // 3 + 1, day, hour, minute, second, 0, 0, -1
+    return time.mktime(when) + _seconds(limit)
+
+
+def _flux_end(job: str) -> float | None:
+    del job
+    # Without the job: the command knows which one it is in, also in a batch script.
+    left = int(_ask(["flux", "job", "timeleft"]))
+    return None if left == _FLUX_UNLIMITED else time.time() + left
+
+
+def _lsf_end(job: str) -> float | None:
+    # Such as 1:58 L: hours and minutes to a limit. With E or X they are an estimate.
+    said = _ask(["bjobs", "-noheader", "-o", "time_left", job])
+    found = re.match(r"\s*(\d+):(\d+) L\b", said)
+    return time.time() + 60 * _seconds(f"{found[1]}:{found[2]}") if found else None
+
+
+def _sge_end(job: str) -> float | None:
+    number, _, task = job.partition(".")
+    tree = ElementTree.fromstring(_ask(["qstat", "-xml", "-r", "-s", "r", "-u", "*"]))
+    for entry in tree.iter("job_list"):
+        of_task = not task or entry.findtext("tasks") in (None, task)
+        if entry.findtext("JB_job_number") != number or not of_task:
+            continue
+        limits = [
+            float(request.text or 0)
+            for request in entry.findall("hard_request")
+            if request.get("name") == "h_rt"
+        ]
+        began = entry.findtext("JAT_start_time")
+        if limits and began:
+            when = time.strptime(began.partition(".")[0], "%Y-%m-%dT%H:%M:%S")
+            return time.mktime(when) + min(limits)
+    return None
+
+
+def _lsf_task(env: Mapping[str, str]) -> str:
+    index = env.get("LSB_JOBINDEX", "0")
+    return f"[{index}]" if index != "0" else ""
+
+
+def _sge_task(env: Mapping[str, str]) -> str:
+    task = env.get("SGE_TASK_ID", "undefined")
+    return f".{task}" if task.isdecimal() else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduler:
+    """The variables that tell a job of a scheduler, and how it is asked."""
+
+    job: tuple[str, ...]
+    end: Callable[[str], float | None]
+    requeue: tuple[str, ...] = ()
+    task: Callable[[Mapping[str, str]], str] = lambda _: ""
+    any_of: bool = False
+
+
+# The innermost first: Flux runs inside of jobs of the others.
+_SCHEDULERS = {
+    # In a batch script of Flux the first is not set.
+    "Flux": _Scheduler(("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"), _flux_end, any_of=True),
+    "Slurm": _Scheduler(("SLURM_JOB_ID",), _slurm_end, ("scontrol", "requeue")),
+    "PBS": _Scheduler(("PBS_JOBID",), _pbs_end),
+    "LSF": _Scheduler(("LSB_JOBID",), _lsf_end, ("brequeue",), _lsf_task),
+    # Others, too, have a JOB_ID.
+    "SGE": _Scheduler(("JOB_ID", "SGE_TASK_ID"), _sge_end, ("qmod", "-rj"), _sge_task),
+}

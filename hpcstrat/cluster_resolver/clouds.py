@@ -1,0 +1,94 @@
+"""Resolvers of tf.distribute for clouds, whose machines MPI knows by its launcher.
+
+The names are there so that programs which ask for them by ``isinstance`` run; none can
+be made.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NoReturn
+
+from hpcstrat.cluster_resolver.resolver import ClusterResolver
+from hpcstrat.cluster_resolver.spec import ClusterSpec
+
+__all__ = [
+    "GCEClusterResolver",
+    "KubernetesClusterResolver",
+    "KubernetesExecutableLocation",
+    "TPUClusterResolver",
+]
+
+
+class _Cloud(ClusterResolver):
+    """A resolver that cannot be made; ``found`` and ``advice`` are for the message."""
+
+    found = ""
+    advice = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"expected machines that a launcher of MPI has started, found "
+            f"{cls.__name__}, {cls.found}; {cls.advice}"
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        raise NotImplementedError
+
+
+class GCEClusterResolver(_Cloud):
+    """Machines of Google Compute Engine: an error that says what to do instead.
+
+    Not collective.
+
+    Raises
+    ------
+    NotImplementedError
+        Always.
+    """
+
+    found = "which asks Google for the machines of an instance group"
+    advice = (
+        "start the program on them with mpirun --hostfile, where it needs no resolver, "
+        "or write them down in a SimpleClusterResolver"
+    )
+
+
+class KubernetesClusterResolver(_Cloud):
+    """Pods of Kubernetes: an error that says what to do instead.
+
+    Not collective.
+
+    Raises
+    ------
+    NotImplementedError
+        Always.
+    """
+
+    found = "which asks Kubernetes for its pods"
+    advice = (
+        "let the MPI Operator of Kubeflow start the program, where it needs no "
+        "resolver, or write the pods down in a SimpleClusterResolver"
+    )
+
+
+class TPUClusterResolver(_Cloud):
+    """TPUs: an error that says what to do instead.
+
+    Not collective.
+
+    Raises
+    ------
+    NotImplementedError
+        Always.
+    """
+
+    found = "and no TPU is supported"
+    advice = "use MultiWorkerMirroredStrategy, which needs no resolver, on CPUs or GPUs"
+
+
+class KubernetesExecutableLocation(enum.Enum):
+    """The place where a program runs, an argument of `KubernetesClusterResolver`."""
+
+    WITHIN_CLUSTER = 0
+    OFF_CLUSTER = 1

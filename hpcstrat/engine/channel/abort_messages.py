@@ -1,0 +1,137 @@
+"""Tells ranks that another one has left a call by an error of its own.
+
+Such a rank announces nothing in a header: it may have left in the midst of one, or of
+the data, and does not wait for anybody. It sends a short message to every other rank,
+which those find that wait for it, or for anything else; they raise, and tell all, too:
+a third one may wait for them. A rank that was between two headers looks at all messages
+when it makes its next call: where all ranks have left the same call at the same point,
+they go on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from typing import Any
+
+from hpcstrat.engine.topology.kept_requests import keep
+from hpcstrat.engine.topology.topology import Topology
+
+__all__ = ["AbortMessages"]
+
+_TAG = 11
+# Far below what MPI libraries send at once, without the receiver's help.
+_MOST_BYTES = 600
+# Number of earlier times that ranks went on together, and the sender's position.
+_HEAD = struct.Struct("=qqq")
+_NOWHERE = -1, -1
+_ON_THE_WAY_SECONDS = 2.0
+_Point = tuple[int, int]
+# By rank, where it was, and what it has told.
+_Came = dict[int, tuple[_Point, str]]
+
+
+class AbortMessages:
+    """The messages of one channel's rank; ``comm`` is the channel's own."""
+
+    def __init__(self, topology: Topology, comm: Any) -> None:
+        self._mpi = topology.mpi
+        self._comm = comm
+        self._others = frozenset(range(comm.size)) - {comm.rank}
+        self._turn = 0
+        self._point: _Point = _NOWHERE
+        self._text = ""
+        # Ranks that have to hear of the break, and ranks that have been told.
+        self._asks: set[int] = set()
+        self._told: set[int] = set()
+        self._came: _Came = {}
+        # Messages of ranks that went on before this one, and left another call.
+        self._ahead: _Came = {}
+        # Since when this rank waits for data that may be on their way, of which call.
+        self._awaited = -1, 0.0
+
+    def tell(self, text: str, point: _Point = _NOWHERE) -> None:
+        """Tell all other ranks, without waiting for them.
+
+        ``point`` is the number of the call at which this rank has entered what it has
+        left, and of the one after which it did, where it is in none.
+        """
+        self._text, self._point = text, point
+        self._asks, self._told = set(self._others), set()
+        self.finish()
+
+    def finish(self) -> None:
+        """Tell the ranks that were not told: also that can be interrupted."""
+        for rank in sorted(self._asks - self._told):
+            self._send(rank)
+            self._told.add(rank)
+
+    def _send(self, rank: int) -> None:
+        data = _HEAD.pack(self._turn, *self._point)
+        data += self._text.encode(errors="replace")
+        # An error of MPI: the rank has died, or all of MPI has.
+        with contextlib.suppress(Exception):
+            request = self._comm.Isend(
+                [data[:_MOST_BYTES], self._mpi.BYTE], dest=rank, tag=_TAG
+            )
+            # Nobody waits for it.
+            keep([request])
+
+    def look(self, call: int | None = None, *, for_data: bool = False) -> str:
+        """Return what other ranks have told, empty for nothing; drives MPI's progress.
+
+        Who has told nothing itself tells all, since its next call will not be made.
+        ``call`` is the number of the one in which this rank waits, for its header or
+        for its data: of no concern are ranks that have done their part of it, such as
+        one that has raised a little earlier what this one will raise, too.
+        """
+        comm = self._comm
+        while comm.Iprobe(tag=_TAG):
+            status, buffer = self._mpi.Status(), bytearray(_MOST_BYTES)
+            comm.Recv([buffer, self._mpi.BYTE], tag=_TAG, status=status)
+            turn, entered, left = _HEAD.unpack_from(buffer)
+            data = buffer[_HEAD.size : status.Get_count(self._mpi.BYTE)]
+            told = (entered, left), data.decode(errors="replace")
+            if turn == self._turn or told[0] == _NOWHERE:
+                # The second is for good, whenever it was sent.
+                self._came[status.source] = told
+            elif turn > self._turn:
+                self._ahead[status.source] = told
+        for point, text in self._came.values():
+            if call is None or self._ends(point[1], call, for_data):
+                if not self._asks:
+                    self._text, self._asks = text, set(self._others)
+                self.finish()
+                return text
+        return ""
+
+    def _ends(self, left: int, call: int, for_data: bool) -> bool:
+        """Whether a rank that left after one call will not do its part of another."""
+        if left != call or not for_data:
+            return left < call
+        # It has announced this call. Whether it has given its data, time tells.
+        now = time.monotonic()
+        if self._awaited[0] != call:
+            self._awaited = call, now
+        return now > self._awaited[1] + _ON_THE_WAY_SECONDS
+
+    def agreed(self) -> bool:
+        """Whether all ranks have left the same call at the same point."""
+        self.look()
+        points = {point for point, _ in self._came.values()}
+        return not self.missing() and points == {self._point} != {_NOWHERE}
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have told nothing yet; none once it is decided."""
+        self.look()
+        if any(point == _NOWHERE for point, _ in self._came.values()):
+            return []
+        return sorted(self._others - self._came.keys())
+
+    def forget(self) -> None:
+        """Begin anew, after all ranks have."""
+        self._turn += 1
+        self._text, self._point = "", _NOWHERE
+        self._asks, self._told = set(), set()
+        self._came, self._ahead = self._ahead, {}

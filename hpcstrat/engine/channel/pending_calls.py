@@ -1,0 +1,290 @@
+"""Calls that are started now and awaited later."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.progress import ProgressThread
+from hpcstrat.engine.channel.waitable import (
+    HeaderPayload,
+    HeaderStep,
+    Waitable,
+    WaitSteps,
+    exhaust,
+)
+from hpcstrat.engine.observe.timeline import active
+from hpcstrat.errors import HpcstratError, RankLostError
+
+__all__ = ["PendingCall", "PendingCalls"]
+
+
+class PendingCall:
+    """A reduction that goes on while the program computes.
+
+    Several may be under way. They end in the order in which they were started; every
+    call of the strategy takes them further, and a call that waits lets them end first.
+
+    Parameters
+    ----------
+    channel : Channel or None
+        Carries the headers; None where nothing is to be awaited.
+    call : Call
+        The call.
+    steps : WaitSteps
+        The algorithm.
+    result : tree
+        What holds the result at the end.
+    timeout_seconds : float, optional
+        How long the header waits for late ranks.
+    join : callable, optional
+        Called in each thread that awaits the result, once it is known: lets the
+        thread's stream on a GPU wait for it.
+    part : bool
+        Whether it is part of a larger call, such as a backward pass, that no rank goes
+        on with once a part has failed: those not yet announced are then dropped.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        call: Call,
+        steps: WaitSteps,
+        result: Any,
+        timeout_seconds: float | None = None,
+        *,
+        join: Callable[[], None] | None = None,
+        part: bool = False,
+    ) -> None:
+        self.call = call
+        self.part = part
+        self._join = join
+        # Name in timelines that tells this rank's started calls apart.
+        self.mark = ""
+        self._channel = channel
+        self._steps = steps
+        self._result = result
+        self._timeout_seconds = timeout_seconds
+        self._run = 0 if channel is None else channel.position.step_fingerprint
+        self._advance = self._post
+        self._awaited: Waitable | None = None
+        self._done = channel is None
+        self._error: BaseException | None = None
+        # Error of this rank before the header, which then tells the others.
+        self._own_error: Exception | None = None
+        if channel is None:
+            exhaust(steps)
+            return
+        try:
+            channel.pending.start(self)
+        except BaseException as error:
+            self._lose(error)
+            raise
+
+    def test(self) -> bool:
+        """Take the reduction further, and say whether it has ended.
+
+        Logically collective over the strategy's replicas: when each rank calls it, and
+        how often, does not matter.
+
+        Returns
+        -------
+        bool
+            Whether `wait` returns, or raises, at once.
+        """
+        if not self._done:
+            self._channel.pending.progress()
+        return self._done
+
+    def wait(self) -> Any:
+        """Return the result, once all replicas have contributed to it.
+
+        Collective over the strategy's replicas. A second call returns the same.
+
+        Returns
+        -------
+        tree
+            As the call that waits would have returned.
+
+        Raises
+        ------
+        CollectiveError
+            If another replica made another call. On every replica.
+        """
+        while not self._done:
+            try:
+                self._channel.pending.drain(self)
+            except BaseException as error:
+                self._lose(error)
+                raise
+        if self._error is not None:
+            raise self._error
+        if self._join is not None:
+            self._join()
+        return self._result
+
+    def advance(self, waits: bool) -> bool:
+        """Take the reduction further, and say whether it has ended; for the channel.
+
+        Collective over the strategy's replicas. For the library's own modules.
+        """
+        try:
+            while not self._done:
+                if not self._advance(waits):
+                    return False
+        except BaseException as error:
+            # The rank that waits for it raises this, in the same place as the others.
+            try:
+                self._channel.look_for_death(error, self.call.text)
+            except RankLostError as loss:
+                self.end(loss)
+            self.end(self._own_error or error)
+            self._lose(error)
+            if not isinstance(error, Exception):
+                raise
+        return True
+
+    def _lose(self, error: BaseException) -> None:
+        """End all calls, unless the other ranks know of the error."""
+        channel = self._channel
+        known = channel.told_at == channel.num_calls
+        if not isinstance(error, HpcstratError) and not known:
+            channel.interrupted(self.call, error)
+
+    def end(self, error: BaseException) -> None:
+        """Let `wait` raise an error, for there will be no result; for the channel.
+
+        For the library's own modules.
+        """
+        if not self._done:
+            self._error = error
+            self._done = True
+
+    # The three states of a call, each of which says whether it has been passed.
+
+    def _post(self, waits: bool) -> bool:
+        del waits
+        carried: HeaderPayload | None = None
+        try:
+            header = next(self._steps)
+            assert isinstance(header, HeaderStep)
+            carried = header.carried
+        except Exception as error:
+            self._own_error = error
+        failed = self._own_error is not None
+        self._channel.post_header(self.call, self._run, carried, failed=failed)
+        self._advance = self._agree
+        return True
+
+    def _agree(self, waits: bool) -> bool:
+        error = self._own_error
+        if waits:
+            self._channel.wait_header(self.call, self._timeout_seconds, error)
+        elif not self._channel.header_came(self.call, error):
+            return False
+        self._advance = self._move
+        return True
+
+    def _move(self, waits: bool) -> bool:
+        with self._channel.moving(self.call):
+            if self._awaited is not None:
+                if waits:
+                    self._channel.wait(self._awaited, self.call)
+                elif not self._awaited.agreed():
+                    return False
+            self._awaited = next(self._steps, None)
+            self._done = self._awaited is None
+        return True
+
+    def __repr__(self) -> str:
+        """Show the call, and whether it is complete."""
+        return (
+            f"<{type(self).__name__} {self.call.text}, "
+            f"{'complete' if self._done else 'under way'}>"
+        )
+
+
+class PendingCalls(deque[PendingCall]):
+    """The calls of a channel that have been started and have not ended, in order.
+
+    Every call of the channel asks whether there are any: a deque says it at once.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__()
+        self._channel = channel
+        self._thread: ProgressThread | None = None
+        # Held by whoever takes them further: the program's thread or the one of
+        # progress.
+        self.lock = threading.RLock()
+
+    def start(self, started: PendingCall) -> None:
+        """Take a call whose end is not awaited; it goes on in every later call.
+
+        Collective over ``topology.replica_comm``; does not wait.
+        """
+        self._channel.refuse_if_broken(started.call)
+        if active.recorder is not None:
+            active.recorder.started(started)
+        with self.lock:
+            self.append(started)
+            self.progress()
+        if self._thread is not None:
+            self._thread.wake()
+
+    def progress(self) -> None:
+        """Do what can be done for them without waiting; not collective."""
+        with self.lock:
+            while self:
+                first = self[0]
+                if not first.advance(waits=False):
+                    return
+                self._forget(first)
+
+    def drain(self, last: PendingCall | None = None) -> None:
+        """Wait for their end, up to ``last``; their handles keep their errors.
+
+        Collective over ``topology.replica_comm``.
+        """
+        with self.lock:
+            while self:
+                first = self[0]
+                first.advance(waits=True)
+                self._forget(first)
+                if first is last:
+                    return
+
+    def num_separate(self) -> int:
+        """Return how many there are, all parts of larger calls taken as one."""
+        return sum(not one.part for one in self) + any(one.part for one in self)
+
+    def drop_parts(self, error: BaseException) -> None:
+        """Let go of parts that have not been announced, since one has failed."""
+        for one in list(self)[1:]:
+            if one.part:
+                one.end(error)
+                self.remove(one)
+
+    def _forget(self, ended: PendingCall) -> None:
+        """Take an ended call off the queue, which an error may have emptied."""
+        if self and self[0] is ended:
+            self.popleft()
+            if active.recorder is not None:
+                active.recorder.ended(ended)
+
+    def use_thread(self, enter: Callable[[], object]) -> None:
+        """Take them further in a thread, too, which calls ``enter`` first.
+
+        Not collective. A second call does nothing. See `check_progress_thread`.
+        """
+        if self._thread is None:
+            shares_core = self._channel.topology.cores_each < 2
+            self._thread = ProgressThread(self, enter, shares_core=shares_core)
+
+    def end_thread(self) -> None:
+        """End the thread, where there is one."""
+        if self._thread is not None:
+            self._thread.end()

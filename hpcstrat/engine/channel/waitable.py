@@ -1,0 +1,115 @@
+"""Requests and steps for which a collective call waits, in one form.
+
+What moves data in a call is a generator: it works, yields what it waits for, and goes
+on once that has come. `Channel.drive` takes one to its end, and a `PendingCall` as
+far as it comes without waiting. An algorithm, which is a call's whole work, yields
+`HEADER` first: what it does before may fail on one rank, which the header tells the
+others; what comes after is an exchange of data, in which no rank may fail
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
+
+from hpcstrat.engine.topology.kept_requests import keep
+
+__all__ = [
+    "HEADER",
+    "EveryRankError",
+    "HeaderPayload",
+    "HeaderStep",
+    "Message",
+    "WaitSteps",
+    "Waitable",
+    "exhaust",
+]
+
+
+class Waitable(Protocol):
+    """Something that comes from other ranks, or from a device."""
+
+    def agreed(self) -> bool:
+        """Whether it has come; False also where ranks have announced different calls.
+
+        Never blocks. Drives MPI's progress where that is needed.
+        """
+        ...
+
+    def missing(self) -> list[int]:
+        """Return the ranks that it waits for; ``[-1]`` where it is not known which."""
+        ...
+
+
+WaitSteps = Iterator[Waitable]
+"""What a call waits for, one after the other."""
+
+
+class HeaderPayload(Protocol):
+    """Values that travel in a header, see `hpcstrat.engine.channel.wire_headers`."""
+
+    # Size of the values of each worker.
+    nbytes: int
+
+    def gather(self) -> None:
+        """Lay the sum of the worker's values behind the header."""
+        ...
+
+    def take(self, step: int) -> None:
+        """Lay what has come in a step behind what a later one sends."""
+        ...
+
+    def finish(self) -> None:
+        """Add up what has come, for this worker's ranks."""
+        ...
+
+
+class HeaderStep:
+    """Stands for the header of a call, which only who drives the call can post."""
+
+    def __init__(self, carried: HeaderPayload | None = None) -> None:
+        # Values that travel in the header; started calls have them only.
+        self.carried = carried
+
+    def agreed(self) -> bool:
+        """Refuse: it is awaited by `Channel.agree`, or posted by a `PendingCall`."""
+        raise AssertionError("an algorithm yields its header once, before all else")
+
+    def missing(self) -> list[int]:
+        """Refuse, likewise."""
+        return [] if self.agreed() else [-1]
+
+
+HEADER: Final[Waitable] = HeaderStep()
+"""What an algorithm yields once it has done all that it can do before the header."""
+
+
+def exhaust(steps: WaitSteps) -> None:
+    """Take a call of a single replica to its end: nobody is awaited there."""
+    for awaited in steps:
+        assert awaited is HEADER
+
+
+class EveryRankError(Exception):
+    """A ValueError in the exchange of data that every rank raises in the same place."""
+
+
+class Message:
+    """A nonblocking call of MPI, by its active request.
+
+    ``arrays`` are kept until it is complete, as those that are sent are by nobody else.
+    """
+
+    def __init__(self, request: Any, *arrays: Any) -> None:
+        self._request, self._arrays = request, arrays
+        self.agreed: Callable[[], bool] = request.Test
+
+    def __del__(self) -> None:
+        # An error may have ended the wait for it.
+        if self._request:
+            keep([self._request], self._arrays)
+
+    def missing(self) -> list[int]:
+        """Return ``[-1]`` until the call is complete."""
+        return [] if self.agreed() else [-1]

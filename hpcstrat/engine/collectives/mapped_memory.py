@@ -1,0 +1,215 @@
+"""Sums of arrays that all ranks of a worker have mapped, where they lie.
+
+Each rank sums one segment of every rank's array, and writes the sums into all of them:
+no array is copied into a place and out of a result, which for large ones takes three
+times as long. The order in which values are added, and so the bits, are the same.
+
+Whether a rank's array lies in such an area only that rank knows. So each writes where
+its own is into the shared segment, and the header orders that: all then see the same,
+map what is new to them, or take the usual way.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import without_fp_warnings
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
+from hpcstrat.engine.collectives.work import Algorithm, Work, divide
+from hpcstrat.engine.typing import Array
+
+__all__ = ["LEAST_MAPPED_BYTES", "MappedMemory", "reduce_in_mapped_memory"]
+
+LEAST_MAPPED_BYTES = 512 << 10
+"""Size of a call from which it pays to look for areas."""
+
+# A row of integers describes an array: its state (in no area, in one that all ranks
+# have mapped, or in one that is offered), the number of its area, the lowest number
+# that its rank still has, then process, descriptor, size, device and inode.
+_NONE, _MAPPED, _OFFERED = range(3)
+_STATE, _NUMBER, _FIRST, _PROCESS, _DESCRIPTOR, _NBYTES, _DEVICE, _INODE = range(8)
+_ROW = 8
+# A core sums so much, in its cache, before it writes the sums to the others.
+_PIECE_BYTES = 256 << 10
+
+
+@dataclass(slots=True)
+class _Area:
+    """Memory of this rank in a file without a name, of which it holds a descriptor."""
+
+    number: int
+    descriptor: int
+    nbytes: int
+    # Whether the memory is still what it was.
+    lives: Callable[[], bool]
+    mapped: bool = False
+
+
+class MappedMemory:
+    """Memory that this rank offers to its worker, and that it has mapped of others.
+
+    Not collective, but for `reduce_in_mapped_memory`.
+    """
+
+    def __init__(self) -> None:
+        # By their addresses.
+        self._own: dict[int, _Area] = {}
+        self._number = 0
+        # Mapped areas of the other ranks, by rank and number.
+        self._others: dict[tuple[int, int], Array] = {}
+        # No area is mapped once one could not be, such as between containers.
+        self.off = False
+
+    def offer(
+        self, address: int, nbytes: int, descriptor: int, lives: Callable[[], bool]
+    ) -> None:
+        """Let other ranks map this rank's memory, as long as it ``lives``."""
+        self._own = {a: area for a, area in self._own.items() if area.lives()}
+        self._number += 1
+        self._own[address] = _Area(self._number, descriptor, nbytes, lives)
+
+    def offers(self, address: int) -> bool:
+        """Whether the memory at an address is offered already."""
+        area = self._own.get(address)
+        return area is not None and area.lives()
+
+    def describe(self, array: Array, row: Array) -> None:
+        """Write into a row where an array lies, if that is in an area."""
+        area = self._own.get(array.ctypes.data)
+        if self.off or area is None or area.nbytes < array.nbytes or not area.lives():
+            return
+        file = os.fstat(area.descriptor)
+        row[:] = (
+            _MAPPED if area.mapped else _OFFERED,
+            area.number,
+            min(other.number for other in self._own.values()),
+            os.getpid(),
+            area.descriptor,
+            area.nbytes,
+            file.st_dev,
+            file.st_ino,
+        )
+
+    def map(self, rows: Array, me: int) -> bool:
+        """Map what the other ranks offer; whether that could be done."""
+        firsts = rows[:, _FIRST].tolist()
+        self._others = {
+            key: memory
+            for key, memory in self._others.items()
+            if key[1] >= firsts[key[0]]
+        }
+        for rank, row in enumerate(rows.tolist()):
+            if rank == me or row[_STATE] != _OFFERED:
+                continue
+            try:
+                self._others[rank, row[_NUMBER]] = _mapped(row)
+            except (OSError, ValueError):
+                return False
+        return True
+
+    def conclude(self, array: Array, *, all_mapped: bool) -> None:
+        """Take note of whether all ranks have mapped what was offered."""
+        if all_mapped:
+            self._own[array.ctypes.data].mapped = True
+        else:
+            self.off = True
+            self._own.clear()
+            self._others.clear()
+
+    def views(self, rows: Array, own: Array, me: int) -> list[Array]:
+        """Return the arrays of all ranks."""
+        return [
+            own
+            if rank == me
+            else self._others[rank, number][: own.nbytes].view(own.dtype)
+            for rank, number in enumerate(rows[:, _NUMBER].tolist())
+        ]
+
+
+def _mapped(row: Sequence[int]) -> Array:
+    """Return the memory of another process that a row tells of."""
+    path = f"/proc/{row[_PROCESS]}/fd/{row[_DESCRIPTOR]}"
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        file = os.fstat(handle)
+        if (file.st_dev, file.st_ino) != (row[_DEVICE], row[_INODE]):
+            # Its number stands for another process in this container.
+            raise FileNotFoundError(path)
+        memory: Array = np.frombuffer(mmap.mmap(handle, row[_NBYTES]), np.uint8)
+    finally:
+        os.close(handle)
+    return memory
+
+
+def reduce_in_mapped_memory(
+    areas: MappedMemory, usual: Algorithm, work: Work, channel: Channel
+) -> WaitSteps:
+    """Sum one array in place, where every rank's lies in an area; else as ``usual``.
+
+    Collective over ``topology.worker_comm``, which is all replicas.
+    """
+    comm, call = channel.topology.worker_comm, work.call
+    (own,), (result,), me = work.sources, work.results, comm.rank
+    rows = _rows(channel)
+    rows[me, _STATE] = _NONE
+    if own.ctypes.data == result.ctypes.data:
+        areas.describe(own, rows[me])
+    yield HEADER
+    found = rows.copy()
+    states = found[:, _STATE]
+    shared = bool((states != _NONE).all())
+    if shared and (states == _OFFERED).any():
+        rows = _rows(channel)
+        rows[me, 0] = areas.map(found, me)
+        yield channel.step(call)
+        shared = bool(rows[:, 0].all())
+        areas.conclude(own, all_mapped=shared)
+    if shared:
+        _sum_segment(areas.views(found, own, me), me, work.divisor, channel)
+        # Nobody goes on before all have written.
+        yield channel.step(call)
+        return
+    for awaited in usual(work, channel):
+        # The header has been; a step orders memory as well.
+        yield channel.step(call) if awaited is HEADER else awaited
+
+
+def _rows(channel: Channel) -> Array:
+    """Return a row of integers for each rank of the worker."""
+    places = channel.rings
+    start = places.take(places.place_bytes(1)) // 8
+    return places.of(np.dtype(np.int64))[:, start : start + _ROW]
+
+
+@without_fp_warnings
+def _sum_segment(
+    arrays: Sequence[Array], me: int, divisor: int, channel: Channel
+) -> None:
+    """Sum this rank's segment of all arrays, into all of them."""
+    size, dtype = len(arrays[me]), arrays[me].dtype
+    line = 64 // dtype.itemsize
+    length = -(-size // (len(arrays) * line)) * line
+    low, high = min(me * length, size), min((me + 1) * length, size)
+    scratch = channel.rings.scratch(dtype)
+    step = min(_PIECE_BYTES // dtype.itemsize, len(scratch))
+    for start in range(low, high, step):
+        piece = slice(start, min(start + step, high))
+        first, second, *further = terms = [array[piece] for array in arrays]
+        total = terms[me]
+        if further:
+            partial = np.add(first, second, scratch[: len(total)])
+            for term in further[:-1]:
+                np.add(partial, term, partial)
+            first, second = partial, further[-1]
+        np.add(first, second, total)
+        if divisor:
+            divide(total, divisor)
+        for rank, part in enumerate(terms):
+            if rank != me:
+                part[...] = total

@@ -1,0 +1,51 @@
+"""Classes of tf.distribute without a counterpart: errors that say what to use.
+
+The names are there so that programs which ask for them by ``isinstance`` run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from hpcstrat.strategies import Strategy
+
+__all__ = ["PreemptionWatcher", "TPUStrategy"]
+
+
+class TPUStrategy(Strategy):
+    """Replicas on TPUs: an error that says what to use instead.
+
+    Not collective.
+
+    Raises
+    ------
+    NotImplementedError
+        Always.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to be made."""
+        raise NotImplementedError(
+            "expected replicas on CPUs or GPUs, found TPUStrategy, and no TPU is "
+            "supported; use MultiWorkerMirroredStrategy"
+        )
+
+
+class PreemptionWatcher:
+    """The watch of TensorFlow over notices to TPUs: an error that names another.
+
+    Not collective.
+
+    Raises
+    ------
+    NotImplementedError
+        Always.
+    """
+
+    def __new__(cls) -> NoReturn:
+        """Refuse to be made."""
+        raise NotImplementedError(
+            "expected a PreemptionCheckpointHandler, which takes notice of signals and "
+            "of Slurm's end of the job, found PreemptionWatcher, which is for TPUs; "
+            "use that one, with a termination_watcher_fn where notices come otherwise"
+        )

@@ -1,0 +1,72 @@
+"""The names of ``tf.distribute.experimental``, as ``hs.experimental``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcstrat.elastic.preemption import PreemptionCheckpointHandler, TerminationConfig
+from hpcstrat.engine.options import (
+    CollectiveHints,
+    CommunicationImplementation,
+    CommunicationOptions,
+    ValueContext,
+)
+from hpcstrat.integrations.tf_distribute import rpc
+from hpcstrat.integrations.tf_distribute.absent import PreemptionWatcher, TPUStrategy
+from hpcstrat.parameter_server import coordinator
+from hpcstrat.parameter_server.coordinator.strategy import ParameterServerStrategy
+from hpcstrat.strategies import CentralStorageStrategy
+from hpcstrat.strategies import MultiWorkerMirroredStrategy as _Newer
+from hpcstrat.variables import partitioners
+
+__all__ = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "PreemptionCheckpointHandler",
+    "PreemptionWatcher",
+    "TPUStrategy",
+    "TerminationConfig",
+    "ValueContext",
+    "coordinator",
+    "partitioners",
+    "rpc",
+]
+
+CollectiveCommunication = CommunicationImplementation
+
+
+class _AlsoNewer(type):
+    """The class of one that counts those of today among its own, as tf.distribute's."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Newer)
+
+
+class MultiWorkerMirroredStrategy(_Newer, metaclass=_AlsoNewer):
+    """`hpcstrat.MultiWorkerMirroredStrategy`, by its older arguments.
+
+    Collective over ``comm``.
+
+    Parameters
+    ----------
+    communication : CommunicationImplementation or str
+        A hint, as in tf.distribute.
+    cluster_resolver : object, optional
+        Kept for programs that ask for it; MPI says which ranks there are.
+    **options : object
+        Others of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = "auto",
+        cluster_resolver: Any = None,
+        **options: Any,
+    ) -> None:
+        hint = CommunicationOptions(implementation=communication)
+        super().__init__(cluster_resolver, hint, **options)

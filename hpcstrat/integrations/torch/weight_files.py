@@ -1,0 +1,41 @@
+"""Files of ``torch.save`` that hold tensors by name, from values and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from hpcstrat.engine.typing import Array
+from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+
+__all__ = ["read_torch", "write_torch"]
+
+
+def write_torch(
+    path: str, values: Mapping[str, Array], tick: Callable[[int], None]
+) -> None:
+    """Write values as ``load_state_dict`` takes them, one after the other."""
+    torch.save({name: as_tensor(value) for name, value in values.items()}, path)
+    tick(sum(value.nbytes for value in values.values()))
+
+
+def read_torch(path: str) -> dict[str, Array]:
+    """Return the tensors of a file by their names, those of dicts behind ``/``."""
+    try:
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except RuntimeError:
+        # Older files cannot be mapped.
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"it holds a {type(saved).__name__}, not tensors by name")
+    return dict(_tensors(saved))
+
+
+def _tensors(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", memory_of(value.contiguous())
+        elif isinstance(value, Mapping):
+            yield from _tensors(value, f"{prefix}{name}/")

@@ -1,0 +1,354 @@
+"""A log of numbers, text and pictures that a restore cuts back."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.engine.context import pop, push
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.typing import Array
+from hpcstrat.engine.values import Adopted, DistributedValues
+from hpcstrat.metrics.log_file import LogFile
+from hpcstrat.metrics.sinks import Sink
+from hpcstrat.strategies import (
+    Strategy,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+)
+from hpcstrat.strategies.base import ReplicaContext
+from hpcstrat.variables import Variable
+
+__all__ = ["Log"]
+
+_PICTURES = "pictures"
+
+
+class Log:
+    """A log of metrics that has each step once, however often the job was requeued.
+
+    Give it to the `CheckpointManager` beside what is trained: a checkpoint then has the
+    place in the log at which it was saved, and a restore cuts the log back to it. What
+    the job had written after that checkpoint is moved to ``metrics.removed.jsonl``; so
+    is a log that is there when a training begins without a restore.
+
+    Parameters
+    ----------
+    folder : str or path
+        Where ``metrics.jsonl`` is: a line of JSON for each call. Replica 0 writes it.
+    sinks : sequence of TensorBoard, MLflow
+        Where else everything goes, and is cut back.
+    strategy : Strategy, optional
+        Default: the current one; in a job of several ranks there must be one.
+
+    Raises
+    ------
+    ValueError
+        If it is not known who writes the log.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import hpcstrat as hs
+    >>> folder = tempfile.mkdtemp()
+    >>> log = hs.metrics.Log(folder)
+    >>> weights = hs.Variable(1.0, name="weights")
+    >>> manager = hs.CheckpointManager(folder, weights=weights, log=log)
+    >>> log.scalars(1, loss=0.5)
+    >>> _ = manager.save(1)
+    >>> log.scalars(2, loss=0.25)
+    >>> manager.restore()
+    1
+    >>> [record["scalars"] for record in hs.metrics.read_log(folder)]
+    [{'loss': 0.5}]
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        sinks: Sequence[Sink] = (),
+        strategy: Strategy | None = None,
+    ) -> None:
+        if (
+            strategy is None
+            and not has_strategy()
+            and launch_from_environment().size > 1
+        ):
+            raise ValueError(
+                "expected the strategy whose replica 0 writes the log, found none in a "
+                "job of several ranks; pass strategy=, or make it in the scope"
+            )
+        self.folder = Path(folder).absolute()
+        self._strategy = strategy or get_strategy()
+        self._file = LogFile(self.folder)
+        self._sinks = list(sinks)
+        # Whether what the file had before has been looked at.
+        self._is_begun = False
+        token = push(self._strategy.cross_entry)
+        try:
+            self._place = Variable(
+                Adopted(np.zeros(2, np.uint64), is_equal=True),
+                trainable=False,
+                synchronization="on_read",
+                aggregation="only_first_replica",
+                name="place",
+            )
+        finally:
+            pop(token)
+
+    def scalars(
+        self,
+        step: int,
+        values: Mapping[str, Any] | None = None,
+        *,
+        of: int | str = 0,
+        **more: Any,
+    ) -> None:
+        """Log numbers of a step.
+
+        Collective over the strategy's replicas, unless ``of`` is 0; to be called on all
+        of them in any case. Within `Strategy.run`, too.
+
+        Parameters
+        ----------
+        step : int
+            Of the training.
+        values : dict of str to scalar, optional
+            By name; those of the other replicas are looked at as ``of`` says.
+        of : int or str
+            The replica whose numbers are logged, or how those of all are reduced:
+            ``"mean"`` or ``"sum"``, in one reduction.
+        **more : scalar
+            More of them, by name.
+        """
+        given = {**(values or {}), **more}
+        if isinstance(of, str):
+            given = self._reduced(of, given)
+        else:
+            given = self._from(of, given)
+        if self._writes():
+            numbers = {name: float(value) for name, value in given.items()}
+            self._append(step, scalars=numbers)
+
+    def text(self, step: int, name: str, text: str, *, of: int = 0) -> None:
+        """Log a text.
+
+        Collective over the strategy's replicas, unless ``of`` is 0.
+
+        Parameters
+        ----------
+        step : int
+            Of the training.
+        name : str
+            Of the text.
+        text : str
+            Markdown, to TensorBoard.
+        of : int
+            The replica whose text it is.
+        """
+        text = self._from(of, text)
+        if self._writes():
+            self._append(step, text={name: text})
+
+    def picture(self, step: int, name: str, picture: Any, *, of: int = 0) -> None:
+        """Log a picture.
+
+        Collective over the strategy's replicas, unless ``of`` is 0.
+
+        Parameters
+        ----------
+        step : int
+            Of the training.
+        name : str
+            Of the picture; it is also that of a file in the folder ``pictures``.
+        picture : array of shape (height, width) or (height, width, 3), or a figure
+            Of uint8, or numbers from 0 to 1; or a figure of matplotlib. Arrays need
+            Pillow.
+        of : int
+            The replica whose picture it is.
+        """
+        own = self._from(of, None if of and not self._is(of) else _as_png(picture))
+        if self._writes():
+            self._begin()
+            path = self._free_name(f"{_PICTURES}/{name}/{step}")
+            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / path).write_bytes(own)
+            self._append(step, pictures={name: path})
+
+    def flush(self) -> None:
+        """Hand everything to the disk, and to the sinks.
+
+        Not collective.
+        """
+        self._file.place()
+        self._tell("flush")
+
+    def close(self) -> None:
+        """Close the file, and the sinks.
+
+        Not collective.
+        """
+        self._file.close()
+        self._tell("close")
+
+    def checkpoint_variables(self) -> dict[str, Variable]:
+        """Return the place in the log; for the library's own modules.
+
+        Not collective. What is before that place is on the disk then.
+        """
+        self._tell("flush")
+        place = self._file.place()
+        # Replica 0 writes, so that its place is saved, and restored everywhere.
+        np.copyto(self._place.component, np.array(place, np.uint64))
+        return {"place": self._place}
+
+    def checkpoint_spellings(self, name: str) -> list[str]:
+        """Return all names that a saved place may have; for the library's own modules.
+
+        Not collective.
+        """
+        return [name]
+
+    def checkpoint_defer(
+        self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
+    ) -> None:
+        """Refuse what no log has; for the library's own modules.
+
+        Not collective.
+        """
+        raise ValueError(
+            f"expected the place of a log, found {name!r}; restore what was saved"
+        )
+
+    def checkpoint_restored(self, num_replicas: int, now: int) -> None:
+        """Cut the log back to its place; for the library's own modules.
+
+        Not collective.
+        """
+        if self._strategy.replica_id == 0:
+            position, digest = (int(number) for number in self._place.component)
+            self._cut((position, digest))
+
+    def _reduced(self, how: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the sums or means over all replicas; not modified."""
+        context = self._context()
+        plain, found = {}, {}
+        for name, value in values.items():
+            if isinstance(value, DistributedValues):
+                # It has a structure of its own.
+                found[name] = self._strategy.reduce(how, value, axis=None)
+            else:
+                plain[name] = np.float64(value)
+        if plain and context is None:
+            found |= self._strategy.reduce(how, plain, axis=None)
+        elif plain and context is not None:
+            found |= context.all_reduce(how, plain)
+        return found
+
+    def _from(self, replica: int, value: Any) -> Any:
+        """Return a replica's value on replica 0."""
+        if replica == 0:
+            return value
+        collectives = self._strategy.collectives
+        return collectives.broadcast_object(value, replica, "value for the log")
+
+    def _context(self) -> ReplicaContext | None:
+        """Return the context within `Strategy.run`; outside there is one of no job."""
+        context = get_replica_context()
+        return context if context and context.strategy is self._strategy else None
+
+    def _is(self, replica: int) -> bool:
+        context = self._context()
+        if context is None:
+            return bool(self._strategy.replica_id == replica)
+        return bool(context.replica_id_in_sync_group == replica)
+
+    def _writes(self) -> bool:
+        """Whether this replica writes the log."""
+        return self._is(0)
+
+    def _begin(self) -> None:
+        """Remove what another training has left, before the first line of this one."""
+        if not self._is_begun:
+            self._cut(LogFile(self.folder).place())
+
+    def _cut(self, place: tuple[int, int]) -> None:
+        self._is_begun = True
+        kept, removed = self._file.cut(*place)
+        known = {path for record in kept for path in record.get(_PICTURES, {}).values()}
+        for record in removed:
+            for path in record.get(_PICTURES, {}).values():
+                if path not in known:
+                    (self.folder / path).unlink(missing_ok=True)
+        self._tell("cut", kept, removed)
+
+    def _append(self, step: int, **content: Any) -> None:
+        self._begin()
+        record = {"step": int(step), "time": round(time.time(), 3), **content}
+        self._file.append(record)
+        self._tell("write", record)
+
+    def _free_name(self, path: str) -> str:
+        """Return the name of a picture's file, of which a step may have several."""
+        others = 0
+        while (
+            self.folder / (found := f"{path}{f'-{others}' * (others > 0)}.png")
+        ).exists():
+            others += 1
+        return found
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Call the sinks; one that fails is left out, as the file has everything.
+
+        Only where the log is written.
+        """
+        if not self._is_begun:
+            return
+        for sink in [*self._sinks]:
+            try:
+                sink.open(self.folder)
+                getattr(sink, method)(*arguments)
+            except Exception as error:
+                self._sinks.remove(sink)
+                get_logger("metrics").warning(
+                    "%s takes no more of the log in %s, which has everything: %s: %s",
+                    type(sink).__name__,
+                    self.folder,
+                    type(error).__name__,
+                    error,
+                )
+
+
+def _as_png(picture: Any) -> bytes:
+    """Return a picture as a file."""
+    stream = io.BytesIO()
+    if hasattr(picture, "savefig"):
+        picture.savefig(stream, format="png")
+        return stream.getvalue()
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "expected Pillow for pictures of arrays, found none; install it: "
+            "pip install pillow"
+        ) from error
+    array = np.asarray(picture)
+    is_color = array.ndim == 3 and array.shape[-1] == 3
+    if array.ndim != 2 and not is_color:
+        raise ValueError(
+            "expected a picture of shape (height, width) or (height, width, 3), found "
+            f"{array.shape}; choose one, or draw it"
+        )
+    if array.dtype != np.uint8:
+        array = (np.clip(array, 0, 1) * 255).round().astype(np.uint8)
+    Image.fromarray(array).save(stream, format="png")
+    return stream.getvalue()

@@ -1,0 +1,158 @@
+"""A file of JSON lines that can be cut back to where a checkpoint was saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpcstrat.engine.logs import get_logger
+
+__all__ = ["LogFile", "read_log"]
+
+_Record = dict[str, Any]
+
+# JSON has no such numbers; most readers of it refuse what Python writes for them.
+_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a line."""
+    known = dict(record)
+    if "scalars" in known:
+        known["scalars"] = {
+            name: value if math.isfinite(value) else _name(value)
+            for name, value in known["scalars"].items()
+        }
+    return json.dumps(known, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _name(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _decoded(data: bytes) -> Iterator[_Record]:
+    """Yield the records of whole lines; what a job was writing as it died is left."""
+    for line in data.split(b"\n")[:-1]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            # A line that the end of a job has torn, and another job has ended.
+            continue
+        if "scalars" in record:
+            record["scalars"] = {
+                name: _NAMES.get(value, value) if isinstance(value, str) else value
+                for name, value in record["scalars"].items()
+            }
+        yield record
+
+
+def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the records of a log of metrics, as a running job may be writing it.
+
+    Not collective.
+
+    Parameters
+    ----------
+    path : str or path
+        The folder of the log, or its file ``metrics.jsonl``.
+
+    Returns
+    -------
+    list of dict
+        In the order of the calls: ``step``, ``time`` (seconds since 1970) and one of
+        ``scalars``, ``text`` and ``pictures``, by name. Pictures are paths, from the
+        folder on.
+    """
+    found = Path(path)
+    file = found / LogFile.NAME if found.is_dir() else found
+    return list(_decoded(file.read_bytes()))
+
+
+class LogFile:
+    """The file of a log, of the one process that writes it.
+
+    ``position`` is the length of what this training has written: what comes behind, and
+    an older file where there is none, is removed before the next line.
+    """
+
+    NAME = "metrics.jsonl"
+    REMOVED = "metrics.removed.jsonl"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.position = 0
+        self._hash = xxhash.xxh3_64()
+        self._file: int | None = None
+        self._is_dirty = False
+
+    def _open(self) -> int:
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._file = os.open(self.folder / self.NAME, flags, 0o666)
+        return self._file
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a record; what is there then outlives this process."""
+        line, file = _encoded(record), self._open()
+        self._is_dirty = True
+        written = 0
+        while written < len(line):
+            written += os.write(file, line[written:])
+        self.position += len(line)
+        self._hash.update(line)
+
+    def place(self) -> tuple[int, int]:
+        """Return the position, and the hash of what is before it, now on the disk."""
+        if self._file is not None and self._is_dirty:
+            os.fsync(self._file)
+            self._is_dirty = False
+        return self.position, self._hash.intdigest()
+
+    def cut(self, position: int, digest: int) -> tuple[list[_Record], list[_Record]]:
+        """Go back to a place; return the records that stay, and those that are removed.
+
+        The latter go into a file of their own.
+        """
+        file = self._open()
+        data, end = os.pread(file, os.fstat(file).st_size, 0), position
+        if end > len(data):
+            end = data.rfind(b"\n") + 1
+            _warn(self.folder, "a shorter one; goes on behind what there is")
+        elif xxhash.xxh3_64_intdigest(data[:end]) != digest:
+            end = 0
+            _warn(self.folder, f"another one; it is now in {self.REMOVED}")
+        if data[end:]:
+            self._keep_removed(data[end:])
+            os.ftruncate(file, end)
+            os.fsync(file)
+        self.position, self._hash = end, xxhash.xxh3_64(data[:end])
+        return list(_decoded(data[:end])), list(_decoded(data[end:]))
+
+    def _keep_removed(self, data: bytes) -> None:
+        with open(self.folder / self.REMOVED, "ab") as file:
+            # The end of a line that the end of a job has torn.
+            file.write(data if data.endswith(b"\n") else data + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _warn(folder: Path, found: str) -> None:
+    get_logger("metrics").warning(
+        "expected the log of metrics in %s that was there when the checkpoint was "
+        "saved, found %s",
+        folder,
+        found,
+    )

@@ -1,0 +1,255 @@
+"""Other places of a log of metrics, beside its file: TensorBoard and MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpcstrat.errors import HpcstratError
+
+__all__ = ["MLflow", "Sink", "TensorBoard"]
+
+_Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """A place that a log tells of each record, in the process that writes it."""
+
+    def open(self, folder: Path) -> None:
+        """Begin, if that has not been done; the folder is that of the log."""
+
+    def write(self, record: _Record) -> None:
+        """Take a record."""
+
+    def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
+        """Have what is kept, and nothing else."""
+
+    def flush(self) -> None:
+        """Let others see everything."""
+
+    def close(self) -> None:
+        """End."""
+
+
+def _missing(library: str, package: str) -> HpcstratError:
+    return HpcstratError(
+        f"expected {library}, found none; install it: pip install {package}"
+    )
+
+
+class TensorBoard:
+    """Writes a log of metrics for TensorBoard, too.
+
+    After a restore TensorBoard is told to drop what came later, so that it shows each
+    step once. Needs the package ``tensorboard``.
+
+    Parameters
+    ----------
+    folder : str or path
+        Default: ``tensorboard`` in that of the log. Of one log alone.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._root = Path()
+        self._writer: Any = None
+
+    def open(self, folder: Path) -> None:
+        """Find the library; for the library's own modules."""
+        self._root = folder
+        self._folder = self._folder or folder / "tensorboard"
+        try:
+            import tensorboard.compat  # noqa: F401
+        except ImportError as error:
+            raise _missing("tensorboard", "tensorboard") from error
+
+    def _add(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        if self._writer is None:
+            self._writer = EventFileWriter(str(self._folder))
+        self._writer.add_event(Event(**content))
+
+    def write(self, record: _Record) -> None:
+        """Write a record as events; for the library's own modules."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in record.get("scalars", {}).items()
+        ]
+        values += [_text(name, text) for name, text in record.get("text", {}).items()]
+        for name, path in record.get("pictures", {}).items():
+            values.append(_picture(name, (self._root / path).read_bytes()))
+        about = {"wall_time": record["time"], "step": record["step"]}
+        self._add(summary=Summary(value=values), **about)
+
+    def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
+        """Drop steps from the first that was removed on; for the library's own modules.
+
+        Those that are kept are written again.
+        """
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self.close()
+        steps = [record["step"] for record in removed]
+        steps.append(max((record["step"] for record in kept), default=0))
+        first = min(steps)
+        if not kept and not (self._folder and self._folder.exists()):
+            return
+        session = SessionLog(status=SessionLog.START)
+        self._add(wall_time=time.time(), step=first, session_log=session)
+        for record in kept:
+            if record["step"] >= first:
+                self.write(record)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; for the library's own modules."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file; for the library's own modules."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _text(name: str, text: str) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    return Summary.Value(
+        tag=name,
+        metadata=SummaryMetadata(plugin_data=plugin),
+        tensor=TensorProto(dtype=DT_STRING, string_val=[text.encode()]),
+    )
+
+
+def _picture(name: str, png: bytes) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    # Of the header of each file of this format.
+    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+    image = Summary.Image(
+        width=width, height=height, colorspace=3, encoded_image_string=png
+    )
+    return Summary.Value(tag=name, image=image)
+
+
+class MLflow:
+    """Writes a log of metrics as a run of MLflow, too.
+
+    MLflow forgets no value of a metric. So a job that goes on from a checkpoint begins
+    a new run, with all that was logged up to there, and deletes the former one, which
+    ``mlflow gc`` removes for good. Needs the package ``mlflow`` or ``mlflow-skinny``.
+
+    Parameters
+    ----------
+    experiment : str
+        Its name.
+    run_name : str, optional
+        Default: one that MLflow makes up.
+    tracking_uri : str, optional
+        Default: as MLflow is configured, such as by ``MLFLOW_TRACKING_URI``.
+    """
+
+    _STATE = "mlflow.json"
+    _MOST = 500
+    _PAUSE_SECONDS = 5.0
+
+    def __init__(
+        self,
+        experiment: str = "Default",
+        *,
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+    ) -> None:
+        self._experiment = experiment
+        self._run_name = run_name
+        self._uri = tracking_uri
+        self._root = Path()
+        self._client: Any = None
+        self._run: str | None = None
+        self._waiting: list[Any] = []
+        self._sent = 0.0
+
+    def open(self, folder: Path) -> None:
+        """Connect; for the library's own modules."""
+        if self._client is not None:
+            return
+        try:
+            from mlflow import MlflowClient
+        except ImportError as error:
+            raise _missing("mlflow", "mlflow-skinny") from error
+        self._root = folder
+        self._client = MlflowClient(tracking_uri=self._uri)
+
+    def _run_id(self) -> str:
+        """Return the run of this log, which is begun where there is none."""
+        if self._run is None:
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment = (
+                found.experiment_id
+                if found is not None
+                else self._client.create_experiment(self._experiment)
+            )
+            run = self._client.create_run(experiment, run_name=self._run_name)
+            self._run = str(run.info.run_id)
+            (self._root / self._STATE).write_text(json.dumps({"run_id": self._run}))
+        return self._run
+
+    def write(self, record: _Record) -> None:
+        """Take a record; numbers are sent together; for the library's own modules."""
+        from mlflow.entities import Metric
+
+        run, step = self._run_id(), record["step"]
+        milliseconds = int(record["time"] * 1000)
+        for name, value in record.get("scalars", {}).items():
+            self._waiting.append(Metric(name, value, milliseconds, step))
+        for name, text in record.get("text", {}).items():
+            self._client.log_text(run, text, f"text/{name}/{step}.txt")
+        for path in record.get("pictures", {}).values():
+            folder = str(Path(path).parent)
+            self._client.log_artifact(run, str(self._root / path), folder)
+        is_time = time.monotonic() > self._sent + self._PAUSE_SECONDS
+        if is_time or len(self._waiting) >= self._MOST:
+            self.flush()
+
+    def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
+        """Begin a new run with what is kept; for the library's own modules."""
+        del removed
+        self._waiting.clear()
+        state = self._root / self._STATE
+        former = json.loads(state.read_text())["run_id"] if state.exists() else None
+        self._run = None
+        for record in kept:
+            self.write(record)
+        if former is not None:
+            self._client.set_tag(self._run_id(), "hpcstrat_goes_on_from", former)
+            self._client.delete_run(former)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits; for the library's own modules."""
+        self._sent = time.monotonic()
+        while self._waiting:
+            part, self._waiting = (
+                self._waiting[: self._MOST],
+                self._waiting[self._MOST :],
+            )
+            self._client.log_batch(self._run_id(), metrics=part)
+
+    def close(self) -> None:
+        """End the run; for the library's own modules."""
+        if self._client is not None and self._run is not None:
+            self.flush()
+            self._client.set_terminated(self._run)

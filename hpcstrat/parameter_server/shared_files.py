@@ -1,0 +1,157 @@
+"""Memory of a server that other processes of its node may read.
+
+Files without a name, which end with the process, opened by ``/proc``. Before each array
+stands its version: odd while it is written, so that a reader who sees the same even
+number before and after its copy has not seen half of an update. Only where stores
+become visible in program order, on x86-64; elsewhere servers answer by messages.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import platform
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcstrat.engine.typing import Array
+
+__all__ = ["FilePlace", "Reader", "Readers", "SharedFiles"]
+
+_HEAD_BYTES = 64
+_POOL_BYTES = 4 << 20
+_POOLED_BYTES = 256 << 10
+_TRIES = 100
+
+
+class FilePlace(NamedTuple):
+    """The place of an array: its process, its file there, and the offset in it."""
+
+    pid: int
+    number: int
+    descriptor: int
+    file_bytes: int
+    offset: int
+
+
+class SharedFiles:
+    """Gives out arrays in files that others may map; small ones share a file."""
+
+    def __init__(self) -> None:
+        self._num_files = 0
+        self._pool: tuple[mmap.mmap, int, int] | None = None
+        self._pool_used = _POOL_BYTES
+
+    def allocate(
+        self, shape: tuple[int, ...], dtype: Any
+    ) -> tuple[Array, Array, FilePlace]:
+        """Return an array, its version, and where it lies.
+
+        A file is closed with the last array in it; readers keep what they have mapped.
+        """
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        span = _HEAD_BYTES + nbytes + -nbytes % _HEAD_BYTES
+        if span > _POOLED_BYTES:
+            memory, number, descriptor = self._file(span)
+            offset, size = 0, span
+        else:
+            if self._pool is None or self._pool_used + span > _POOL_BYTES:
+                self._pool, self._pool_used = self._file(_POOL_BYTES), 0
+            memory, number, descriptor = self._pool
+            offset, size = self._pool_used, _POOL_BYTES
+            self._pool_used += span
+        version = np.frombuffer(memory, np.int64, 1, offset)
+        count = math.prod(shape)
+        array = np.frombuffer(memory, dtype, count, offset + _HEAD_BYTES).reshape(shape)
+        return array, version, FilePlace(os.getpid(), number, descriptor, size, offset)
+
+    def close(self) -> None:
+        """Let go of the file that small arrays share."""
+        self._pool = None
+
+    def _file(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
+        descriptor = os.memfd_create("hpcstrat-shards")
+        os.ftruncate(descriptor, nbytes)
+        self._num_files += 1
+        memory = mmap.mmap(descriptor, nbytes)
+        weakref.finalize(memory, os.close, descriptor)
+        return memory, self._num_files, descriptor
+
+
+class _File:
+    """A server's file, mapped read-only."""
+
+    def __init__(self, place: FilePlace) -> None:
+        path = f"/proc/{place.pid}/fd/{place.descriptor}"
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.map = mmap.mmap(handle, place.file_bytes, prot=mmap.PROT_READ)
+        finally:
+            os.close(handle)
+
+
+class Reader:
+    """An array of a server, seen from another process of its node."""
+
+    def __init__(self, file: _File, place: FilePlace, shape: Any, dtype: Any) -> None:
+        self._file = file
+        count, start = math.prod(shape), place.offset + _HEAD_BYTES
+        self._start = start
+        self._version = np.frombuffer(file.map, np.int64, 1, place.offset)
+        self._array = np.frombuffer(file.map, dtype, count, start).reshape(shape)
+
+    def read(self, copy: Callable[[Array], Any]) -> Any:
+        """Return a copy of the array, or of some of its rows, between two updates.
+
+        None where writers leave no time for it.
+        """
+        version, array = self._version, self._array
+        for _ in range(_TRIES):
+            before = int(version[0])
+            if not before & 1:
+                result = copy(array)
+                if version[0] == before:
+                    return result
+            os.sched_yield()
+        return None
+
+    def read_bytes(self, start: int, stop: int) -> Any:
+        """Return a copy of some bytes of the array; None as in `read`."""
+
+        def copy(array: Array) -> Array:
+            return array.reshape(-1).view(np.uint8)[start:stop].copy()
+
+        try:
+            return self.read(copy)
+        finally:
+            # Readers of large arrays in pieces may lack memory for all of the pages.
+            begin = self._start + start
+            begin -= begin % mmap.PAGESIZE
+            end = self._start + stop
+            self._file.map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+class Readers:
+    """The files of servers that this process has mapped."""
+
+    def __init__(self) -> None:
+        self._files: weakref.WeakValueDictionary[tuple[int, int], _File] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def reader(self, place: FilePlace, shape: Any, dtype: Any) -> Reader | None:
+        """Return a view of an array; None where it cannot be seen from here."""
+        if platform.machine() not in ("x86_64", "AMD64"):
+            return None
+        key = place.pid, place.number
+        file = self._files.get(key)
+        try:
+            if file is None:
+                file = self._files[key] = _File(place)
+        except (OSError, ValueError):
+            return None
+        return Reader(file, place, shape, dtype)

@@ -1,0 +1,161 @@
+"""Lets an idle rank sleep, and be woken by others of its node.
+
+A rank spins for a moment, and then sleeps in ``poll`` on a pipe, into which whoever has
+sent it something writes a byte; only where a flag in shared memory says that it sleeps.
+Others open the pipe by ``/proc``, so that it has no name and ends with the process. On
+several nodes, or where there was no pipe to be had, nobody rings, and a sleep is short,
+as it is while messages are on their way, which MPI carries only while it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.channel.waiting import Spin
+from hpcstrat.engine.topology.segment import Segment
+from hpcstrat.engine.topology.topology import Topology
+
+__all__ = ["WakeupPipes"]
+
+_LINE_BYTES = 64
+_LOOKS_BETWEEN_CLOCKS = 8
+# A ring may come between the flag and the look that follows it.
+_SLEEP_MILLISECONDS = 20
+_SHORT_SLEEP_MILLISECONDS = 1
+
+
+class WakeupPipes:
+    """The bells of a node's ranks, and how far its servers have come.
+
+    Collective over ``topology.worker_comm``, as is `close`. ``applied`` counts what
+    each server of the node has done for each rank, ``failed`` what has gone wrong;
+    their first index is that of the server in ``topology.worker_replicas``.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        comm, world = topology.worker_comm, topology.num_replicas
+        self._places = {rank: i for i, rank in enumerate(topology.worker_replicas)}
+        self._own = comm.rank * _LINE_BYTES
+        lines = comm.size * _LINE_BYTES
+        table = comm.size * world * 8
+        self._segment = Segment(comm, lines + 2 * table)
+        buffer = self._segment.buffer
+        self._asleep = buffer[:lines]
+        counts = np.frombuffer(buffer, np.int64, 2 * table // 8, lines)
+        self.applied, self.failed = counts.reshape(2, comm.size, world)
+        self._read, self._write = _pipe()
+        # Number of threads that sleep: the one that is woken may not be the one meant.
+        self._num_asleep, self._lock = 0, threading.Lock()
+        self._pipes = [
+            _opened(pid, number)
+            for pid, number in comm.allgather((os.getpid(), self._write))
+        ]
+        # All have opened all pipes, before one may end.
+        comm.Barrier()
+        self._shares_cores = comm.size > topology.num_cores
+        self._alone = topology.num_workers == 1 and -1 not in self._pipes
+        self._spin = Spin()
+
+    def place(self, rank: int) -> int | None:
+        """Return the place of a rank among those of this node."""
+        return self._places.get(rank)
+
+    def ring(self, rank: int) -> None:
+        """Wake a rank, if it is of this node and sleeps."""
+        place = self._places.get(rank)
+        if place is not None and self._asleep[place * _LINE_BYTES]:
+            # Full is as good as rung; and a rank that has ended hears nothing.
+            with contextlib.suppress(OSError):
+                os.write(self._pipes[place], b"!")
+
+    def wait(
+        self,
+        ready: Callable[[], Any],
+        *,
+        busy: Callable[[], bool],
+        look: Callable[[float], None],
+    ) -> Any:
+        """Return the first true result of ``ready``, which drives MPI's progress.
+
+        ``busy`` says whether messages are on their way, ``look`` is called now and then
+        with the seconds waited.
+        """
+        start = time.monotonic()
+        while time.monotonic() < start + self._spin.seconds:
+            for _ in range(_LOOKS_BETWEEN_CLOCKS):
+                found = ready()
+                if found:
+                    return found
+                if self._shares_cores:
+                    os.sched_yield()
+        try:
+            return self._sleep(ready, busy, look, start)
+        finally:
+            self._spin.learn(time.monotonic() - start)
+
+    def _sleep(
+        self,
+        ready: Callable[[], Any],
+        busy: Callable[[], bool],
+        look: Callable[[float], None],
+        start: float,
+    ) -> Any:
+        # Each thread has its own: one such object cannot be waited for by two.
+        poll = select.poll()
+        if self._read >= 0:
+            poll.register(self._read, select.POLLIN)
+        while True:
+            self._count_asleep(1)
+            try:
+                # Open MPI's probes look first, and then see what has come.
+                found = ready() or ready()
+                if found:
+                    return found
+                calm = self._alone and self._num_asleep == 1 and not busy()
+                if poll.poll(
+                    _SLEEP_MILLISECONDS if calm else _SHORT_SLEEP_MILLISECONDS
+                ):
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._read, 4096)
+            finally:
+                self._count_asleep(-1)
+            look(time.monotonic() - start)
+
+    def _count_asleep(self, change: int) -> None:
+        with self._lock:
+            self._num_asleep += change
+            self._asleep[self._own] = self._num_asleep > 0
+
+    def close(self) -> None:
+        """Let go of pipes and memory."""
+        del self.applied, self.failed
+        self._asleep.release()
+        for number in (self._read, self._write, *self._pipes):
+            if number >= 0:
+                os.close(number)
+        self._segment.close()
+
+
+def _pipe() -> tuple[int, int]:
+    """Return both ends of a pipe; -1 where the process has no room for it."""
+    try:
+        return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        # The others are told, and wait for nobody: all look by themselves.
+        return -1, -1
+
+
+def _opened(pid: int, number: int) -> int:
+    """Open the pipe of another process; -1 where that cannot be."""
+    try:
+        return os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return -1

@@ -1,0 +1,91 @@
+"""A file of the job that says how it stood when ranks were late, or an error ended it.
+
+Nothing is written, and no file made, as long as all is well. Each event is a line of
+JSON, which the rank that saw it adds; ``hpcstrat hang`` explains them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.engine.logs import place
+
+__all__ = ["add_event", "keep_in", "path_of"]
+
+# A file server that is away must not keep a job from its end.
+_SECONDS = 2.0
+# Variables by which launchers and batch systems name a job, the same in all its ranks.
+_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
+_STEPS = ("SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "PALS_APID")
+_OTHERS = ("PMI_JOBID", "HYDRA_JOBID")
+
+
+class _Kept:
+    """The folder of the file, and what returns the ranks' states now."""
+
+    folder = ""
+    states: Callable[[], list[dict[str, Any]]] | None = None
+
+
+def path_of(folder: str) -> str:
+    """Return the file of this job in a folder."""
+    names = [os.environ[name] for name in _SCHEDULERS if os.environ.get(name)][:1]
+    names += [os.environ[name] for name in _STEPS if os.environ.get(name)]
+    names += [] if names else [os.environ[n] for n in _OTHERS if os.environ.get(n)]
+    # Without a name of the job: the process that started the ranks of this host.
+    names = names or [f"{platform.node()}-{os.getppid()}"]
+    job = re.sub(r"[^\w.]+", "-", "-".join(names))
+    return os.path.join(os.path.abspath(folder), f"hpcstrat-hang-{job}.jsonl")
+
+
+def keep_in(folder: str, states: Callable[[], list[dict[str, Any]]]) -> None:
+    """Write events into a folder from now on; with the states of ranks that are known.
+
+    Not collective. An empty folder is none.
+    """
+    _Kept.folder, _Kept.states = folder, states
+
+
+def add_event(event: str, **content: Any) -> None:
+    """Add an event of this rank; never raises, and returns within seconds."""
+    if not _Kept.folder:
+        return
+    writer = threading.Thread(target=_add, args=(event, content), daemon=True)
+    writer.start()
+    writer.join(_SECONDS)
+
+
+def _add(event: str, content: dict[str, Any]) -> None:
+    try:
+        if "ranks" not in content and _Kept.states is not None:
+            content["ranks"] = _Kept.states()
+        launch = launch_from_environment()
+        about = {
+            "event": event,
+            "time": round(time.time(), 3),
+            "rank": launch.rank,
+            "size": launch.size,
+            "place": place(),
+        }
+        line = json.dumps(about | content, default=str).encode() + b"\n"
+        path = path_of(_Kept.folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        file = os.open(path, flags, 0o644)
+        try:
+            # In one call, so that lines of several ranks do not mix.
+            os.write(file, line)
+        finally:
+            os.close(file)
+        if event == "late":
+            os.write(2, f"hpcstrat: kept in {path}; see hpcstrat hang\n".encode())
+    except Exception:
+        # Whatever is wrong here must not hide what is wrong with the job.
+        return

@@ -1,0 +1,91 @@
+"""Finds kernels of NCCL that never end: of a failed communicator, or a stuck one.
+
+The program learns of a failure at its next call, if it makes one: it may be inside of
+CUDA, and wait for such a kernel. NCCL itself reports errors of the network only. Where
+a rank of a node dies, or its GPU stands still, the kernels of the others wait for ever
+without any (github.com/NVIDIA/nccl/issues/585); an event behind each call shows that.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.safety.watchdog.late_ranks import some_ranks
+from hpcstrat.safety.watchdog.watch import Watch
+
+__all__ = ["GpuWatch"]
+
+# The program may do something of its own meanwhile, such as to save.
+_GRACE_SECONDS = 60.0
+
+
+class GpuWatch:
+    """Looks at this process's kernels of NCCL; for the watchdog's thread."""
+
+    def __init__(self) -> None:
+        # Since when NCCL has failed, and since when what was reported last has waited.
+        self._failed_at = math.inf
+        self._told_for = math.inf
+        self._looking: threading.Thread | None = None
+
+    def reason_to_end(self, watches: Sequence[Watch]) -> str:
+        """Say why this process has to end, if it has; warn before. Never blocks."""
+        if not library.is_loaded():
+            return ""
+        from hpcstrat.engine.gpu.transports import nccl_group
+
+        failure, now = nccl_group.nccl_failure(), time.monotonic()
+        self._failed_at = min(self._failed_at, now) if failure else math.inf
+        if now > self._failed_at + _GRACE_SECONDS:
+            return (
+                f"NCCL has failed ({failure}), and a kernel that waits for another "
+                "rank's never ends; set NCCL_DEBUG=INFO to see why"
+            )
+        if self._looking is None or not self._looking.is_alive():
+            # CUDA may hold whoever asks as it holds the program.
+            self._looking = threading.Thread(
+                target=nccl_group.look_at_kernels, name="hpcstrat-gpu", daemon=True
+            )
+            self._looking.start()
+        since = nccl_group.kernels_wait_since()
+        if not watches or math.isinf(since):
+            return ""
+        return self._reason(watches, since, now)
+
+    def _reason(self, watches: Sequence[Watch], since: float, now: float) -> str:
+        slow_until = max(watch.channel.waiter.slow_until for watch in watches)
+        waited = now - max(since, slow_until)
+        found = (
+            f"{waited:.0f} s after all ranks had begun it, a call of NCCL has not ended"
+            f" on this rank's GPU{_calls(watches)}{_silent(watches)}"
+        )
+        if waited > min(watch.limit_seconds for watch in watches):
+            return (
+                f"{found}; look at the processes and GPUs of the other ranks "
+                "(nvidia-smi, dmesg), or raise limit_seconds where their kernels before"
+                " it take so long"
+            )
+        warns = waited > min(watch.warn_seconds for watch in watches)
+        if warns and self._told_for != since:
+            self._told_for = since
+            get_logger().warning("%s; the job ends after limit_seconds", found)
+        return ""
+
+
+def _calls(watches: Sequence[Watch]) -> str:
+    last: list[Any] = [watch.channel.last_call for watch in watches]
+    texts = [call.text for call in last if call is not None]
+    return f" (last call: {', '.join(texts)})" if texts else ""
+
+
+def _silent(watches: Sequence[Watch]) -> str:
+    """Name the ranks of this worker whose watchdogs do not run."""
+    states = [state for watch in watches for state in watch.states()]
+    ranks = sorted({state.rank for state in states if not state.fresh})
+    return f", and {some_ranks(ranks)} of this worker shows no life" if ranks else ""

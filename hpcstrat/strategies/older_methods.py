@@ -1,0 +1,327 @@
+"""Methods of the first tf.distribute, by those of today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+from hpcstrat.data import Dataset
+from hpcstrat.data.iterator import DistributedIterator, ReducibleDataset
+from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.options import InputContext, InputOptions, InputReplicationMode
+from hpcstrat.engine.typing import Tree
+
+__all__ = ["InputIterator", "OlderMethods"]
+
+
+class InputIterator:
+    """Batches of a distributed data set, as methods of the first tf.distribute give.
+
+    Parameters
+    ----------
+    dataset : DistributedDataset or DealtDataset
+        Whose batches.
+    """
+
+    def __init__(self, dataset: ReducibleDataset) -> None:
+        self._dataset = dataset
+        self._iterator: DistributedIterator | None = None
+
+    def initialize(self) -> None:
+        """Begin an iteration, the next epoch.
+
+        Collective over the strategy's replicas. The first batch does so by itself.
+        """
+        self._iterator = iter(self._dataset)
+
+    def get_next(self, name: str | None = None) -> Tree:
+        """Return the next batch.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        name : str, optional
+            Accepted for tf.distribute's sake.
+
+        Returns
+        -------
+        tree
+            With PerReplica leaves.
+
+        Raises
+        ------
+        OutOfRangeError
+            At the end, on all replicas.
+        """
+        del name
+        return self._begun().get_next()
+
+    def _begun(self) -> DistributedIterator:
+        if self._iterator is None:
+            self.initialize()
+        assert self._iterator is not None
+        return self._iterator
+
+    def __iter__(self) -> Self:
+        """Return the iterator itself."""
+        return self
+
+    def __next__(self) -> Tree:
+        """Return the next batch."""
+        return next(self._begun())
+
+
+class OlderMethods:
+    """Methods that programs for the first tf.distribute call; a part of `Strategy`.
+
+    TensorFlow 2 has most of them still, and shows none in its reference.
+    """
+
+    @property
+    def _now(self) -> Any:
+        """Itself, with the methods of today."""
+        return self
+
+    def experimental_run_v2(
+        self,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: Any = None,
+        options: Any = None,
+    ) -> Any:
+        """Call a function once on every replica, as `run` does.
+
+        Logically collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        fn : callable
+            Runs in replica context.
+        args : list or tuple
+            Positional arguments.
+        kwargs : dict, optional
+            Keyword arguments.
+        options : RunOptions, optional
+            Accepted for tf.distribute's sake.
+
+        Returns
+        -------
+        object
+            As of `run`.
+        """
+        return self._now.run(fn, args, kwargs, options)
+
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: Any = None
+    ) -> Any:
+        """Call a function on every replica, with the next batch.
+
+        Collective over the strategy's replicas as far as the data set is.
+
+        Parameters
+        ----------
+        fn : callable
+            Takes this replica's batch, or nothing without an iterator; runs in replica
+            context.
+        input_iterator : InputIterator, optional
+            From `make_dataset_iterator` or `make_input_fn_iterator`.
+
+        Returns
+        -------
+        object
+            As of `run`.
+
+        Raises
+        ------
+        OutOfRangeError
+            At the end of the data, on all replicas.
+        """
+        with self._now.scope():
+            args = () if input_iterator is None else (input_iterator.get_next(),)
+            return self._now.run(fn, args)
+
+    def make_dataset_iterator(self, dataset: Any) -> InputIterator:
+        """Return an iterator over a data set that is divided between the replicas.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        dataset : Dataset or iterable of batches
+            Gives global batches.
+
+        Returns
+        -------
+        InputIterator
+            For `experimental_run`.
+        """
+        return InputIterator(self._now.experimental_distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
+    ) -> InputIterator:
+        """Return an iterator over per-replica batches that a function makes.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        input_fn : callable
+            Takes an InputContext and returns an iterable of per-replica batches.
+        replication_mode : InputReplicationMode or str
+            One pipeline per worker, or one per replica.
+
+        Returns
+        -------
+        InputIterator
+            For `experimental_run`.
+        """
+        options = InputOptions(experimental_replication_mode=replication_mode)
+        make = self._now.distribute_datasets_from_function
+        return InputIterator(make(input_fn, options))
+
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> Any:
+        """Do what `distribute_datasets_from_function` does, by its older name.
+
+        Collective over the strategy's replicas.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Takes an InputContext and returns an iterable of per-replica batches.
+        options : InputOptions, optional
+            How.
+
+        Returns
+        -------
+        DealtDataset
+            Iterable of per-replica batches.
+        """
+        return self._now.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Tree, session: Any = None
+    ) -> Dataset:
+        """Return the rows of arrays as examples; see ``extended``.
+
+        Not collective.
+
+        Parameters
+        ----------
+        numpy_input : array, or nested structure of arrays
+            Of equal first dimension; not copied.
+        session : object, optional
+            Accepted for tf.distribute's sake.
+
+        Returns
+        -------
+        Dataset
+            One element for each row; put them into batches.
+        """
+        make = self._now.extended.experimental_make_numpy_dataset
+        dataset: Dataset = make(numpy_input, session)
+        return dataset
+
+    def unwrap(self, value: Tree) -> tuple[Any, ...]:
+        """Return what `experimental_local_results` does, by its older name.
+
+        Not collective, except on a MirroredStrategy, as that one.
+
+        Parameters
+        ----------
+        value : tree
+            A distributed value.
+
+        Returns
+        -------
+        tuple
+            One value per replica of this worker.
+        """
+        results: tuple[Any, ...] = self._now.experimental_local_results(value)
+        return results
+
+    def group(self, value: Tree, name: str | None = None) -> Any:
+        """Return None, as there are no operations of replicas to be put into one.
+
+        Not collective.
+
+        Parameters
+        ----------
+        value : tree
+            The result of `run`, for example.
+        name : str, optional
+            Accepted for tf.distribute's sake.
+
+        Returns
+        -------
+        object
+            The value itself where there is one replica and no name.
+        """
+        alone = self._now.num_replicas_in_sync == 1 and name is None
+        return value if alone else None
+
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
+        """Put new variables on the devices of a variable; see ``extended``.
+
+        Not collective.
+
+        Parameters
+        ----------
+        colocate_with_variable : Variable
+            Of this strategy.
+
+        Returns
+        -------
+        context manager
+            That of ``extended.colocate_vars_with``.
+        """
+        return self._now.extended.colocate_vars_with(colocate_with_variable)
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Do nothing: MPI says which ranks there are, and there are no sessions.
+
+        Not collective.
+
+        Parameters
+        ----------
+        session_config : object, optional
+            Not used.
+        cluster_spec : object, optional
+            Not used.
+        task_type : str, optional
+            Not used.
+        task_id : int, optional
+            Not used.
+        """
+        del session_config, cluster_spec, task_type, task_id
+        get_logger("strategies").debug("configure has nothing to do: MPI has the ranks")
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """Return the configuration of a session as it is: there are no sessions.
+
+        Not collective.
+
+        Parameters
+        ----------
+        config_proto : object
+            Anything.
+
+        Returns
+        -------
+        object
+            The same.
+        """
+        return config_proto

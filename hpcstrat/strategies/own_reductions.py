@@ -1,0 +1,167 @@
+"""Sums by a CrossDeviceOps of the program: by its hooks, or by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import is_device, to_reducible
+from hpcstrat.engine.channel.channel import Channel
+from hpcstrat.engine.channel.entries import collective
+from hpcstrat.engine.context import CurrentStrategy, pop, push
+from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.tree import flatten, unflatten
+from hpcstrat.engine.typing import Tree
+from hpcstrat.engine.values import PerReplica, localize
+from hpcstrat.strategies import value_reduction
+
+__all__ = ["HookedCollectives", "SumsBy", "cross_replica"]
+
+
+@contextmanager
+def cross_replica(strategy: Any) -> Iterator[None]:
+    """Be in a strategy's cross-replica context, as hooks of the program expect it."""
+    token = push(strategy.cross_entry)
+    try:
+        yield
+    finally:
+        pop(token)
+
+
+class HookedCollectives(Collectives):
+    """Calls whose sums are made by the hooks of a CrossDeviceOps.
+
+    All that a strategy reduces comes here, also what optimizers and metrics do.
+    """
+
+    def __init__(
+        self,
+        channel: Channel | None,
+        ops: CrossDeviceOps,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        super().__init__(channel, ops, options)
+        self._options = options or CommunicationOptions()
+        # Whose calls these are; set by the strategy that makes them.
+        self.strategy: Any = None
+        self.reduce_in_call = self._by_hooks
+        self.batch_reduce = self._entered
+        self.repeat = self._never
+        self.start_in_call = self.start_reduce = self._start_nothing
+
+    @staticmethod
+    def _never(what: str, op: Any, value: Any, out: Any = None) -> Any:
+        """Return None, so that no call goes the way of an earlier one."""
+
+    def _start_nothing(
+        self, op: ReduceOp, trees: Tree, what: str, *args: Any, **options: Any
+    ) -> Any:
+        raise ValueError(
+            "expected an algorithm that can be started and awaited later, found the "
+            f"hooks of {type(self.ops).__name__}; use all_reduce"
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a reduction that is started goes on while ranks compute: none is."""
+        return False
+
+    def _by_hooks(
+        self,
+        op: ReduceOp,
+        trees: Tree,
+        what: str,
+        options: CommunicationOptions | None = None,
+        *,
+        out: Tree = None,
+    ) -> Tree:
+        """Reduce a tree by the hooks; see `Reductions.reduce_in_call`."""
+        leaves, structure = flatten(trees)
+        values = [
+            PerReplica(v if isinstance(v, IndexedSlices) else to_reducible(v))
+            for v in leaves
+        ]
+        options = options or self._options
+        with cross_replica(self.strategy):
+            if len(values) == 1:
+                found = [self.ops.reduce(op, values[0], values[0], options)]
+            else:
+                pairs = [(value, value) for value in values]
+                found = list(self.ops.batch_reduce(op, pairs, options)) if pairs else []
+        if len(found) != len(values):
+            raise ValueError(
+                f"expected {len(values)} results of batch_reduce_implementation of "
+                f"{type(self.ops).__name__} in {what}, found {len(found)}; return one "
+                "for each pair, in order"
+            )
+        results = [
+            self._result(op, value.values[0], localize(one))
+            for value, one in zip(values, found, strict=True)
+        ]
+        if out is None:
+            return unflatten(structure, results)
+        for target, result in zip(flatten(out)[0], results, strict=True):
+            np.copyto(np.asarray(target), result)
+        return out
+
+    _entered = collective(_by_hooks)
+
+    def _result(self, op: ReduceOp, given: Any, found: Any) -> Any:
+        """Return what a hook has made of a value, as an array of its own."""
+        if isinstance(found, IndexedSlices) or is_device(found):
+            return found
+        is_mean = op is ReduceOp.MEAN and given.dtype.kind in "iu"
+        array = np.asarray(found)
+        if array.shape != given.shape:
+            raise ValueError(
+                f"expected an array of shape {given.shape} of the hooks of "
+                f"{type(self.ops).__name__}, found {array.shape}; return what all "
+                "replicas get"
+            )
+        dtype = np.dtype(np.float64) if is_mean else given.dtype
+        # The caller may write into it, but not into what was given.
+        return array.astype(
+            dtype, casting="same_kind", copy=np.may_share_memory(array, given)
+        )
+
+
+class SumsBy:
+    """A strategy's sums, by an algorithm that the program calls by itself."""
+
+    def __init__(
+        self,
+        strategy: CurrentStrategy,
+        ops: CrossDeviceOps,
+        options: CommunicationOptions,
+    ) -> None:
+        self._strategy = strategy
+        self._ops = ops
+        self._options = options
+        self.num_replicas_in_sync = strategy.num_replicas_in_sync
+        self.parts = strategy.parts
+
+    @property
+    def collectives(self) -> Any:
+        """The calls between the replicas; see `hpcstrat.engine.channel.entries`."""
+        return self._strategy.collectives
+
+    @collective
+    def reduce(self, op: ReduceOp, values: list[Any]) -> list[Any]:
+        """Combine values, by the rules of `Strategy.reduce`; collective."""
+        return list(value_reduction.reduce(self, op, values, None))
+
+    def reduce_parts(
+        self, op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
+    ) -> Tree:
+        """Combine a tree of each of this process's replicas; collective."""
+        if self._strategy.meetings is not None:
+            # Sums of logical replicas have an order of their own.
+            return self._strategy.reduce_parts(op, trees, what, out)
+        reductions = self.collectives.reductions_by(self._ops)
+        return reductions.reduce_in_call(op, trees[0], what, self._options, out=out)

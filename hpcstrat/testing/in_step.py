@@ -1,0 +1,196 @@
+"""A pytest plugin that keeps the ranks of a job in step and joins their reports.
+
+After each phase of a test the ranks exchange its outcome over a communicator of the
+plugin's own. A test that failed on some ranks fails on all of them, with the reports of
+all ranks; so does one that only some ranks skip.
+Where a test fails on one rank while others hang in it, that rank waits a while, shows
+its report and the others' stacks, and aborts the job.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shlex
+import signal
+import time
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from hpcstrat.testing.job import note_rank, write_whole
+
+__all__ = ["RanksInStep"]
+
+_NAP_SECONDS = 0.0005
+_FAILED_PATIENCE_SECONDS = 15.0
+_KEY_LENGTH = 200
+_OUTCOMES = ("passed", "skipped", "failed")
+FAILED = _OUTCOMES.index("failed")
+
+
+class RanksInStep:
+    """The plugin; ``comm`` is used by nothing else.
+
+    ``command`` are the words after ``python`` that run pytest on a rank; ``folder`` is
+    that of the job, where its starter looks for what failed.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        command: Sequence[str],
+        *,
+        patience: float = _FAILED_PATIENCE_SECONDS,
+        folder: Path | None = None,
+    ) -> None:
+        self.comm = comm
+        self.command = tuple(command)
+        self.patience = patience
+        self.folder = folder
+        self.pids = comm.allgather(os.getpid())
+        # pytest takes the file descriptor of standard error during tests.
+        self.stderr = os.fdopen(os.dup(2), "w")
+        if folder is None:
+            faulthandler.register(signal.SIGUSR1, file=self.stderr, all_threads=True)
+        else:
+            note_rank(folder, comm.rank)
+
+    def _say(self, text: str) -> None:
+        lines = text.rstrip().splitlines()
+        self.stderr.write(
+            "".join(f"[rank {self.comm.rank}] {line}\n" for line in lines)
+        )
+        self.stderr.flush()
+
+    def _abort(self, text: str) -> NoReturn:
+        self._say(text)
+        self.comm.Abort(1)
+        raise SystemExit(1)
+
+    def _exchange(
+        self, outcome: int, key: str, late: Callable[[list[int]], NoReturn]
+    ) -> set[int]:
+        """Return the outcomes of all ranks, which must be at the same key.
+
+        ``late`` is called with the ranks that have not come, if this rank has failed
+        and its patience ends. Polling, so that waiting ranks leave the cores alone.
+        """
+        own = np.array([outcome, zlib.crc32(key.encode())], dtype=np.int64)
+        peers = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+        theirs = {rank: np.empty_like(own) for rank in peers}
+        sends = [self.comm.Isend(own, rank) for rank in peers]
+        waiting = {rank: self.comm.Irecv(theirs[rank], rank) for rank in peers}
+        deadline = time.monotonic() + self.patience
+        while waiting:
+            waiting = {
+                k: request for k, request in waiting.items() if not request.Test()
+            }
+            if waiting:
+                if outcome == FAILED and time.monotonic() > deadline:
+                    late(sorted(waiting))
+                time.sleep(_NAP_SECONDS)
+        MPI.Request.Waitall(sends)
+        if any(other[1] != own[1] for other in theirs.values()):
+            place = key if len(key) < _KEY_LENGTH else f"{key[:_KEY_LENGTH]}..."
+            self._abort(f"the ranks are not at the same test; this one is at: {place}")
+        return {outcome, *(int(other[0]) for other in theirs.values())}
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Show why a file could not be read, before the job ends."""
+        if report.failed:
+            self._say(report.longreprtext)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Stop where the ranks did not find the same tests."""
+        names = " ".join(item.nodeid for item in session.items)
+        key = f"{len(session.items)} tests: {names}"
+
+        def late(ranks: list[int]) -> NoReturn:
+            self._abort(f"rank {ranks} did not finish collecting tests")
+
+        self._exchange(FAILED if session.testsfailed else 0, key, late)
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Let rank 0 alone print and keep files; none where another pytest does."""
+        if self.comm.rank or self.folder is not None:
+            manager = session.config.pluginmanager
+            for name in ("lfplugin", "nfplugin", "stepwiseplugin"):
+                if manager.has_plugin(name):
+                    manager.unregister(name=name)
+            reporter = manager.get_plugin("terminalreporter")
+            if reporter is not None:
+                reporter._tw._file = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Report a phase of a test when all ranks have passed through it.
+
+        So a rank that fails in a test does not enter its teardown, where a strategy may
+        be closed, while others still communicate in the test.
+        """
+        report = yield
+        own = _text(report) if report.failed else ""
+
+        def late(ranks: list[int]) -> NoReturn:
+            self._say(f"{item.nodeid} failed here; rank {ranks} still in it:\n{own}")
+            self._say(f"Again: {self._again(item)}")
+            if self.folder is not None:
+                name = f"{self.comm.rank}.failure"
+                write_whole(self.folder / name, own.encode())
+            for rank in ranks:
+                os.kill(self.pids[rank], signal.SIGUSR1)
+                time.sleep(0.3)  # One after the other, so that the lines do not mix.
+            self._abort("the other ranks' stacks are shown above")
+
+        mine = _OUTCOMES.index(report.outcome)
+        outcomes = self._exchange(mine, f"{report.when} {item.nodeid}", late)
+        if outcomes == {mine} and not own:
+            return report
+        if FAILED not in outcomes:
+            own = f"({report.when})\n{report.outcome} on this rank, not on all"
+        texts = self.comm.allgather((own, _title(report) if report.failed else ""))
+        whole = "\n\n".join(
+            f"=== rank {rank} of {self.comm.size}{title}\n{text}"
+            for rank, (text, title) in enumerate(texts)
+            if text
+        )
+        report.outcome = "failed"
+        report.longrepr = f"{whole}\n\nAgain: {self._again(item)}"
+        report.sections = []
+        vars(report).pop("wasxfail", None)
+        return report
+
+    def _again(self, item: pytest.Item) -> str:
+        """Return the command that runs one test again."""
+        start = ["mpirun", "--oversubscribe", "-n", str(self.comm.size), "python"]
+        _, *names = item.nodeid.split("::")
+        path = os.path.relpath(item.path)
+        return shlex.join([*start, *self.command, "::".join([path, *names])])
+
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        """End the job, because the other ranks would wait for this one."""
+        self._abort(f"pytest broke:\n{excrepr}")
+
+    def pytest_keyboard_interrupt(self, excinfo: Any) -> None:
+        """End the job, because the other ranks would wait for this one."""
+        self._abort(f"interrupted:\n{excinfo}")
+
+
+def _text(report: pytest.TestReport) -> str:
+    """Return what pytest would show of a failed phase of a test."""
+    sections = (f"--- {title}\n{content}" for title, content in report.sections)
+    return "\n".join([f"({report.when})", report.longreprtext, *sections])
+
+
+def _title(report: pytest.TestReport) -> str:
+    """Return the error in a line, where there is one."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return f": {crash.message.splitlines()[0]}" if crash and crash.message else ""

@@ -1,0 +1,251 @@
+"""Jobs of pytest's marked tests: what starts one, and what a rank of it does."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import inspect
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import pytest
+
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.errors import HpcstratError
+from hpcstrat.testing import runner
+from hpcstrat.testing.job import write_whole
+from hpcstrat.testing.launcher import launch_command
+
+__all__ = ["join", "refuse_ranks", "run_test", "size_of_job"]
+
+_IN_JOB = ("-m", "pytest", "--in-job")
+_REPORT = "report.json"
+_OPTIONS = "options.json"
+_OF_PYTEST = re.compile(
+    r"""^  File ".*/(?:_?pytest|pluggy)/.*\n|^  File "<.*\n""", re.M
+)
+# A rank that failed waits for so long for the others, which may be about to fail, too.
+_PATIENCE_SECONDS = 5.0
+# pytest's own options that a rank needs, beside those of the project's conftest.py.
+_OPTIONS_OF_PYTEST = (
+    *("verbose", "tbstyle", "showlocals", "fulltrace", "capture", "assertmode"),
+    *("runxfail", "log_level", "color"),
+)
+
+
+def size_of_job() -> int:
+    """Return the number of ranks of the job that this process is in."""
+    return launch_from_environment().size
+
+
+def refuse_ranks() -> None:
+    """Raise in a job: each of its ranks would start all marked tests."""
+    launch = launch_from_environment()
+    if launch.size > 1:
+        message = (
+            "expected one process of pytest, which starts the ranks of marked tests, "
+            f"found {launch.size} started by {launch.launcher}; run pytest by itself, "
+            f"or its ranks by hand: {launch.launcher.split()[0]} ... python "
+            f"{' '.join(_IN_JOB)}"
+        )
+        raise pytest.UsageError(message)
+
+
+def time_limit(item: pytest.Item) -> float:
+    """Return the seconds that a marked test may take."""
+    mark = item.get_closest_marker("ranks")
+    limit = mark.kwargs.get("timeout") if mark else None
+    return float(limit or item.config.getini("ranks_timeout"))
+
+
+def _place(item: pytest.Item) -> str:
+    """Return the words for pytest that name a test, wherever pytest runs."""
+    return "::".join([str(item.path), *item.nodeid.split("::")[1:]])
+
+
+class _Recorder(argparse.ArgumentParser):
+    """Stands for pytest's parser, to see which options a conftest.py adds."""
+
+    def addoption(self, *names: str, **attributes: Any) -> None:
+        self.add_argument(*names, **attributes)
+
+    def getgroup(self, *_: Any, **__: Any) -> _Recorder:
+        return self
+
+    def addini(self, *_: Any, **__: Any) -> None:
+        """Take no notice: the ranks read the same files."""
+
+
+def _options_of_project(config: pytest.Config) -> Iterator[str]:
+    """Return the names of the options that conftest.py files of the project add."""
+    recorder = _Recorder(add_help=False)
+    for plugin in config.pluginmanager.get_plugins():
+        add = getattr(plugin, "pytest_addoption", None)
+        if add and Path(getattr(plugin, "__file__", None) or "").name == "conftest.py":
+            given = {"parser": recorder, "pluginmanager": config.pluginmanager}
+            add(**{name: given[name] for name in inspect.signature(add).parameters})
+    for action in recorder._actions:
+        yield action.dest
+
+
+def _options(config: pytest.Config) -> dict[str, Any]:
+    """Return the values of options that tests may look at, as far as JSON can."""
+    found = {}
+    for name in (*_OPTIONS_OF_PYTEST, *_options_of_project(config)):
+        value = getattr(config.option, name, None)
+        if isinstance(value, str | int | float | list | None):
+            found[name] = value
+    return found
+
+
+def _command(item: pytest.Item, n: int, folder: Path) -> list[str]:
+    """Return the words that run a test on n ranks."""
+    config = item.config
+    words = [*launch_command(n), sys.executable, *_IN_JOB, f"--job-folder={folder}"]
+    words += ["-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
+    if config.inipath is not None:
+        words += ["-c", str(config.inipath)]
+    # Options that act before conftest.py files are read. Those of the configuration
+    # file are among them already; it may ask for more processes, or for reports.
+    for flag, values in (
+        ("-p", config.option.plugins),
+        ("-o", config.option.override_ini),
+        ("-W", config.option.pythonwarnings),
+    ):
+        for value in values or ():
+            words += [flag, value]
+    words += ["-o", "addopts=", f"--import-mode={config.option.importmode}"]
+    return [*words, _place(item)]
+
+
+def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
+    """Run a marked test on n ranks; return their report, or one of how they ended."""
+    with tempfile.TemporaryDirectory(prefix="hpcstrat-") as name:
+        folder = Path(name)
+        (folder / _OPTIONS).write_text(json.dumps(_options(item.config)))
+        try:
+            words = _command(item, n, folder)
+            finished = runner.finish(words, folder, n, time_limit(item), None)
+        except HpcstratError as error:
+            return _failed(item, n, str(error))
+        if item.config.option.capture == "no":
+            sys.stdout.write(finished.stdout)
+            sys.stderr.write(finished.stderr)
+        if (folder / _REPORT).exists():
+            data = json.loads((folder / _REPORT).read_text())
+            hook = item.config.hook
+            report: Any = hook.pytest_report_from_serializable(
+                config=item.config, data=data
+            )
+            if isinstance(report.longrepr, list):  # Why it was skipped.
+                report.longrepr = tuple(report.longrepr)
+            if report.failed or finished.returncode == 0:
+                kept: pytest.TestReport = report
+                return kept
+        return _failed(item, n, _said(folder, n, finished))
+
+
+def _said(folder: Path, n: int, finished: runner.Finished) -> str:
+    """Say how a job ended whose ranks wrote no report, or that failed after it."""
+    failures = runner.read_failures(folder)
+    stacks = {
+        int(path.stem): text
+        for path in folder.glob("*.stacks")
+        if (text := path.read_text(errors="replace"))
+    }
+    found = f"rank {sorted(failures)} failed" if failures else "the job ended early"
+    return (
+        f"expected {n} ranks to end the test, found that {found} (the launcher's exit "
+        f"code is {finished.returncode}); read the ranks' reports"
+        + runner.sections("traceback", failures)
+        + runner.sections("stacks of a rank that was still in the test", stacks)
+        + ("" if failures else f"\n--- output\n{finished.stdout}\n{finished.stderr}")
+    )
+
+
+def _without_pytest(text: str) -> str:
+    """Return stacks without the frames that called the test."""
+    return _OF_PYTEST.sub("", text)
+
+
+def _failed(item: pytest.Item, n: int, text: str) -> pytest.TestReport:
+    place = os.path.relpath(_place(item))
+    again = ["mpirun", "--oversubscribe", "-n", str(n), "python", *_IN_JOB, place]
+    return pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={},
+        outcome="failed",
+        longrepr=f"{_without_pytest(text).rstrip()}\n\nAgain: {shlex.join(again)}",
+        when="call",
+    )
+
+
+class _KeptReport:
+    """Writes what became of the one test of a job, for the pytest that started it."""
+
+    def __init__(self, config: pytest.Config, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+        self.reports: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.reports.append(report)
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Keep the first phase that did not pass, else the call."""
+        others = [report for report in self.reports if not report.passed]
+        calls = [report for report in self.reports if report.when == "call"]
+        kept = sorted(others, key=lambda r: not r.failed) or calls
+        data = self.config.hook.pytest_report_to_serializable(
+            config=self.config, report=kept[0]
+        )
+        write_whole(self.folder / _REPORT, json.dumps(data).encode())
+
+
+class _Limit:
+    """Ends a job that was started by hand, with stacks, when a test takes too long."""
+
+    def __init__(self, stderr: TextIO) -> None:
+        self.stderr = stderr
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        limit = time_limit(item)
+        faulthandler.dump_traceback_later(limit, exit=True, file=self.stderr)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def join(config: pytest.Config) -> None:
+    """Make this process a rank of marked tests, in step with the others."""
+    from hpcstrat.engine.topology.topology import Topology
+    from hpcstrat.testing.in_step import RanksInStep
+
+    comm = Topology.world().Dup()
+    folder = Path(config.option.job_folder) if config.option.job_folder else None
+    plugin = RanksInStep(comm, _IN_JOB, patience=_PATIENCE_SECONDS, folder=folder)
+    config.pluginmanager.register(plugin, "hpcstrat-ranks-in-step")
+    # Where the configuration file asks for several processes.
+    if hasattr(config.option, "numprocesses"):
+        config.option.numprocesses, config.option.dist = 0, "no"
+    # Ranks must not tidy up one another's folders of temporary files.
+    if folder is None:
+        own = tempfile.TemporaryDirectory(prefix="hpcstrat-rank-")
+        config.add_cleanup(own.cleanup)
+        config.option.basetemp = f"{own.name}/tmp"
+        config.pluginmanager.register(_Limit(plugin.stderr))
+    else:
+        vars(config.option).update(json.loads((folder / _OPTIONS).read_text()))
+        config.option.basetemp = str(folder / f"tmp-{comm.rank}")
+        if comm.rank == 0:
+            config.pluginmanager.register(_KeptReport(config, folder))

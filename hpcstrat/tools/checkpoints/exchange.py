@@ -1,0 +1,351 @@
+"""The commands that write a checkpoint's values for others, and make one of theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import click
+import numpy as np
+
+from hpcstrat.checkpoint import CheckpointManager
+from hpcstrat.checkpoint.file.reader import map_values, open_checkpoint
+from hpcstrat.checkpoint.file.schema import checkpoint_name
+from hpcstrat.engine.typing import Array
+from hpcstrat.engine.values import Adopted
+from hpcstrat.errors import HpcstratError
+from hpcstrat.tools.checkpoints.reading import checked, known_dtype, one_line
+from hpcstrat.tools.terminal import progress
+from hpcstrat.variables import Variable
+
+__all__ = ["export", "import_"]
+
+# By format: the endings of files, and the module that reads and writes them.
+_FORMATS = {
+    "npz": ((".npz",), "checkpoint.exchange.plain_files"),
+    "h5": ((".h5", ".hdf5"), "checkpoint.exchange.plain_files"),
+    "safetensors": ((".safetensors",), "checkpoint.exchange.safetensors_file"),
+    "torch": ((".pt", ".pth"), "integrations.torch.weight_files"),
+    "keras": ((".keras", ".weights.h5"), "integrations.keras.weight_files"),
+}
+_FUNCTIONS = {"h5": "hdf5"}
+_ROOT = "variables/"
+_MOST_NAMES = 10
+_Tick = Callable[[int], None]
+
+_model = click.option(
+    "--model",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Of Keras: a .keras file, or model.to_json() as .json, with the layers.",
+)
+
+
+def _format(path: str, chosen: str | None, model: str | None) -> str:
+    """Return the format of a file, by option or by its name's end."""
+    # Longer endings first: .weights.h5 is one of Keras'.
+    endings = {end: name for name, (ends, _) in _FORMATS.items() for end in ends}
+    found = [end for end in sorted(endings, key=len)[::-1] if path.endswith(end)]
+    kind = chosen or (endings[found[0]] if found else None)
+    ends = _FORMATS[kind][0] if kind else tuple(endings)
+    if kind is None or not path.endswith(ends):
+        raise click.ClickException(
+            f"expected a file that ends in {', '.join(ends)}, found {path}; rename it"
+        )
+    if model and kind != "keras":
+        raise click.ClickException(
+            f"expected --model for files of Keras only, found a file of {kind}; leave "
+            "it out"
+        )
+    return kind
+
+
+def _function(verb: str, kind: str) -> Callable[..., Any]:
+    """Return what reads or writes files of a format."""
+    try:
+        module = importlib.import_module(f"hpcstrat.{_FORMATS[kind][1]}")
+    except (ImportError, HpcstratError) as error:
+        raise click.ClickException(one_line(error)) from error
+    function: Callable[..., Any] = getattr(
+        module, f"{verb}_{_FUNCTIONS.get(kind, kind)}"
+    )
+    return function
+
+
+@click.command()
+@click.argument("file", type=click.Path())
+@click.argument("output", type=click.Path(dir_okay=False))
+@click.option(
+    "--to", type=click.Choice([*_FORMATS]), help="Default: by the end of OUTPUT's name."
+)
+@click.option(
+    "--part",
+    help="Only what the CheckpointManager has by this name, such as model, without the "
+    "name.",
+)
+@_model
+def export(
+    file: str, output: str, to: str | None, part: str | None, model: str | None
+) -> None:
+    """Write the values of a checkpoint for others.
+
+    OUTPUT ends in .npz, .h5 (plain HDF5), .safetensors, .pt (PyTorch), .keras or
+    .weights.h5, and must not exist. Files of Keras need --model.
+    """
+    kind = _format(output, to, model)
+    write = _function("write", kind)
+    values = _checked_values(file)
+    if kind == "keras":
+        part = part or "model"
+    if part is not None:
+        values = _within(values, _prefix(part, values), file)
+    # To say it in good words; the file is made exclusively in any case.
+    if os.path.exists(output):
+        raise click.ClickException(
+            f"expected a name that is free, found the file {output}; choose another"
+        )
+    more = {"model": model} if kind == "keras" else {}
+    total = sum(value.nbytes for value in values.values())
+    try:
+        # Exclusively: never a file that somebody else has just made.
+        os.close(os.open(output, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        with (
+            progress(total, os.path.basename(output)) as tick,
+            _removed_on_error(output),
+        ):
+            write(output, values, tick, **more)
+    except OSError as error:
+        raise click.ClickException(f"{output} could not be written: {error}") from error
+    except (ValueError, HpcstratError) as error:
+        raise click.ClickException(one_line(error)) from error
+    click.echo(f"{output}: {len(values)} values")
+
+
+@contextlib.contextmanager
+def _removed_on_error(path: str) -> Iterator[None]:
+    """Remove a file that could not be written to its end."""
+    try:
+        yield
+    except BaseException:
+        os.unlink(path)
+        raise
+
+
+def _prefix(part: str, names: Iterable[str]) -> str:
+    """Return the group of an object's values, whose Variables are in one of all."""
+    prefix = f"{part.strip('/')}/"
+    among = f"{_ROOT}{prefix}"
+    is_among = any(name.startswith(among) for name in names)
+    return among if is_among and not prefix.startswith(_ROOT) else prefix
+
+
+def _within(values: Mapping[str, Array], prefix: str, path: str) -> dict[str, Array]:
+    """Return the values below a prefix, by the rest of their names."""
+    found = {
+        name.removeprefix(prefix): value
+        for name, value in values.items()
+        if name.startswith(prefix)
+    }
+    if not found:
+        raise click.ClickException(
+            f"expected names that begin with {prefix}, found {_some(values)} in "
+            f"{path}; give another"
+        )
+    return found
+
+
+def _some(names: Iterable[str]) -> str:
+    """Return a list of names, cut where it is long."""
+    known = sorted(names)
+    more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
+    return (", ".join(known[:_MOST_NAMES]) or "none") + more
+
+
+@click.command("import")
+@click.argument("source", type=click.Path(exists=True, dir_okay=False))
+@click.argument("directory", type=click.Path(file_okay=False))
+@click.option(
+    "--from",
+    "origin",
+    type=click.Choice([*_FORMATS]),
+    help="Default: by the end of SOURCE's name.",
+)
+@click.option(
+    "--part", help="Name of the object in the CheckpointManager that will restore it."
+)
+@click.option("--take", help="Only names that begin with this, which is cut off.")
+@click.option(
+    "--like",
+    type=click.Path(),
+    help="A checkpoint of the model: names, shapes and types must be those in it.",
+)
+@click.option("--cast", is_flag=True, help="Change types to those of --like.")
+@click.option(
+    "--partial",
+    is_flag=True,
+    help="Take what SOURCE does not have from --like, and leave out what is not there.",
+)
+@click.option("--step", type=click.IntRange(0), default=0, help="Default: 0.")
+@_model
+def import_(
+    *,
+    source: str,
+    directory: str,
+    origin: str | None,
+    part: str | None,
+    take: str | None,
+    like: str | None,
+    model: str | None,
+    step: int,
+    cast: bool,
+    partial: bool,
+) -> None:
+    """Make a checkpoint of the values of another program's file.
+
+    The file DIRECTORY/ckpt-STEP.h5 has the values of SOURCE, of the formats that export
+    writes. A program takes them by CheckpointManager.restore(FILE, only=[PART]).
+    """
+    values = _read(source, _format(source, origin, model), model)
+    if take:
+        values = _within(values, take, source)
+    if (cast or partial) and like is None:
+        raise click.ClickException(
+            "expected --like with --cast and --partial, found none; give a checkpoint "
+            "of the model"
+        )
+    known = {} if like is None else _checked_values(like)
+    values = _named(values, part, known)
+    if like is not None:
+        values = _fitted(values, known, like, cast=cast, partial=partial)
+    path = os.path.join(directory, checkpoint_name(step))
+    if os.path.exists(path):
+        raise click.ClickException(
+            f"expected a name that is free, found the file {path}; choose another step"
+        )
+    try:
+        with CheckpointManager(
+            directory, max_to_keep=None, independent=True, **_parts(values)
+        ) as manager:
+            manager.save(step)
+    except (HpcstratError, ValueError, OSError) as error:
+        raise click.ClickException(one_line(error)) from error
+    click.echo(f"{path}: {len(values)} values")
+
+
+def _read(source: str, kind: str, model: str | None) -> dict[str, Array]:
+    more = {"model": model} if kind == "keras" else {}
+    try:
+        found: dict[str, Array] = _function("read", kind)(source, **more)
+    except click.ClickException:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
+        raise click.ClickException(
+            f"expected a file of {kind}, found {source}, which cannot be read: "
+            f"{one_line(error)}"
+        ) from error
+    except (ImportError, HpcstratError) as error:
+        raise click.ClickException(one_line(error)) from error
+    return found
+
+
+def _checked_values(path: str) -> dict[str, Array]:
+    """Return the values of a checkpoint, as maps of it, after all were checked."""
+    for entry in checked(path).entries.values():
+        known_dtype(entry.dtype)
+    return map_values(open_checkpoint(path))
+
+
+def _named(
+    values: dict[str, Array], part: str | None, known: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Return values by their names in a checkpoint, such as the known ones."""
+    if part is not None:
+        prefix = _prefix(part, known)
+        return {f"{prefix}{name}": value for name, value in values.items()}
+    strange = [name for name in values if not name.startswith(_ROOT)]
+    if not known and strange:
+        raise click.ClickException(
+            "expected --part, the name of the object that takes the values, such as "
+            f"model, or --like, a checkpoint with the same names; found neither, and "
+            f"names such as {_some(strange)}"
+        )
+    return values
+
+
+def _fitted(
+    values: dict[str, Array],
+    model: Mapping[str, Array],
+    like: str,
+    *,
+    cast: bool,
+    partial: bool,
+) -> dict[str, Array]:
+    """Return values that have the names, shapes and types of a checkpoint's."""
+    groups = {_group(name) for name in values}
+    wanted = {name: value for name, value in model.items() if _group(name) in groups}
+    shapes, types = [], []
+    for name in sorted(wanted.keys() & values.keys()):
+        value, own = values[name], wanted[name]
+        if value.shape != own.shape:
+            shapes.append(f"{name} {list(value.shape)} for {list(own.shape)}")
+        elif value.dtype != own.dtype and not cast:
+            types.append(f"{name} {value.dtype} for {own.dtype}")
+    faults = [
+        ("of other shapes", shapes, "take other names by --take"),
+        ("of other types", types, "give --cast"),
+    ]
+    if not partial:
+        missing = sorted(wanted.keys() - values.keys())
+        extra = sorted(values.keys() - wanted.keys())
+        faults[:0] = [
+            ("missing", missing, "give --partial to keep those of the model"),
+            ("that the model does not have", extra, "give --partial to leave them out"),
+        ]
+    found = [f"{words}: {_some(names)} ({do})" for words, names, do in faults if names]
+    if found:
+        raise click.ClickException(
+            f"expected the values of {like}, found values {'; '.join(found)}"
+        )
+    return {
+        name: values.get(name, own).astype(own.dtype, copy=False)
+        for name, own in wanted.items()
+    }
+
+
+def _group(name: str) -> str:
+    """Return the object that a value belongs to, of its name in a checkpoint."""
+    first, _, rest = name.partition("/")
+    return f"{_ROOT}{rest.partition('/')[0]}" if name.startswith(_ROOT) else first
+
+
+class _Object:
+    """Has variables by their names, as an object that a CheckpointManager saves."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, Variable] = {}
+
+    def checkpoint_variables(self) -> dict[str, Variable]:
+        """Return them."""
+        return self.variables
+
+
+def _parts(values: Mapping[str, Array]) -> dict[str, Any]:
+    """Return Variables over the values, as a CheckpointManager takes them."""
+    parts: dict[str, Any] = {}
+    for name, value in values.items():
+        own = np.ascontiguousarray(value).reshape(value.shape)
+        own = own.astype(own.dtype.newbyteorder("="), copy=False)
+        variable: Any = Variable(Adopted(own, is_equal=True), name=name)
+        *groups, last = name.removeprefix(_ROOT).split("/")
+        if name.startswith(_ROOT):
+            place = parts
+            for group in groups:
+                place = place.setdefault(group, {})
+            place[last] = variable
+        else:
+            first, _, rest = name.partition("/")
+            parts.setdefault(first, _Object()).variables[rest] = variable
+    return parts

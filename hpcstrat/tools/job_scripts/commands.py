@@ -1,0 +1,175 @@
+"""The command ``hpcstrat jobs``: job scripts in a user's own project."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcstrat.tools.job_scripts.writing import (
+    FRAMEWORKS,
+    SCHEDULERS,
+    JobPlan,
+    own_scripts,
+    submit_line,
+    write,
+)
+from hpcstrat.tools.terminal import UncutGroup
+
+__all__ = ["jobs"]
+
+# A command that a scheduler has, and no other. SGE and PBS share most.
+_COMMANDS = {
+    "flux": "flux",
+    "slurm": "sbatch",
+    "lsf": "bsub",
+    "pbs": "pbsnodes",
+    "sge": "qconf",
+}
+_PAGES = {
+    "numpy": "user-guide/training",
+    "torch": "user-guide/torch-jax",
+    "torch-ddp": "user-guide/torch-jax",
+    "jax": "user-guide/torch-jax",
+    "keras": "user-guide/keras",
+}
+
+
+def _found() -> str | None:
+    """Return the scheduler whose commands are here."""
+    here = [name for name, command in _COMMANDS.items() if shutil.which(command)]
+    return here[0] if here else None
+
+
+def _is_answered() -> bool:
+    """Whether somebody is there to answer."""
+    return sys.stdin.isatty()
+
+
+class _Asked(click.Option):
+    """An option that is asked for where somebody is there to answer."""
+
+    def __init__(self, *words: Any, ask: str, **options: Any) -> None:
+        super().__init__(*words, **options)
+        self._ask = ask
+
+    def consume_value(self, ctx: click.Context, opts: Any) -> Any:
+        """Take what was given, or an answer; else the default."""
+        value, source = super().consume_value(ctx, opts)
+        by_default = source is click.core.ParameterSource.DEFAULT
+        if by_default and not ctx.resilient_parsing and _is_answered():
+            value = click.prompt(
+                self._ask, default=self.get_default(ctx), type=self.type, err=True
+            )
+            source = click.core.ParameterSource.PROMPT
+        return value, source
+
+
+@click.group(cls=UncutGroup)
+def jobs() -> None:
+    """Write job scripts for a project of yours."""
+
+
+@jobs.command()
+@click.option(
+    "--scheduler",
+    cls=_Asked,
+    ask="Scheduler",
+    type=click.Choice(list(SCHEDULERS)),
+    default=_found,
+    help="Default: that whose commands are here.",
+)
+@click.option(
+    "--device",
+    cls=_Asked,
+    ask="Do the ranks compute on CPUs, or each on a GPU",
+    type=click.Choice(["cpu", "gpu"]),
+    default="cpu",
+    show_default=True,
+)
+@click.option(
+    "--framework",
+    cls=_Asked,
+    ask="Framework of the program (torch-ddp: torch.distributed, as it is)",
+    type=click.Choice(FRAMEWORKS),
+    default="numpy",
+    show_default=True,
+)
+@click.option(
+    "--nodes",
+    cls=_Asked,
+    ask="Nodes",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+)
+@click.option(
+    "--ranks-per-node",
+    cls=_Asked,
+    ask="Ranks on each node (as many as GPUs, or cores)",
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+)
+@click.option(
+    "--minutes",
+    type=click.IntRange(1),
+    default=60,
+    show_default=True,
+    help="Time limit of a job.",
+)
+@click.option(
+    "--restart",
+    "restarts",
+    is_flag=True,
+    help="Start again after the time limit, from a checkpoint.",
+)
+@click.option("--account", default="", help="Account or project that pays.")
+@click.option("--queue", default="", help="Queue or partition.")
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    help="The project. Default: here.",
+)
+@click.option("--force", is_flag=True, help="Replace a script that is there.")
+@click.argument("program")
+def new(program: str, folder: Path, *, force: bool, **options: Any) -> None:
+    """Write jobs/site.env and a job script for PROGRAM.
+
+    \b
+        hpcstrat jobs new --scheduler pbs --framework torch --nodes 4 train.py
+        hpcstrat jobs new --restart 'train.py --epochs 90'
+
+    What is not given is asked for on a terminal. PROGRAM may have options of its own,
+    in quotes. An existing site.env stays as it is.
+    """
+    if options["scheduler"] is None:
+        raise click.ClickException(
+            "expected commands of a scheduler in the PATH, found none of "
+            f"{', '.join(_COMMANDS.values())}; give --scheduler "
+            f"({', '.join(SCHEDULERS)})"
+        )
+    plan = JobPlan(program=program, **options)
+    suffix = SCHEDULERS[plan.scheduler].suffix
+    script = folder / f"jobs/{plan.name}.{suffix}"
+    if script.exists() and not force:
+        raise click.ClickException(
+            f"expected no file {script}, found one; give --force to replace it"
+        )
+    text = write(plan)
+    script.parent.mkdir(parents=True, exist_ok=True)
+    site = folder / "jobs/site.env"
+    if site.exists():
+        click.echo(f"kept    {site}")
+    else:
+        shutil.copyfile(own_scripts() / "site.env", site)
+        click.echo(f"wrote   {site}: set what differs at your site")
+    script.write_text(text, encoding="utf-8")
+    script.chmod(0o755)
+    click.echo(f"wrote   {script}")
+    click.echo(f"submit  {submit_line(plan)}")
+    click.echo(f"read    docs/{_PAGES[plan.framework]}, docs/user-guide/your-site")

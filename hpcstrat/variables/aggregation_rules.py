@@ -1,0 +1,253 @@
+"""Rules of aggregation: how replicas' values become one, and one value their parts.
+
+Each `VariableAggregation` but ``NONE`` has a rule, which variables, checkpoints and
+elastic restores ask, and which they know by nothing else. A new aggregation is a member
+of that enumeration, a class here, and its line in ``_RULES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.engine.arrays.casting import (
+    call_without_fp_warnings,
+    rounded,
+    without_fp_warnings,
+)
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
+from hpcstrat.engine.arrays.kinds import array_module, is_half
+from hpcstrat.engine.logical.tree_order import TreeOrder
+from hpcstrat.engine.options import ReduceOp, VariableAggregation
+from hpcstrat.engine.typing import Array
+
+__all__ = ["AggregationRule", "rule_of", "share_of"]
+
+_WIDEST = np.dtype(np.int64).itemsize
+
+
+class AggregationRule:
+    """The rule of one aggregation; replicas do the same in the same order."""
+
+    divides = False
+    """Whether replicas have parts of the value, not the value itself."""
+
+    def type_problem(self, dtype: np.dtype[Any]) -> tuple[str, str] | None:
+        """Say which types a variable must have, and what to do; None if it has one."""
+        del dtype
+        return None
+
+    def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
+        """Combine the values of all replicas: arrays, lists of them, or rows.
+
+        Collective over the strategy's replicas. ``parts`` are those of this process's
+        replicas.
+        """
+        raise NotImplementedError
+
+    def combine_rows(self, rows: Array) -> Array:
+        """Combine the values of all replicas, which a file has as rows; no call."""
+        raise NotImplementedError
+
+    def part(self, value: Array, num_replicas: int, replica_id: int) -> Array:
+        """Return the part of a replica, so that all parts combine to a value."""
+        del num_replicas, replica_id
+        return value
+
+    # Elastic training: replicas are lost with their parts, and new ones come.
+
+    def after_loss(
+        self, own: Array | None, lost: Array, *, keeps: bool, succeeds_first: bool
+    ) -> Array | None:
+        """Return a replica's part once another one is lost for good; None for none.
+
+        ``lost`` is the copy of its part, which one replica ``keeps``, which has a part.
+        ``succeeds_first`` says whether it was replica 0's, and this is that now.
+        """
+        del lost, keeps, succeeds_first
+        return own
+
+    def with_newcomers(
+        self,
+        strategy: Any,
+        part: Array | None,
+        like: Array,
+        *,
+        newcomers: Collection[int],
+        root: int,
+        path: str,
+    ) -> Array | None:
+        """Return this replica's part once newcomers have parts that change nothing.
+
+        Collective over the strategy's replicas. ``part`` is None on newcomers; ``root``
+        is a replica that has one, of the shape of ``like``.
+        """
+        raise NotImplementedError
+
+    def loss(self, gone: Sequence[int], paths: str) -> str:
+        """Say what is lost of variables with the parts of replicas; empty for none."""
+        del gone, paths
+        return ""
+
+
+class _Reduced(AggregationRule):
+    """A rule that is a reduction."""
+
+    op: ReduceOp
+
+    def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
+        return strategy.reduce_parts(self.op, list(parts), what)
+
+    def combine_rows(self, rows: Array) -> Array:
+        # In the order in which the replicas themselves would add them.
+        order = TreeOrder(len(rows), 1)
+        [total] = call_without_fp_warnings(order.sum_roots, 0, list(rows))
+        return np.asarray(total)
+
+
+class _Sum(_Reduced):
+    """The parts of all replicas add up to the value."""
+
+    op = ReduceOp.SUM
+    divides = True
+
+    def part(self, value: Array, num_replicas: int, replica_id: int) -> Array:
+        return share_of(value, num_replicas, replica_id)
+
+    def after_loss(
+        self, own: Array | None, lost: Array, *, keeps: bool, succeeds_first: bool
+    ) -> Array | None:
+        del succeeds_first
+        if not keeps:
+            return own
+        # The total stays.
+        total: Array = call_without_fp_warnings(np.add, own, lost)
+        return total
+
+    def with_newcomers(
+        self,
+        strategy: Any,
+        part: Array | None,
+        like: Array,
+        *,
+        newcomers: Collection[int],
+        root: int,
+        path: str,
+    ) -> Array | None:
+        del root, path
+        return np.zeros_like(like) if strategy.replica_id in newcomers else part
+
+    def loss(self, gone: Sequence[int], paths: str) -> str:
+        return f"the parts of replicas {gone} in the sums {paths}" if gone else ""
+
+
+class _Mean(_Reduced):
+    """The value is the mean of all replicas'."""
+
+    op = ReduceOp.MEAN
+
+    def type_problem(self, dtype: np.dtype[Any]) -> tuple[str, str] | None:
+        if dtype.kind == "f" or is_half(dtype):
+            return None
+        return "a floating dtype", "make it a float, or choose SUM for a total"
+
+    def combine_rows(self, rows: Array) -> Array:
+        return rounded(super().combine_rows(rows) / len(rows), rows.dtype)
+
+    def with_newcomers(
+        self,
+        strategy: Any,
+        part: Array | None,
+        like: Array,
+        *,
+        newcomers: Collection[int],
+        root: int,
+        path: str,
+    ) -> Array | None:
+        del root
+        # The mean is over those who have a part, so that it stays theirs.
+        term = np.zeros_like(like) if part is None else part
+        what = f"mean of {path} for newcomers"
+        total = strategy.collectives.batch_reduce(ReduceOp.SUM, term, what)
+        if strategy.replica_id not in newcomers:
+            return part
+        count = strategy.num_replicas_in_sync - len(newcomers)
+        mean: Array = (total / count).astype(like.dtype)
+        return mean
+
+
+class _OnlyFirstReplica(AggregationRule):
+    """The value is replica 0's: of all replicas, not of each worker."""
+
+    def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
+        first = parts[0]
+        if not isinstance(first, IndexedSlices):
+            return strategy.collectives.broadcast(first, 0, what)
+        # As an object: how many rows there are, only replica 0 knows.
+        values, indices = strategy.collectives.broadcast_object(
+            (first.values, first.indices), 0, what
+        )
+        return IndexedSlices(values, indices, first.dense_shape)
+
+    def combine_rows(self, rows: Array) -> Array:
+        first: Array = rows[0]
+        return first
+
+    def after_loss(
+        self, own: Array | None, lost: Array, *, keeps: bool, succeeds_first: bool
+    ) -> Array | None:
+        del keeps
+        return lost if succeeds_first else own
+
+    def with_newcomers(
+        self,
+        strategy: Any,
+        part: Array | None,
+        like: Array,
+        *,
+        newcomers: Collection[int],
+        root: int,
+        path: str,
+    ) -> Array | None:
+        own, what = like if part is None else part, f"value of {path} for newcomers"
+        given: Array = strategy.collectives.broadcast(own, root, what)
+        return given if strategy.replica_id in newcomers else part
+
+    def loss(self, gone: Sequence[int], paths: str) -> str:
+        return f"the values of replica 0 of {paths}" if 0 in gone else ""
+
+
+_RULES: dict[VariableAggregation, AggregationRule] = {
+    VariableAggregation.SUM: _Sum(),
+    VariableAggregation.MEAN: _Mean(),
+    VariableAggregation.ONLY_FIRST_REPLICA: _OnlyFirstReplica(),
+}
+
+
+def rule_of(aggregation: VariableAggregation | str) -> AggregationRule | None:
+    """Return the rule of an aggregation, or of its name; None for ``NONE``.
+
+    ValueError for a name that is none.
+    """
+    parsed = VariableAggregation.parse(aggregation)
+    return None if parsed is VariableAggregation.NONE else _RULES[parsed]
+
+
+@without_fp_warnings
+def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
+    """Return one replica's share of a total, so that the shares add up to it.
+
+    Integers exactly: the remainder goes to the first replicas. Floats are divided;
+    their sum is exact where the number of replicas is a power of two.
+    """
+    if total.dtype.kind in "iu":
+        # A narrow type may not hold the number of replicas.
+        wide = total if total.dtype.itemsize == _WIDEST else total.astype(np.int64)
+        remainder = replica_id < wide % num_replicas
+        return (wide // num_replicas + remainder).astype(total.dtype)
+    # The sum of bools is whether any is true: one true part is enough.
+    if total.dtype.kind == "b":
+        return total if replica_id == 0 else array_module(total).zeros_like(total)
+    return (total / num_replicas).astype(total.dtype, copy=False)

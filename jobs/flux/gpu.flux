@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# flux: --job-name=gpu
+# flux: --nodes=2
+# flux: --nslots=8
+# flux: --cores-per-slot=1
+# flux: --gpus-per-slot=1
+# flux: --time-limit=1h
+# flux: --output=logs/{{name}}-{{id}}.out
+# Run a program with one rank for each GPU; docs/gpu.md tells what to know of it.
+# Each rank sees all GPUs of its node; the strategy gives it its own.
+# Not run: the Flux at hand had no GPUs.
+# From the folder that has jobs/:
+#   . jobs/site.env && flux batch [--nodes=8 --nslots=32] jobs/flux/gpu.flux PROGRAM [OPTIONS]
+set -euo pipefail
+
+: "${FLUX_URI:?expected a job of Flux; submit this file with flux batch}"
+# shellcheck source=/dev/null
+source jobs/site.env || {
+    echo "expected jobs/site.env in $PWD, found none; submit from the folder that has it" >&2
+    exit 1
+}
+site_environment
+: "${1:?expected a program, found none; flux batch jobs/flux/gpu.flux PROGRAM [OPTIONS]}"
+
+ranks="$(flux resource list -s all -no '{ngpus}')"
+run=(flux run -n "$ranks" -g 1 -o gpu-affinity=off)
+
+# Its exit status says that something would stop the program.
+hpcstrat doctor
+
+# On all hosts: a job that asked for GPUs, and computes without them, would only be slow.
+HPCSTRAT_DEVICE=gpu "${run[@]}" hpcstrat doctor
+
+"${run[@]}" python "$@"

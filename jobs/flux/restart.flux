@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# flux: --job-name=restart
+# flux: --nodes=2
+# flux: --nslots=8
+# flux: --cores-per-slot=1
+# flux: --time-limit=1h
+# flux: --output=logs/{{name}}-{{id}}.out
+# Run a program that goes on after its time limit; see docs/user-guide/preemption.md.
+# For ranks of several cores set OMP_NUM_THREADS to --cores-per-slot.
+# The ranks ask flux when it ends; the script submits itself again, as Flux does not
+# requeue. (--signal=USR1 ends the brokers on other nodes.) The program keeps its
+# checkpoints in RUN_FOLDER.
+# Ran on flux-core 0.88, with MPICH and two brokers on one host.
+# From the folder that has jobs/:
+#   . jobs/site.env && flux batch [--nodes=8 --nslots=32] jobs/flux/restart.flux PROGRAM [OPTIONS]
+set -euo pipefail
+
+: "${FLUX_URI:?expected a job of Flux; submit this file with flux batch}"
+# shellcheck source=/dev/null
+source jobs/site.env || {
+    echo "expected jobs/site.env in $PWD, found none; submit from the folder that has it" >&2
+    exit 1
+}
+site_environment
+: "${1:?expected a program, found none; flux batch jobs/flux/restart.flux PROGRAM [OPTIONS]}"
+
+# The jobs that follow are given the folder of the first, with this environment.
+export RUN_FOLDER="${RUN_FOLDER:-runs/restart-$(flux job id --to=dec "$(flux getattr jobid)")}"
+mkdir -p "$RUN_FOLDER"
+
+ranks=$(($(flux resource list -s all -no '{ncores}') / OMP_NUM_THREADS))
+
+# Signals are for the ranks, which save the step that they are at, and end with status 42.
+trap '' TERM USR1 USR2
+status=0
+flux run -n "$ranks" -c "$OMP_NUM_THREADS" python "$@" || status="$?"
+if ((status == 42)); then
+    echo "all is saved: submitting the job that follows"
+    nodes="$(flux resource list -s all -no '{nnodes}')"
+    flux --parent batch --nodes="$nodes" --nslots="$ranks" jobs/flux/restart.flux "$@"
+fi
+exit "$status"

@@ -1,0 +1,180 @@
+"""The table of the page for newcomers: each public name of tf.distribute, and ours.
+
+``python -m tests.docs.reference_names`` writes it into the page. A name that this
+module does not mention is the same name of ``hs``, and does what a port expects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.docs.reference_surface import VERSION, captured
+
+__all__ = [
+    "BEGIN",
+    "END",
+    "ERRORS",
+    "LEFT_OUT",
+    "PAGE",
+    "SAME",
+    "Row",
+    "rows",
+    "written",
+]
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from" / "tf-distribute.md"
+BEGIN = "<!-- begin of the table of names -->"
+END = "<!-- end of the table of names -->"
+
+SAME, ERROR = "same", "error"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A name: where it is here, whether it is an error, and what there is to say.
+
+    ``declared`` is the row of the page of divergences that says more.
+    """
+
+    name: str
+    versions: tuple[int, ...]
+    here: str
+    status: str = SAME
+    note: str = ""
+    declared: str = ""
+
+
+_TPU = ("an error that names `MultiWorkerMirroredStrategy`", "no-tpu")
+_CLOUD = ("an error that says how to start the program", "no-cloud")
+_RPC = ("an error that names `ClusterCoordinator`", "no-rpc")
+_WATCHER = ("an error that names `PreemptionCheckpointHandler`", "no-tpu")
+# Names that cannot be used, with their members, and what is there instead.
+ERRORS = {
+    "TPUStrategy": _TPU,
+    "cluster_resolver.GCEClusterResolver": _CLOUD,
+    "cluster_resolver.KubernetesClusterResolver": _CLOUD,
+    "cluster_resolver.TPUClusterResolver": _TPU,
+    "experimental.PreemptionWatcher": _WATCHER,
+    "experimental.TPUStrategy": _TPU,
+    "experimental.rpc.Client": _RPC,
+    "experimental.rpc.Server": _RPC,
+    "Server.create_local_server": ("an error that names `mpirun`", "server-joins"),
+}
+# What there is to say, and the row of divergences.
+_NOTES = {
+    "CrossDeviceOps": (
+        "strategies call the hooks of subclasses; a PerReplica has this rank's value",
+        "own-hooks",
+    ),
+    "DistributedDataset.element_spec": (
+        "of a `hs.Dataset`; of an iterable an error",
+        "element-spec",
+    ),
+    "DistributedIterator.element_spec": (
+        "of a `hs.Dataset`; of an iterable an error",
+        "element-spec",
+    ),
+    "MirroredStrategy": ("one rank for each device", ""),
+    "ParameterServerStrategy": ("roles by rank, or by a resolver", ""),
+    "ReplicaContext": ("made by `run`", "own-strategies"),
+    "Server": ("serves in `join`", "server-joins"),
+    "Server.start": ("nothing to do", "server-joins"),
+    "Strategy": ("its subclasses are made", "own-strategies"),
+    "Strategy.configure": ("nothing to do", "no-sessions"),
+    "Strategy.update_config_proto": ("returns its argument", "no-sessions"),
+    "Strategy.group": ("None, or the value of one replica", "no-sessions"),
+    "Strategy.unwrap": ("`experimental_local_results`", "local-results"),
+    "StrategyExtended": ("made by the strategy", "own-strategies"),
+    "StrategyExtended.value_container": ("returns its argument", "component-objects"),
+    "StrategyExtended.should_checkpoint": ("on replica 0", "should-checkpoint"),
+    "StrategyExtended.should_save_summary": ("on replica 0", "should-checkpoint"),
+    "StrategyExtended.experimental_should_init": ("on replica 0", "should-checkpoint"),
+    "coordinator.PerWorkerValue": ("made by the coordinator", "own-strategies"),
+    "experimental.coordinator.PerWorkerValues": (
+        "made by the coordinator",
+        "own-strategies",
+    ),
+    "experimental.ParameterServerStrategy": (
+        "that of `tf.compat.v1` is `hs.ParameterServerStrategyV1`",
+        "",
+    ),
+    "experimental.PreemptionCheckpointHandler": (
+        "with a `CheckpointManager`, which knows its folder",
+        "preemption-count",
+    ),
+}
+# Parameters of the reference that are not taken here; the note or the row says why.
+LEFT_OUT = {
+    "Strategy": {"extended"},
+    "StrategyExtended": {"container_strategy"},
+    "coordinator.PerWorkerValue": {"values"},
+    "experimental.coordinator.PerWorkerValues": {"values"},
+}
+
+
+def rows() -> list[Row]:
+    """Return a row for each captured name, in their order."""
+    found = []
+    for name, entry in captured().items():
+        owner = next(
+            (of for of in ERRORS if name == of or name.startswith(f"{of}.")), None
+        )
+        status = SAME if owner is None else ERROR
+        note, declared = _NOTES.get(name, ("", "")) if owner is None else ERRORS[owner]
+        versions = tuple(entry["versions"])
+        found.append(Row(name, versions, f"hs.{name}", status, note, declared))
+    return found
+
+
+def table() -> str:
+    """Return the rows as a table, members without a note in the row of their class."""
+    lines = ["| tf.distribute | version | here |", "|---|---|---|"]
+    known, members = rows(), dict[str, list[str]]()
+    classes = [n for n, e in captured().items() if e["kind"] in ("class", "module")]
+    own = []
+    for row in known:
+        owner, _, member = row.name.rpartition(".")
+        joins = row.note == "" and row.status == SAME
+        joins = joins or owner in ERRORS
+        if owner in classes and captured()[owner]["kind"] == "class" and joins:
+            members.setdefault(owner, []).append(_member(row, member))
+        else:
+            own.append(row)
+    for row in own:
+        shown = f"`{row.name}`"
+        if row.name in members:
+            shown += f": {', '.join(members[row.name])}"
+        said = row.note
+        if row.declared:
+            said += f" (`{row.declared}`)"
+        here = f"`{row.here}`" + (f": {said}" if said else "")
+        lines.append(f"| {shown} | {_versions(row)} | {here} |")
+    return "\n".join(lines)
+
+
+def _member(row: Row, member: str) -> str:
+    return f"`{member}`" + (" (v1)" if row.versions == (1,) else "")
+
+
+def _versions(row: Row) -> str:
+    return {(1,): "v1", (2,): "v2"}.get(row.versions, "both")
+
+
+def written(page: str) -> str:
+    """Return the text of the page with the table of today."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    intro = (
+        f"The {len(rows())} public names of `tf.distribute` {VERSION} (v2) and of "
+        "`tf.compat.v1.distribute` (v1);\nmembers that a class has from another of "
+        "them are left out. The word in parentheses is the\n[row of divergences]"
+        "(../divergences.md) that says more. Also there: `hs.function` for\n"
+        "`tf.function`, `strategy.experimental_run_v2`, and `VariableAggregation.SUM` "
+        "where a `ReduceOp`\nis expected.\n"
+    )
+    return f"{before}{BEGIN}\n{intro}\n{table()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))

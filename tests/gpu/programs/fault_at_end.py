@@ -1,0 +1,28 @@
+"""End after a kernel of one replica that breaks its GPU's context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+import hpcstrat as hs
+
+CODE = """
+struct alignas(16) Pair { double one, other; };
+extern "C" __global__ void twice(Pair* pair) { *pair = Pair{1.0, 2.0}; }
+"""
+
+
+def main() -> None:
+    """Launch the kernel on the last replica, where it stores at an odd place."""
+    strategy: Any = hs.MultiWorkerMirroredStrategy()
+    total = strategy.reduce("sum", cupy.ones(8), axis=None)
+    assert float(total[0]) == strategy.num_replicas_in_sync
+    if strategy.replica_id == strategy.num_replicas_in_sync - 1:
+        cupy.RawKernel(CODE, "twice")((1,), (1,), (total[1:],))
+    strategy.reduce("sum", cupy.ones(8), axis=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Replica 0 writes the log of metrics; what the others give it is reduced, or sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+
+pytestmark = pytest.mark.rule
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in record.items() if k != "time"}
+        for record in hs.metrics.read_log(folder)
+    ]
+
+
+def test_numbers_are_those_of_all_of_one_or_of_replica_0(
+    strategy: Any, job: Any, folder: Path
+) -> None:
+    size, mine = job.size, float(strategy.replica_id)
+    log = hs.metrics.Log(folder, strategy=strategy)
+    log.scalars(1, {"a/b": mine + 1}, c=2 * mine)
+    log.scalars(2, x=mine, of="mean")
+    log.scalars(2, x=mine, y=np.float32(1), of="sum")
+    log.scalars(3, x=mine, of=size - 1)
+
+    def step() -> None:
+        replica = hs.get_replica_context().replica_id_in_sync_group
+        log.scalars(4, x=float(replica), of="sum")
+        log.scalars(5, x=float(replica))
+        log.text(5, "name", f"of {replica}", of=size - 1)
+
+    strategy.run(step)
+    losses = strategy.run(lambda: mine)
+    log.scalars(6, x=losses, of="sum")
+    log.text(7, "name", f"of {strategy.replica_id}")
+    job.Barrier()
+    total = sum(range(size))
+    assert _records(folder) == [
+        {"step": 1, "scalars": {"a/b": 1, "c": 0}},
+        {"step": 2, "scalars": {"x": total / size}},
+        {"step": 2, "scalars": {"x": total, "y": size}},
+        {"step": 3, "scalars": {"x": size - 1}},
+        {"step": 4, "scalars": {"x": total}},
+        {"step": 5, "scalars": {"x": 0}},
+        {"step": 5, "text": {"name": f"of {size - 1}"}},
+        {"step": 6, "scalars": {"x": total}},
+        {"step": 7, "text": {"name": "of 0"}},
+    ]
+    job.Barrier()
+
+
+def test_a_restore_on_all_replicas_cuts_it_once(
+    strategy: Any, job: Any, folder: Path
+) -> None:
+    with strategy.scope():
+        weights = hs.Variable(1.0, name="weights")
+    log = hs.metrics.Log(folder, strategy=strategy)
+    with hs.CheckpointManager(folder, weights=weights, log=log) as manager:
+        for step in (1, 2, 3):
+            log.scalars(step, loss=1)
+            if step < 3:
+                manager.save(step, asynchronous=step == 1)
+        manager.restore()
+        log.scalars(3, loss=2)
+    job.Barrier()
+    found = [(r["step"], r["scalars"]["loss"]) for r in _records(folder)]
+    assert found == [(1, 1), (2, 1), (3, 2)]
+    job.Barrier()
