@@ -5,12 +5,12 @@ import numpy as np
 
 random = np.random.default_rng(1)
 x = random.normal(size=(1000, 8))
-y = x @ np.arange(8.0) + random.normal(size=1000)
+y = x @ np.arange(8.0)
 
 strategy = hs.MultiWorkerMirroredStrategy()
 with strategy.scope():
     weights = hs.Variable(np.zeros(8), name="weights")
-    optimizer = hs.optimizers.SGD(0.1)
+    optimizer = hs.optimizers.SGD(0.02)
 dataset = hs.Dataset.from_tensor_slices((x, y)).batch(64)
 batches = strategy.experimental_distribute_dataset(dataset)
 
@@ -27,4 +27,4 @@ for epoch in range(5):
     for batch in batches:
         losses = strategy.run(step, args=batch)
         loss = strategy.reduce(hs.ReduceOp.SUM, losses, axis=None)
-    hs.print_once(f"epoch {epoch + 1}: loss {loss:.6f}")
+    hs.print_once(f"epoch {epoch + 1}: loss {loss:.4f}")

@@ -1,10 +1,12 @@
 """Let heat spread in a rod, its cells divided over the ranks, with checkpoints."""
 
+import sys
+
 import hpcstrat as hs
 import numpy as np
 from mpi4py import MPI
 
-CELLS, STEPS = 1000, 3000
+CELLS, STEPS = 1000, int(sys.argv[1])
 
 strategy = hs.MultiWorkerMirroredStrategy()
 world = MPI.COMM_WORLD

@@ -1,9 +1,11 @@
 """Let heat spread in a rod, its cells divided over the ranks, by mpi4py alone."""
 
+import sys
+
 import numpy as np
 from mpi4py import MPI
 
-CELLS, STEPS = 1000, 3000
+CELLS, STEPS = 1000, int(sys.argv[1])
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size

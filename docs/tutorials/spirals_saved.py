@@ -1,5 +1,7 @@
 """Tell two spirals apart by a network of PyTorch, and go on after an end."""
 
+import sys
+
 import hpcstrat as hs
 import hpcstrat.integrations.torch as hst
 import torch
@@ -24,7 +26,7 @@ state = hst.state(model, optimizer)
 checkpoints = hs.CheckpointManager("spirals", **state, data=sampler)
 checkpoints.restore_or_initialize()
 
-while sampler.epoch < 30:
+while sampler.epoch < int(sys.argv[1]):
     for rows, answers in loader:
         optimizer.zero_grad()
         errors = nn.functional.binary_cross_entropy_with_logits(

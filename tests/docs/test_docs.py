@@ -330,15 +330,25 @@ def test_pages_can_be_read_where_they_are_not_built() -> None:
     assert [f"{name}: {path}" for path, name in targets if not path.exists()] == []
 
 
-@pytest.mark.parametrize("name", ["index.md", "api/index.md"])
-def test_lists_of_pages_show_their_titles(name: str) -> None:
+def _listed(page: Path) -> list[tuple[str, Path]]:
+    """Return the titles and pages of the lists in a page, which the menus show."""
+    found = re.findall(r"^- \[(.+)\]\((\S+\.md)\)$", page.read_text(), re.M)
+    return [(title, (page.parent / target).resolve()) for title, target in found]
+
+
+def test_every_page_is_in_one_list_with_its_title() -> None:
     """Built pages show the titles, the repository's page shows the lists."""
-    page = PAGES[name]
-    listed = re.findall(r"^- \[(.+)\]\((\S+\.md)\)$", page.read_text(), re.M)
-    assert len(listed) > 15
-    for title, target in listed:
-        first = (page.parent / target).read_text().partition("\n")[0]
-        assert first == f"# {title}"
+    sections = _listed(PAGES["index.md"])
+    listed = [*sections, *(row for _, page in sections for row in _listed(page))]
+    assert [
+        (title, path)
+        for title, path in listed
+        if path.read_text().partition("\n")[0] != f"# {title}"
+    ] == []
+    pages = {path.resolve() for path in PAGES.values()}
+    assert sorted(path for _, path in listed) == sorted(
+        pages - {PAGES[name].resolve() for name in ("README.md", "index.md")}
+    )
 
 
 def test_nobody_is_told_to_install_what_is_not_published() -> None:

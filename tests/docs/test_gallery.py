@@ -29,10 +29,10 @@ SMALL = {
 }
 # By program: the framework, and the program that prints the same.
 TUTORIALS = {
-    "rod.py": ("", "rod_mpi4py.py"),
+    "rod.py 3000": ("", "rod_mpi4py.py 3000"),
     "loop.py": ("", "loop.py"),
     "spirals.py": ("torch", "spirals.py"),
-    "spirals_saved.py": ("torch", "spirals.py"),
+    "spirals_saved.py 30": ("torch", "spirals.py"),
     "fit.py": ("keras", "fit.py"),
 }
 
@@ -118,10 +118,10 @@ def test_programs_of_tutorials_print_the_same(
 
 
 def test_a_simulation_of_a_tutorial_goes_on_where_it_ended(tmp_path: Path) -> None:
-    whole = _said(2, "tutorials/rod.py", tmp_path / "run")
+    whole = _said(2, "tutorials/rod.py 3000", tmp_path / "run")
     saved = (tmp_path / "run" / "rod").glob("ckpt-*.h5")
     max(saved, key=lambda path: int(path.stem.partition("-")[2])).unlink()
-    rest = _said(1, "tutorials/rod.py", tmp_path / "run")
+    rest = _said(1, "tutorials/rod.py 3000", tmp_path / "run")
     assert rest.splitlines() == whole.splitlines()[-1:]
 
 
