@@ -14,6 +14,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hpcstrat.data import Dataset, DistributedDataset
 from hpcstrat.data.iterator import ReducibleDataset
+from hpcstrat.integrations.frameworks import refuse_logical_replicas
 from hpcstrat.integrations.keras.batches import Batches, columns_of
 from hpcstrat.strategies import Strategy
 
@@ -123,12 +124,20 @@ def dealt(x: Any, strategy: Strategy) -> Any:
             )
         if isinstance(x, DistributedDataset):
             return Batches.of(x.dataset, strategy, x.stage)
+        _refuse_logical(strategy)
         return DealtBatches(x, strategy, None)
     is_known = isinstance(x, (Batches, Dataset, DealtBatches))
     if is_known or x is None or columns_of(x) is not None:
         return x
+    _refuse_logical(strategy)
     batches = strategy.experimental_distribute_dataset(_Plain(x))
     return DealtBatches(batches, strategy, _length(x))
+
+
+def _refuse_logical(strategy: Strategy) -> None:
+    what = "fit and the like of an iterable or a stream"
+    advice = "pass arrays, Batches or a hpcstrat.Dataset with random access"
+    refuse_logical_replicas(strategy, what, advice)
 
 
 class _Plain:

@@ -49,6 +49,7 @@ from hpcstrat.integrations.keras.replicas import (
 from hpcstrat.integrations.keras.requirements import (
     keras_version,
     require_distributable,
+    require_one_step,
 )
 from hpcstrat.strategies import Strategy
 
@@ -347,6 +348,7 @@ class Distributed:
         if isinstance(data["x"], Batches):
             given["x"] = data["x"].with_steps(given.pop(steps, None))
         elif isinstance(data["x"], DealtBatches):
+            require_one_step(self.model)
             data["x"].weigh(given.pop("class_weight", None))
             # Else Keras looks at the first batches, and would lose them.
             self.model._symbolic_build(data_batch=data["x"].first)

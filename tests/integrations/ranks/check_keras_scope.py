@@ -204,6 +204,44 @@ def test_distributed_data_sets_are_data_of_distributed_models(strategy: Any) -> 
         _expect(_weights(model, strategy), weights)
 
 
+def test_central_storage_trains_models_of_its_scope(strategy: Any) -> None:
+    expected = _alone(strategy, _one_process)
+    with hs.CentralStorageStrategy() as central, central.scope():
+        model = _compile(_layers(1 + central.replica_id, False))
+        model.fit(X, Y, SIZE, 2, 0, shuffle=False)
+        _expect(_weights(model, central), expected[0])
+
+
+def test_several_steps_at_once_are_those_of_one_process_or_refused(
+    strategy: Any,
+) -> None:
+    """TensorFlow would read ahead, between the calls of a step."""
+    if BACKEND == "torch":
+        pytest.skip("it makes one step at a time")
+
+    def model() -> Any:
+        made = _layers(1, True)
+        made.compile(keras.optimizers.SGD(0.1), "mse", steps_per_execution=2)
+        return made
+
+    def compute() -> Any:
+        alone = model()
+        alone.fit(X, Y, batch_size=SIZE, shuffle=False, verbose=0)
+        return _weights(alone)
+
+    weights = _alone(strategy, compute)
+    for kind in ("distributed", "stream"):
+        with strategy.scope():
+            trained = model()
+        error = outcome(trained.fit, DATA[kind](strategy), verbose=0)
+        if kind == "stream" and BACKEND == "tensorflow":
+            assert isinstance(error, NotImplementedError)
+            assert "steps_per_execution=1" in str(error)
+        else:
+            assert error is None
+            _expect(_weights(trained, strategy), weights)
+
+
 def test_data_of_another_strategy_are_refused(strategy: Any) -> None:
     with hs.MultiWorkerMirroredStrategy() as other:
         data = other.experimental_distribute_dataset(_dataset())
