@@ -1,4 +1,4 @@
-"""What the start says of hosts on which a job would be slow."""
+"""Warnings of the start about hosts on which a job would be slow."""
 
 from __future__ import annotations
 
