@@ -9,6 +9,7 @@ program, and how long the device takes, which two events tell.
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import sys
@@ -229,9 +230,13 @@ class Bench:
         name = runtime.getDeviceProperties(number)["name"].decode()
         place = platform.node(), runtime.deviceGetPCIBusId(number)
         found = self.comm.allgather((name, place))
+        gpus = len({place for _, place in found})
+        # In time slices ranks run in turns: such figures say nothing of two GPUs.
+        sharing = os.environ.get("GPU_SHARING", "time slices, unless there is MPS")
         return {
             "gpu": " and ".join(sorted({name for name, _ in found})),
-            "gpus": len({place for _, place in found}),
+            "gpus": gpus,
+            "shared_by": sharing if gpus < self.comm.size else "",
             "ranks": self.comm.size,
             "workers": self.strategy.topology.num_workers,
             **asdict(library.versions()),
@@ -248,7 +253,9 @@ class Bench:
             GPUs, and what `report.describe` says.
         """
         count, name = self.hardware["gpus"], self.hardware["gpu"]
-        return f"{count} x {name}, {describe(self.mpi)}"
+        shared = self.hardware["shared_by"]
+        how = f" shared by {shared}" if shared else ""
+        return f"{count} x {name}{how}, {describe(self.mpi)}"
 
     def measure(
         self, calls: Mapping[str, Callable[[], object]], seconds: float, least: int = 7

@@ -19,9 +19,9 @@ from hpcstrat.tools.doctor import doctor
 from hpcstrat.tools.doctor.examination import launch_words, software
 from hpcstrat.tools.hang_command import hang
 from hpcstrat.tools.job_scripts import jobs
+from hpcstrat.tools.launch_commands import jax, torch
 from hpcstrat.tools.terminal import UncutGroup
 from hpcstrat.tools.timeline_commands import timeline
-from hpcstrat.tools.torch_command import torch
 
 __all__ = ["main"]
 
@@ -37,6 +37,7 @@ main.add_command(chaos)
 main.add_command(ckpt)
 main.add_command(doctor)
 main.add_command(hang)
+main.add_command(jax)
 main.add_command(jobs)
 main.add_command(timeline)
 main.add_command(torch)

@@ -89,6 +89,16 @@ class DistributedDataset(ReducibleDataset):
         self._next = (0, 0)
         self._latest: EpochPlace | None = None
 
+    @property
+    def dataset(self) -> Dataset:
+        """The data set that is divided; for the library's own modules."""
+        return self._dataset
+
+    @property
+    def stage(self) -> Batched:
+        """The stage that reads its batches; for the library's own modules."""
+        return self._stage
+
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
         return len(self._dataset)

@@ -1,8 +1,13 @@
-"""The versions of other libraries that the adapters need."""
+"""The versions of other libraries that the adapters need, and how programs start."""
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
+import socket
+import sys
+from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +15,7 @@ from typing import Any
 
 from hpcstrat.engine.call_sites import pass_over
 
-__all__ = ["refuse_logical_replicas", "require"]
+__all__ = ["meeting_place", "refuse_logical_replicas", "require", "run_program"]
 
 
 def refuse_logical_replicas(strategy: Any, what: str, advice: str) -> None:
@@ -55,3 +60,30 @@ def _numbers(version: str) -> tuple[int, ...]:
     """Return the numbers before a local part or a mark such as rc1."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
+
+
+def meeting_place(strategy: Any) -> tuple[str, int]:
+    """Return an address of rank 0, and a port that is free there.
+
+    Collective over the strategy's replicas.
+    """
+    place = None
+    if strategy.replica_id == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        one_host = strategy.topology.num_workers == 1
+        place = "127.0.0.1" if one_host else socket.gethostname(), port
+    found: tuple[str, int] = strategy.broadcast_object(place)
+    return found
+
+
+def run_program(kind: str, program: str, words: Sequence[str]) -> None:
+    """Run a program as ``python PROGRAM`` or, for the kind module, ``-m`` does."""
+    sys.argv = [program, *words]
+    if kind == "module":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    # As python itself does: the folder of the program is where its imports begin.
+    sys.path[0] = os.path.dirname(os.path.abspath(program))
+    runpy.run_path(program, run_name="__main__")

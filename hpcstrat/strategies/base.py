@@ -65,7 +65,7 @@ from hpcstrat.safety.divergence.equality import check_equal
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
-from hpcstrat.strategies.keras_guard import guard_keras
+from hpcstrat.strategies.keras_models import watch_keras
 from hpcstrat.strategies.older_methods import OlderMethods
 from hpcstrat.strategies.split import Split
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
@@ -589,8 +589,8 @@ class Strategy(OlderMethods):
                     f"that of {entry.strategy!r}, which is another object; make one "
                     "strategy, pass it on, and do not nest scopes of two"
                 )
-        if self.distributes:
-            guard_keras()
+        if not self.is_default:
+            watch_keras()
         token = push(self.cross_entry)
         try:
             yield self

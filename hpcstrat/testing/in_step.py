@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import shlex
 import signal
 import time
 import zlib
@@ -24,6 +23,7 @@ import pytest
 from mpi4py import MPI
 
 from hpcstrat.testing.job import note_rank, write_whole
+from hpcstrat.testing.launcher import line_to_run
 
 __all__ = ["RanksInStep"]
 
@@ -170,10 +170,9 @@ class RanksInStep:
 
     def _again(self, item: pytest.Item) -> str:
         """Return the command that runs one test again."""
-        start = ["mpirun", "--oversubscribe", "-n", str(self.comm.size), "python"]
         _, *names = item.nodeid.split("::")
-        path = os.path.relpath(item.path)
-        return shlex.join([*start, *self.command, "::".join([path, *names])])
+        place = "::".join([os.path.relpath(item.path), *names])
+        return line_to_run(self.comm.size, [*self.command, place])
 
     def pytest_internalerror(self, excrepr: Any) -> None:
         """End the job, because the other ranks would wait for this one."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcstrat.errors import HpcstratError
 
-__all__ = ["clean_environment", "find_launcher", "launch_command"]
+__all__ = ["clean_environment", "find_launcher", "launch_command", "line_to_run"]
 
 # Variables that a launcher sets. A job started inside a job must not inherit them: its
 # ranks would take themselves for those of the outer job.
@@ -117,3 +118,15 @@ def launch_command(
             raise HpcstratError(message)
         options = (*options, "--with-ft", "ulfm")
     return [path, *options, "-n", str(n)]
+
+
+def line_to_run(n: int, words: Sequence[str]) -> str:
+    """Return a line for a shell that runs Python with these words on n ranks."""
+    try:
+        path, *options = launch_command(n)
+    except HpcstratError:
+        # Such as where a batch system has started the ranks.
+        path, options = "mpirun", ["-n", str(n)]
+    short = os.path.basename(path)
+    start = short if shutil.which(short) == path else path
+    return shlex.join([start, *options, "python", *words])

@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import re
-import shlex
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -21,7 +20,7 @@ from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.errors import HpcstratError
 from hpcstrat.testing import runner
 from hpcstrat.testing.job import write_whole
-from hpcstrat.testing.launcher import launch_command
+from hpcstrat.testing.launcher import launch_command, line_to_run
 
 __all__ = ["join", "refuse_ranks", "run_test", "size_of_job"]
 
@@ -176,14 +175,13 @@ def _without_pytest(text: str) -> str:
 
 
 def _failed(item: pytest.Item, n: int, text: str) -> pytest.TestReport:
-    place = os.path.relpath(_place(item))
-    again = ["mpirun", "--oversubscribe", "-n", str(n), "python", *_IN_JOB, place]
+    again = line_to_run(n, [*_IN_JOB, os.path.relpath(_place(item))])
     return pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,
         keywords={},
         outcome="failed",
-        longrepr=f"{_without_pytest(text).rstrip()}\n\nAgain: {shlex.join(again)}",
+        longrepr=f"{_without_pytest(text).rstrip()}\n\nAgain: {again}",
         when="call",
     )
 

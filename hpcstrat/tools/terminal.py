@@ -67,5 +67,8 @@ def progress(nbytes: int, title: str) -> Iterator[Callable[[int], None]]:
     if not nbytes or not sys.stderr.isatty():
         yield lambda _: None
         return
-    with click.progressbar(length=nbytes, label=title, file=sys.stderr) as bar:
-        yield bar.update
+    # Loaded here: most commands show no bar.
+    from hpcstrat.metrics.progress import Progress
+
+    with Progress(nbytes, title, show=True) as bar:
+        yield bar.advance

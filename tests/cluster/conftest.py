@@ -10,6 +10,7 @@ import pytest
 from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.launcher import find_launcher
 from tests.cluster.hosts import Hosts, HostsUnavailable
+from tests.cluster.pbs import PBS
 from tests.cluster.sge import SGE
 from tests.cluster.slurm import Slurm
 
@@ -56,16 +57,23 @@ def slurm(make_slurm: Callable[[int], Slurm]) -> Slurm:
     return make_slurm(3)
 
 
+def _two_hosts(kind: type[SGE]) -> Iterator[SGE]:
+    try:
+        find_launcher()
+        cluster = kind(2)
+    except (HostsUnavailable, HpcstratError) as exc:
+        pytest.skip(str(exc))
+    with cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
-def make_sge() -> Iterator[Callable[[int], SGE]]:
-    """Yield a function that makes an `SGE`; all are taken down after the tests."""
-    with ExitStack() as stack:
+def sge() -> Iterator[SGE]:
+    """Yield a Grid Engine of two hosts; jobs of tests end with them."""
+    yield from _two_hosts(SGE)
 
-        def make(num_nodes: int) -> SGE:
-            try:
-                find_launcher()
-                return stack.enter_context(SGE(num_nodes))
-            except (HostsUnavailable, HpcstratError) as exc:
-                pytest.skip(str(exc))
 
-        yield make
+@pytest.fixture(scope="session")
+def pbs() -> Iterator[SGE]:
+    """Yield an OpenPBS of two hosts; jobs of tests end with them."""
+    yield from _two_hosts(PBS)

@@ -38,16 +38,25 @@ def as_root(folder: Path) -> dict[str, str]:
 class SGE(Hosts):
     """Hosts of a Grid Engine; jobs are submitted on node1. Raises as `Hosts`."""
 
+    _NAME = "sge"
+
     def __init__(self, num_nodes: int, slots: int = 2) -> None:
         self._slots = slots
         super().__init__(num_nodes)
-        text = (self.folder / "sge/env").read_text(encoding="utf-8")
+        text = (self.folder / self._NAME / "env").read_text(encoding="utf-8")
         words = [word for word in text.split() if "=" in word]
         self.env = dict(word.split("=", 1) for word in words)
 
     def _up(self, owner: list[str], num_hosts: int, rate: str) -> list[str]:
         del rate
-        return ["sge_up.sh", *owner, "-n", str(num_hosts), "-c", str(self._slots)]
+        return [
+            f"{self._NAME}_up.sh",
+            *owner,
+            "-n",
+            str(num_hosts),
+            "-c",
+            str(self._slots),
+        ]
 
     def command(self, *words: str) -> str:
         """Return what a command of Grid Engine prints; it must end well."""
@@ -78,13 +87,17 @@ class SGE(Hosts):
         """Submit a script of ``jobs`` from a folder, as its head says."""
         # -V: this Python is not installed, and the pretend hosts share cores.
         line = f"qsub -V -terse {options} jobs/{script} {' '.join(words)}"
+        return SGEJob(self, self._submit(folder, line), folder)
+
+    def _submit(self, folder: Path, line: str) -> str:
+        """Return what the command prints that submits a job."""
         done = self._on_first(
             ("bash", "-euc", f". jobs/site.env && {line}"),
             folder,
             {**as_root(folder), **self.env},
         )
         assert done.returncode == 0, done.stderr
-        return SGEJob(self, done.stdout.strip(), folder)
+        return done.stdout.strip()
 
 
 class SGEJob:
@@ -121,6 +134,10 @@ class SGEJob:
         while not statuses or statuses[-1] == "99":
             assert time.monotonic() < deadline, self.output
             time.sleep(_NAP_SECONDS)
-            done = self.sge.try_command("qacct", "-j", self.number)
-            statuses = re.findall(r"^exit_status +(\d+)", done.stdout, re.MULTILINE)
+            statuses = self._statuses()
         return int(statuses[-1])
+
+    def _statuses(self) -> list[str]:
+        """Return the exit statuses of its runs, as far as they are written down."""
+        said = self.sge.try_command("qacct", "-j", self.number).stdout
+        return re.findall(r"^exit_status +(\d+)", said, re.MULTILINE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,6 @@ if strategy.replica_id == 0:
     job = batch_job_from_environment()
     print("job", job.job_id, "ends in", round(job.end() - time.time()), "s")
 """
-
-
-@pytest.fixture(scope="module")
-def sge(make_sge: Callable[[int], SGE]) -> SGE:
-    """Return a Grid Engine of two hosts."""
-    return make_sge(2)
 
 
 def test_programs_run_on_the_hosts_of_the_job(sge: SGE, tmp_path: Path) -> None:

@@ -103,3 +103,32 @@ def test_one_rank_measures_nccl_alone(tmp_path: Path) -> None:
     done = _alone(tmp_path, "--smoke", "--sizes", "4KiB")
     assert done.returncode == 0, done.stderr
     assert "nccl, by CuPy" in done.stdout
+
+
+def test_questions_for_a_machine_with_gpus_are_settled_on_the_stand_in() -> None:
+    """NCCL joins, is left out where it cannot sum, and a program may just end."""
+    script = str(BENCHMARKS / "device_questions.py")
+    only = ("connect", "small_shm", "plain_end")
+    options = [f"--only={name}" for name in only]
+    done = subprocess.run(
+        [sys.executable, script, "--ranks", "2", "--smoke", *options],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=clean_environment({**ENVIRONMENT, "HPCSTRAT_STANDIN_DEVICES": "2"}),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "by nccl: NCCL" in done.stdout
+    assert "by messages of MPI" in done.stdout
+    assert "SYSTEM_ERROR" in done.stdout
+    assert "3 of 3 questions settled" in done.stdout
+
+
+def test_figures_of_a_shared_gpu_say_how_it_is_shared() -> None:
+    command = [sys.executable, str(BENCHMARKS / "bench_allreduce.py"), "--device"]
+    command += ["--smoke", "--sizes", "4KiB"]
+    environment = {**ENVIRONMENT, "GPU_SHARING": "MPS", "HPCSTRAT_STANDIN_DEVICES": "1"}
+    done = testing.launch(2, command, timeout=60, env=environment)
+    assert "1 x Stand-in" in done.stdout
+    assert "shared by MPS" in done.stdout

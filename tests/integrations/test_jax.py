@@ -48,6 +48,57 @@ def test_one_core_for_all_ranks_does_not_hang() -> None:
     assert ended.stdout.count("done") == 2
 
 
+CLI = "from hpcstrat.cli import main; main()"
+SHARDED = os.fspath(HERE / "programs" / "sharded_jax.py")
+
+
+@pytest.mark.parametrize(
+    ("n", "how"),
+    [
+        (2, "again"),
+        *[pytest.param(*case, marks=pytest.mark.full) for case in ((1, ""), (3, ""))],
+    ],
+)
+def test_the_command_makes_ranks_processes_of_jax(n: int, how: str) -> None:
+    command = [sys.executable, "-c", CLI, "jax", SHARDED, how]
+    finished = testing.launch(n, command, timeout=120)
+    assert finished.returncode == 0, finished.stderr
+    total = 3.0 * n * (n + 1) / 2
+    for rank in range(n):
+        assert f"process {rank} of {n}: {total}" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("fail", "ValueError: a broken rank"),
+        ("wrong", "num_processes=2, as hpcstrat jax has set it up, found 3"),
+    ],
+)
+def test_an_error_in_a_program_of_jax_ends_all_ranks(how: str, words: str) -> None:
+    command = [sys.executable, "-c", CLI, "jax", SHARDED, how]
+    finished = testing.launch(2, command, timeout=120)
+    assert finished.returncode != 0
+    assert words in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus"),
+    [
+        ({}, [3]),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [3]),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, [0]),
+        ({"ROCR_VISIBLE_DEVICES": "7"}, [0]),
+    ],
+)
+def test_a_rank_has_a_gpu_of_those_that_it_sees(
+    environment: dict[str, str], gpus: list[int]
+) -> None:
+    from hpcstrat.integrations.jax.launch import _own_gpu
+
+    assert _own_gpu(3, environment) == gpus
+
+
 @ulfm
 def test_training_goes_on_when_a_rank_is_killed() -> None:
     """The others wait inside of jit, where the loss is an error of JAX's own kind."""

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.framework("keras")
 # backends do each in their way.
 CHOSEN = {
     ("torch", 2): "",
-    ("jax", 2): "fit_is or infinite or goes_on",
-    ("tensorflow", 2): "fit_is or own or infinite or mask or of_all or goes_on",
+    ("jax", 2): "fit_is or infinite or goes_on or in_a_scope_is or data_of_fit",
+    ("tensorflow", 2): "fit_is or own or infinite or mask or of_all or goes_on "
+    "or in_a_scope_is or data_of_fit",
 }
 
 

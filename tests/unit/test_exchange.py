@@ -352,6 +352,18 @@ def test_names_without_an_object_ask_for_one(tmp_path: Path) -> None:
     assert not (tmp_path / "y.npz").exists()
 
 
+def test_an_option_chooses_the_format_of_any_name(tmp_path: Path) -> None:
+    saved = _save(tmp_path / "a", net={"w": np.arange(3.0)})
+    output = tmp_path / "weights"
+    assert "expected a file that ends in" in _run("export", saved, output).output
+    done = _run("export", saved, output, "--to", "keras")
+    assert "expected a file that ends in .keras, .weights.h5" in done.output
+    _good("export", saved, output, "--to", "safetensors")
+    assert list(read_safetensors(str(output))) == ["variables/net/w"]
+    _good("import", output, tmp_path / "b", "--from", "safetensors")
+    assert "no difference" in _good("diff", saved, tmp_path / "b/ckpt-0000000000.h5")
+
+
 def test_types_that_a_format_lacks_are_named(tmp_path: Path) -> None:
     saved = _save(tmp_path / "a", net={"w": np.zeros(3, np.complex128)})
     output = tmp_path / "x.safetensors"

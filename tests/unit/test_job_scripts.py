@@ -270,11 +270,11 @@ def test_scripts_of_other_schedulers_say_what_is_missing(
 
 
 RANK = """
-import os
+import os, sys
 import hpcstrat as hs
 strategy = hs.MultiWorkerMirroredStrategy()
 hs.print_once("ranks", strategy.num_replicas_in_sync, os.environ.get("RUN_FOLDER"))
-raise SystemExit(int(os.environ.get("HPCSTRAT_TEST_STATUS", "0")))
+raise SystemExit(int((*sys.argv, 0)[1]))
 """
 
 
@@ -286,3 +286,45 @@ def test_ranks_are_started_in_the_slots_of_the_job(project: Path, name: str) -> 
     finished = _run_on_one_host(project, script, PROGRAM="program.py")
     assert finished.returncode == 0, finished.stderr
     assert "ranks 2 None" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "said", "status"),
+    [
+        ("lsf/restart.lsf", "runs/name-7", "LSF requeues job 7", 42),
+        ("sge/restart.sge", "runs/name-7", "requeueing job 7", 99),
+    ],
+)
+def test_a_program_that_has_saved_is_started_again(
+    project: Path, name: str, folder: str, said: str, status: int
+) -> None:
+    """By the exit status, which the scheduler was told of in the head (LSF: -Q 42)."""
+    (project / "program.py").write_text(RANK)
+    script = ROOT / "jobs" / name
+    finished = _run_on_one_host(project, script, PROGRAM="program.py 42")
+    assert finished.returncode == status, finished.stderr
+    assert f"ranks 2 {folder}" in finished.stdout
+    assert f"all is saved: {said}" in finished.stdout
+    assert _run_on_one_host(project, script, PROGRAM="program.py 3").returncode == 3
+
+
+QSTAT = """#!/bin/sh
+echo '    Resource_List.select = 1:ncpus=2'
+echo '    Resource_List.walltime = 9'
+"""
+
+
+def test_a_job_of_pbs_submits_the_one_that_follows(project: Path) -> None:
+    (project / "program.py").write_text(RANK)
+    for name, text in (("qstat", QSTAT), ("qsub", '#!/bin/sh\necho "qsub $*"')):
+        (project / "bin" / name).write_text(text)
+        (project / "bin" / name).chmod(0o755)
+    script = ROOT / "jobs/pbs/restart.pbs"
+    path = f"{project / 'bin'}:{os.environ['PATH']}"
+    finished = _run_on_one_host(project, script, PROGRAM="program.py 42", PATH=path)
+    assert finished.returncode == 42, finished.stderr
+    assert (
+        "qsub -l select=1:ncpus=2 -l walltime=9 "
+        "-v PROGRAM=program.py 42,RUN_FOLDER=runs/name-7 "
+        "-W depend=afterany:7.server jobs/pbs/restart.pbs"
+    ) in finished.stdout

@@ -63,9 +63,9 @@ class Exchange:
 
 
 class InterruptibleComm:
-    """A communicator whose calls are awaited by ``wait``, which takes a `Message`.
+    """A communicator whose calls are awaited by ``wait``, which takes a `Waitable`.
 
-    ``plain`` is the communicator itself, for what cannot be awaited.
+    ``plain`` is the communicator itself, for calls of MPI that return at once.
     """
 
     def __init__(

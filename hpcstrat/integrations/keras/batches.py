@@ -84,12 +84,20 @@ class Batches(keras.utils.PyDataset):
         # Epoch whose rows come next; `distribute`'s fit sets it.
         self.epoch = 0
         self._steps: int | None = None
+        # Deals rows otherwise than the data set itself.
+        self._dealt: Batched | None = None
 
     @classmethod
-    def of(cls, dataset: Dataset, strategy: Strategy | None = None) -> Batches:
+    def of(
+        cls,
+        dataset: Dataset,
+        strategy: Strategy | None = None,
+        stage: Batched | None = None,
+    ) -> Batches:
         """Return a data set's batches of inputs and targets, in the same order.
 
-        Raises ValueError where it is not in batches, or has no random access.
+        ``stage`` deals their rows otherwise. Raises ValueError where it is not in
+        batches, or has no random access.
         """
         if not isinstance(dataset.stage, Batched):
             raise ValueError(
@@ -103,6 +111,7 @@ class Batches(keras.utils.PyDataset):
         batches.distribute_strategy = strategy or get_strategy()
         batches.dataset = dataset
         batches.epoch, batches._steps = 0, None
+        batches._dealt = stage
         return batches
 
     def with_steps(self, steps: int | None) -> Batches:
@@ -146,9 +155,14 @@ class Batches(keras.utils.PyDataset):
 
     @property
     def _stage(self) -> Batched:
-        stage = self.dataset.stage
+        stage = self._dealt or self.dataset.stage
         assert isinstance(stage, Batched)
         return stage
+
+    def first_rows(self) -> Tree:
+        """Return the first global batch, of all replicas; not collective."""
+        stage = self._stage
+        return stage.read(0, 0, 0, stage.stop(0))
 
     def __repr__(self) -> str:
         """Show the rows."""

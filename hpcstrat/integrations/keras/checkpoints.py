@@ -13,14 +13,14 @@ from hpcstrat.checkpoint import CheckpointManager
 from hpcstrat.engine.context import pop, push
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import Adopted
+from hpcstrat.integrations.keras.in_scope import owner_of
 from hpcstrat.integrations.keras.replicas import (
     optimizers_of,
     seed_generators,
-    strategies,
     value_of,
 )
 from hpcstrat.metrics import Log
-from hpcstrat.strategies import Strategy, get_strategy
+from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
 
 __all__ = ["Checkpoint", "state", "weights_of"]
@@ -83,7 +83,8 @@ def weights_of(model: Any) -> dict[str, Any]:
 def state(model: Any) -> dict[str, Any]:
     """Return what a CheckpointManager saves of a model.
 
-    Not collective.
+    Not collective, but for a model of a strategy's scope that has been compiled and not
+    yet trained: that is distributed here.
 
     Weights, states of layers and seeds, and all that the optimizers have: momentum,
     their number of steps, learning rates. What is saved on some number of replicas, and
@@ -92,7 +93,8 @@ def state(model: Any) -> dict[str, Any]:
     Parameters
     ----------
     model : keras.Model
-        From `distribute`; another one is of the current strategy.
+        From `distribute`, or of a strategy's scope; another one is of the current
+        strategy.
 
     Returns
     -------
@@ -111,7 +113,7 @@ def state(model: Any) -> dict[str, Any]:
     >>> sorted(hsk.state(model))
     ['model', 'optimizer']
     """
-    strategy = strategies.get(model) or get_strategy()
+    strategy = owner_of(model)
 
     def slots(optimizer: Any) -> dict[str, Any]:
         owners = [v.path.replace("/", "_") for v in model.weights]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import numpy as np
 
 from hpcstrat.data import Dataset
 from hpcstrat.data.batches import share, writable
+from hpcstrat.data.iterator import ReducibleDataset
 from hpcstrat.data.sources import open_source
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.keras.batches import Batches, columns_of, own_rows
@@ -30,16 +32,24 @@ from hpcstrat.integrations.keras.callbacks import (
     chosen,
     is_watched,
 )
+from hpcstrat.integrations.keras.dealt_batches import (
+    DealtBatches,
+    at_least_one,
+    dealt,
+    ends_with_its_data,
+)
 from hpcstrat.integrations.keras.exchanges import exchanges
 from hpcstrat.integrations.keras.losses import correct
 from hpcstrat.integrations.keras.replicas import (
     State,
+    optimizer_of,
     optimizers_of,
     seed_mask,
 )
 from hpcstrat.integrations.keras.requirements import (
     keras_version,
     require_distributable,
+    require_one_step,
 )
 from hpcstrat.strategies import Strategy
 
@@ -53,9 +63,13 @@ class Distributed:
 
     state_class = State
 
-    def __init__(self, model: Any, strategy: Strategy) -> None:
+    def __init__(
+        self, model: Any, strategy: Strategy, *, by_scope: bool = False
+    ) -> None:
         self.model = model
         self.strategy = strategy
+        # By a strategy's scope all data are global batches, as in tf.distribute.
+        self._by_scope = by_scope
         self.state = self.state_class(model, strategy)
         self._optimizers = list(optimizers_of(model).values())
         # In a step: this replica's rows, and in that of a training those of all.
@@ -191,8 +205,9 @@ class Distributed:
         return call
 
     def _require_ready(self) -> None:
-        require_distributable(self.model)
-        if self.model.optimizer not in self._optimizers:
+        require_distributable(self.model, is_compiled=not self._by_scope)
+        optimizer = optimizer_of(self.model)
+        if optimizer is not None and optimizer not in self._optimizers:
             raise RuntimeError(
                 "expected the optimizer that the model had in distribute, found "
                 "another: compile was called again; call distribute after it"
@@ -224,18 +239,25 @@ class Distributed:
         if any(watches for watches, _ in told):
             callbacks.append(StopTogether(strategy))
         # The order of batches has been chosen: Keras would draw another on each.
-        return inner(**self._quiet(given), callbacks=callbacks, shuffle=False)
+        with ends_with_its_data():
+            return inner(**self._quiet(given), callbacks=callbacks, shuffle=False)
 
     def _evaluate(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         if not given.get("_use_cached_eval_dataset"):
             self._batched(given, "steps")
             self._quiet(given)
-        return inner(**given)
+        with ends_with_its_data():
+            return inner(**given)
 
     def _predict(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
-        x, steps = given["x"], given.get("steps")
+        x = given["x"] = self._whole(given["x"])
+        steps = given.get("steps")
+        if isinstance(x, Batches) and x.x is None:
+            x = x.dataset
         if isinstance(x, Dataset):
             return self._predict_batches(x, steps)
+        if isinstance(x, DealtBatches):
+            return self._predict_dealt(x, steps)
         if isinstance(x, Batches):
             given["batch_size"], x = x.dataset.batch_size, x.x
         columns = columns_of(x)
@@ -257,6 +279,19 @@ class Distributed:
         for batch in dataset.take(-1 if steps is None else steps):
             x = batch[0] if isinstance(batch, tuple) else batch
             found.append(self.model.predict_on_batch(x))
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *found)
+
+    def _predict_dealt(self, batches: DealtBatches, steps: int | None) -> Any:
+        """Return the predictions of batches of which each replica has its rows."""
+        alone = type(self.model).predict_on_batch
+        found = []
+        for batch in itertools.islice(batches.elements(), steps):
+            rows = keras.tree.flatten(batch[0])[0].shape[0]
+            # Keras predicts nothing of no rows.
+            some = keras.tree.map_structure(at_least_one, batch[0])
+            own = alone(self.model, some)
+            own = keras.tree.map_structure(lambda part, n=rows: part[:n], own)
+            found.append(self._gathered(own))
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *found)
 
     def _predict_on_batch(
@@ -305,18 +340,30 @@ class Distributed:
 
     def _batched(self, given: dict[str, Any], steps: str, **options: Any) -> None:
         """Replace arrays among arguments by their batches."""
+        given["x"] = self._whole(given["x"])
         data = {name: given[name] for name in _DATA if given.get(name) is not None}
         if isinstance(data["x"], Dataset):
             data["x"] = Batches.of(data["x"], self.strategy)
             given.pop("batch_size", None)
         if isinstance(data["x"], Batches):
             given["x"] = data["x"].with_steps(given.pop(steps, None))
+        elif isinstance(data["x"], DealtBatches):
+            require_one_step(self.model)
+            data["x"].weigh(given.pop("class_weight", None))
+            # Else Keras looks at the first batches, and would lose them.
+            self.model._symbolic_build(data_batch=data["x"].first)
         elif columns_of(data) is not None:
             for name in data:
                 del given[name]
             options |= {"batch_size": given.pop("batch_size", None) or 32}
             batches = Batches(**data, strategy=self.strategy, **options)
             given["x"] = batches.with_steps(given.pop(steps, None))
+
+    def _whole(self, x: Any) -> Any:
+        """Return data as they are dealt; those of other libraries as they are."""
+        if isinstance(x, ReducibleDataset) or self._by_scope:
+            return dealt(x, self.strategy)
+        return x
 
     def _quiet(self, given: dict[str, Any]) -> dict[str, Any]:
         """Leave the progress bar to replica 0."""

@@ -6,14 +6,18 @@ from typing import Any
 
 from hpcstrat.integrations.keras.distributed import Distributed
 from hpcstrat.integrations.keras.logical import LogicalDistributed
-from hpcstrat.integrations.keras.replicas import separate_seeds, strategies
+from hpcstrat.integrations.keras.replicas import (
+    optimizer_of,
+    separate_seeds,
+    strategies,
+)
 from hpcstrat.integrations.keras.requirements import (
     require_distributable,
     require_strategy,
 )
 from hpcstrat.strategies import Strategy
 
-__all__ = ["distribute"]
+__all__ = ["distribute", "put_on"]
 
 
 def distribute(model: Any, strategy: Strategy) -> Any:
@@ -71,16 +75,21 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     ['loss']
     """
     require_strategy(strategy)
-    return strategy.collectives.call("distribute", _distribute, model, strategy)
+    return strategy.collectives.call("distribute", put_on, model, strategy)
 
 
-def _distribute(model: Any, strategy: Strategy) -> Any:
-    require_distributable(model)
+def put_on(model: Any, strategy: Strategy, *, by_scope: bool = False) -> Any:
+    """Do what `distribute` says, in a call of all replicas.
+
+    ``by_scope``: all data are global batches, and the model need not be compiled.
+    """
+    require_distributable(model, is_compiled=not by_scope)
+    optimizer = optimizer_of(model)
     # Now, so that `begin` finds its state: Keras builds it in the first step.
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
     kind = LogicalDistributed if strategy.logical else Distributed
-    distributed = kind(model, strategy)
+    distributed = kind(model, strategy, by_scope=by_scope)
     separate_seeds(model, distributed.mask)
     distributed.install()
     distributed.state.begin("distribute")

@@ -101,8 +101,10 @@ class LogicalDistributed(Distributed):
     state: LogicalState
     state_class = LogicalState
 
-    def __init__(self, model: Any, strategy: Strategy) -> None:
-        super().__init__(model, strategy)
+    def __init__(
+        self, model: Any, strategy: Strategy, *, by_scope: bool = False
+    ) -> None:
+        super().__init__(model, strategy, by_scope=by_scope)
         if len(self._optimizers) != 1:
             raise NotImplementedError(
                 "expected a model with one optimizer on logical replicas, found "

@@ -15,6 +15,7 @@ from hpcstrat.strategies import Strategy
 
 __all__ = [
     "State",
+    "optimizer_of",
     "optimizers_of",
     "seed_generators",
     "seed_mask",
@@ -31,6 +32,11 @@ def value_of(variable: Any) -> Array:
     """Return a copy of a variable of Keras, in host memory."""
     # A copy: on CPUs some backends give a view of the variable's own memory.
     return np.array(keras.ops.convert_to_numpy(variable.value))
+
+
+def optimizer_of(model: Any) -> Any:
+    """Return the optimizer that a model was compiled with; None without one."""
+    return getattr(model, "optimizer", None)
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:
@@ -98,8 +104,8 @@ class State:
 
     def begin(self, what: str) -> None:
         """Give all replicas replica 0's weights, and the optimizer's state."""
-        model = self.model
-        known = [*model.variables, *model.optimizer.variables]
+        model, optimizer = self.model, optimizer_of(self.model)
+        known = [*model.variables, *(optimizer.variables if optimizer else ())]
         self._broadcast(known, what)
         self._common = [value_of(variable) for variable in self._moving]
 

@@ -9,7 +9,12 @@ import keras
 
 from hpcstrat.strategies import Strategy
 
-__all__ = ["keras_version", "require_distributable", "require_strategy"]
+__all__ = [
+    "keras_version",
+    "require_distributable",
+    "require_one_step",
+    "require_strategy",
+]
 
 
 def keras_version() -> tuple[int, ...]:
@@ -26,13 +31,18 @@ def require_strategy(strategy: Any) -> None:
         )
 
 
-def require_distributable(model: Any) -> None:
-    """Refuse what would fail later, or give other results than one process."""
+def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
+    """Refuse what would fail later, or give other results than one process.
+
+    Without ``is_compiled`` a model that only predicts is accepted, too.
+    """
     if not isinstance(model, keras.Model):
         raise ValueError(
             f"expected a keras.Model, found {type(model).__name__}; pass the model"
         )
-    if not model.compiled or model.optimizer is None:
+    if (is_compiled and not model.compiled) or (
+        model.compiled and model.optimizer is None
+    ):
         raise ValueError(
             "expected a model that was compiled with an optimizer, found one without; "
             "call model.compile before distribute"
@@ -59,6 +69,20 @@ def require_distributable(model: Any) -> None:
         raise ValueError(
             "expected jit_compile=False with TensorFlow, whose XLA cannot call MPI, "
             "found True; pass jit_compile=False to model.compile"
+        )
+
+
+def require_one_step(model: Any) -> None:
+    """Refuse several steps at once where TensorFlow would read ahead in another thread.
+
+    Each batch of what is dealt is a call of all replicas, as are those of a step.
+    """
+    count = model.steps_per_execution if model.compiled else 1
+    if keras.config.backend() == "tensorflow" and count > 1:
+        raise NotImplementedError(
+            "expected steps_per_execution=1 with TensorFlow for an iterable or a "
+            f"stream, found {count}; leave it out, or pass arrays, or a "
+            "hpcstrat.Dataset with random access"
         )
 
 

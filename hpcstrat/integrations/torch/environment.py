@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 from typing import Any
 from urllib.parse import urlparse
 
+from hpcstrat.integrations.frameworks import meeting_place
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
 __all__ = ["init_env", "use_for_env"]
@@ -31,14 +31,8 @@ def init_env() -> None:
     another port.
     """
     strategy = MultiWorkerMirroredStrategy()
-    topology, place = strategy.topology, None
-    if topology.replica_id == 0:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        one_host = topology.num_workers == 1
-        place = "127.0.0.1" if one_host else socket.gethostname(), port
-    address, port = strategy.broadcast_object(place)
+    topology = strategy.topology
+    address, port = meeting_place(strategy)
     rank, size = topology.replica_id, topology.num_replicas
     values = {
         "RANK": rank,

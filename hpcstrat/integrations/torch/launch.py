@@ -7,11 +7,10 @@ the backend to replace, or empty; ``KIND`` is ``script`` or ``module``.
 from __future__ import annotations
 
 import functools
-import os
-import runpy
 import sys
 from typing import Any
 
+from hpcstrat.integrations.frameworks import run_program
 from hpcstrat.integrations.torch.environment import init_env
 from hpcstrat.integrations.torch.process_group import BACKEND, register
 
@@ -53,13 +52,7 @@ def _main() -> None:
     init_env()
     if replaced:
         replace_backend(replaced)
-    sys.argv = [program, *words]
-    if kind == "module":
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-        return
-    # As python itself does: the folder of the program is where its imports begin.
-    sys.path[0] = os.path.dirname(os.path.abspath(program))
-    runpy.run_path(program, run_name="__main__")
+    run_program(kind, program, words)
 
 
 if __name__ == "__main__":

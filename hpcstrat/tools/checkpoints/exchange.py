@@ -51,7 +51,8 @@ def _format(path: str, chosen: str | None, model: str | None) -> str:
     found = [end for end in sorted(endings, key=len)[::-1] if path.endswith(end)]
     kind = chosen or (endings[found[0]] if found else None)
     ends = _FORMATS[kind][0] if kind else tuple(endings)
-    if kind is None or not path.endswith(ends):
+    # Keras itself goes by the name.
+    if kind is None or (kind == "keras" and not path.endswith(ends)):
         raise click.ClickException(
             f"expected a file that ends in {', '.join(ends)}, found {path}; rename it"
         )

@@ -174,3 +174,25 @@ def test_what_cannot_be_divided_is_refused(job: Any) -> None:
         error = outcome(model.fit, iter([(X[:4], Y[:4])]), verbose=0)
         assert isinstance(error, NotImplementedError), repr(error)
         assert "hpcstrat.Dataset" in str(error)
+
+
+def test_models_of_a_scope_have_the_same_bits(job: Any) -> None:
+    """Built by the first rows of what the strategy has distributed."""
+
+    def train(strategy: Any) -> Any:
+        rows = hs.Dataset.from_tensor_slices((X, Y)).shuffle(seed=5).batch(SIZE)
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([layers.Dense(3), layers.Dense(1)])
+            model.compile("adam", "mse")
+            data = strategy.experimental_distribute_dataset(rows)
+            history = model.fit(data, epochs=2, verbose=0).history
+        return bits(model), history["loss"], model.predict(X, verbose=0).tobytes()
+
+    same(train)
+    with made() as strategy, strategy.scope():
+        model = keras.Sequential([layers.Dense(1)])
+        model.compile("adam", "mse")
+        error = outcome(model.fit, iter([(X[:4], Y[:4])]), verbose=0)
+        assert isinstance(error, NotImplementedError), repr(error)
+        assert "an iterable or a stream" in str(error)

@@ -20,7 +20,6 @@ import keras
 
 import hpcstrat as hs
 import hpcstrat.integrations.keras as hsk
-from tests.mpi.ranks.outcomes import outcome
 
 pytestmark = [
     # NumPy's word on Keras' variables, and Python's on TensorFlow's modules.
@@ -487,23 +486,3 @@ def test_means_are_written_into_memory_of_their_own(
                 own = values[place].numpy().astype(np.float64)
                 np.testing.assert_allclose(own, number, 1e-2 if place == 2 else 1e-6)
     assert (variable.numpy() == 1).all()
-
-
-@pytest.mark.parametrize("where", ["inside", "outside"])
-def test_training_that_is_not_distributed_is_refused(job: Any, where: str) -> None:
-    """Each rank would train by itself, on all rows."""
-    alone = _model()
-    with hs.MultiWorkerMirroredStrategy() as strategy:
-        with strategy.scope():
-            model = _model()
-            if where == "inside":
-                fitted = outcome(lambda: model.fit(X, Y, verbose=0))
-        if where == "outside":
-            fitted = outcome(lambda: model.fit(X, Y, verbose=0))
-        assert isinstance(fitted, RuntimeError) == (job.size > 1)
-        assert job.size == 1 or "integrations.keras.distribute(" in str(fitted)
-    alone.fit(X, Y, verbose=0)
-    with hs.MultiWorkerMirroredStrategy() as strategy, strategy.scope():
-        model = hsk.distribute(_model(), strategy)
-        model.fit(X, Y, verbose=0)
-        _weights(model, strategy)

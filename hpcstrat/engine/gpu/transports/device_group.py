@@ -65,7 +65,7 @@ class DeviceGroup:
         than ``limit_seconds``. Does nothing where it is not wanted.
         """
         able = self.capabilities
-        if not able.nccl or not able.one_gpu_per_rank:
+        if not able.nccl:
             return
         made = NcclTransport(self.topology, self.lane)
         try:

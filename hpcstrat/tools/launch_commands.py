@@ -1,14 +1,16 @@
-"""The command ``hpcstrat torch``: run a program of torch.distributed over MPI."""
+"""Commands that run a program of torch.distributed or of jax.distributed over MPI."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import NoReturn
 
 import click
 
-__all__ = ["torch"]
+__all__ = ["jax", "torch"]
 
 
 @click.command(
@@ -37,10 +39,43 @@ def torch(
     of ranks is the launcher's; without one it is a single one. What stands after
     PROGRAM is the program's.
     """
+    _become("torch", [replace or ""], program, arguments, module=module)
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name.")
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def jax(program: str, arguments: tuple[str, ...], *, module: bool) -> None:
+    """Run a program of several processes of JAX under mpirun or srun.
+
+    \b
+        mpirun -n 8 hpcstrat jax train.py --epochs 3
+
+    Each rank is a process of jax.distributed, which is initialized before the program
+    begins, with rank and number from MPI, the address of rank 0, and a GPU for each
+    rank of a node. So jax.devices() has those of all ranks. Where the program calls
+    jax.distributed.initialize() itself, nothing more happens. What stands after PROGRAM
+    is the program's.
+    """
+    _become("jax", [], program, arguments, module=module)
+
+
+def _become(
+    framework: str,
+    options: Sequence[str],
+    program: str,
+    arguments: Sequence[str],
+    *,
+    module: bool,
+) -> NoReturn:
+    """Make this process one that sets up the framework, and runs the program."""
     # Found, not imported: this process makes room for another one.
-    if find_spec("torch") is None:
+    if find_spec(framework) is None:
         raise click.ClickException(
-            "expected torch, found none; install it: pip install torch"
+            f"expected {framework}, found none; install it: pip install {framework}"
         )
     if not module and not os.path.exists(program):
         raise click.ClickException(
@@ -49,6 +84,6 @@ def torch(
         )
     # A process of its own kind: how it ends, and its signals, are the program's.
     kind = "module" if module else "script"
-    launcher = "hpcstrat.integrations.torch.launch"
-    words = [replace or "", kind, program, *arguments]
+    launcher = f"hpcstrat.integrations.{framework}.launch"
+    words = [*options, kind, program, *arguments]
     os.execv(sys.executable, [sys.executable, "-m", launcher, *words])

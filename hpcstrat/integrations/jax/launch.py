@@ -1,0 +1,77 @@
+"""Run a program of several processes of JAX over MPI; what ``hpcstrat jax`` becomes.
+
+``python -m hpcstrat.integrations.jax.launch KIND PROGRAM [ARGS]``: ``KIND`` is
+``script`` or ``module``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+import jax
+
+from hpcstrat.integrations.frameworks import meeting_place, run_program
+from hpcstrat.strategies import MultiWorkerMirroredStrategy
+
+__all__ = ["initialize"]
+
+_COLLECTIVES = "jax_cpu_collectives_implementation"
+_GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def initialize() -> None:
+    """Initialize ``jax.distributed`` with the ranks of MPI.
+
+    Collective over all ranks of the job. Calls of ``jax.distributed.initialize`` that
+    the program makes do nothing more, and raise ValueError if they ask for others.
+    """
+    if getattr(jax.config, _COLLECTIVES, None) in (None, "none"):
+        # Older versions have no sums between the CPUs of several processes without it.
+        jax.config.update(_COLLECTIVES, "gloo")
+    strategy = MultiWorkerMirroredStrategy()
+    topology = strategy.topology
+    address, port = meeting_place(strategy)
+    own = {
+        "num_processes": topology.num_replicas,
+        "process_id": topology.replica_id,
+        "local_device_ids": _own_gpu(topology.worker_comm.rank, os.environ),
+    }
+    strategy.close()
+    jax.distributed.initialize(coordinator_address=f"{address}:{port}", **own)
+    jax.distributed.initialize = functools.partial(_again, own)
+
+
+def _own_gpu(local_rank: int, environment: Any) -> list[int] | None:
+    """Return the GPU of a rank of a node, as its number among those that it sees."""
+    seen = [environment[name] for name in _GPUS if environment.get(name)]
+    # A launcher that gives each rank one shows it that one alone.
+    if seen and len(seen[0].split(",")) == 1:
+        return [0]
+    return [local_rank]
+
+
+def _again(own: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """Take the place of ``jax.distributed.initialize``, which has been called."""
+    names = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
+    asked = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name, value in own.items():
+        given = asked.get(name)
+        given = [given] if name == "local_device_ids" and type(given) is int else given
+        if given is not None and given != value:
+            raise ValueError(
+                f"expected jax.distributed.initialize with {name}={value}, as hpcstrat "
+                f"jax has set it up, found {given}; call it without arguments"
+            )
+
+
+def _main() -> None:
+    kind, program, *words = sys.argv[1:]
+    initialize()
+    run_program(kind, program, words)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,192 @@
+"""Batches of streams and iterables, of which one rank of each worker deals the rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+from hpcstrat.data import Dataset, DistributedDataset
+from hpcstrat.data.iterator import ReducibleDataset
+from hpcstrat.integrations.frameworks import refuse_logical_replicas
+from hpcstrat.integrations.keras.batches import Batches, columns_of
+from hpcstrat.strategies import Strategy
+
+__all__ = ["DealtBatches", "at_least_one", "dealt", "ends_with_its_data"]
+
+
+class DealtBatches(DataAdapter):
+    """This replica's rows of global batches, as Keras asks for data.
+
+    Collective over the strategy's replicas is each of its batches. ``num_batches`` is
+    None where nobody knows.
+    """
+
+    def __init__(
+        self, dataset: ReducibleDataset, strategy: Strategy, num_batches: int | None
+    ) -> None:
+        self._dataset = dataset
+        self._strategy = strategy
+        self._num_batches = num_batches
+        self._class_weight: Any = None
+        # The first batch and the others, of an iteration that is no further.
+        self._begun: tuple[Any, Iterator[Any]] | None = None
+
+    def weigh(self, class_weight: Any) -> None:
+        """Weigh the rows of classes; Keras leaves that to what gives the batches."""
+        self._class_weight = class_weight
+
+    @property
+    def first(self) -> Any:
+        """This replica's part of the first batch, which still comes."""
+        if self._begun is None:
+            batches = iter(self._dataset)
+            batch = next(batches, None)
+            if batch is None:
+                raise ValueError(
+                    "expected at least one batch, found none; a generator gives its "
+                    "batches once"
+                )
+            self._begun = self._own(batch), batches
+        return self._begun[0]
+
+    def elements(self) -> Iterator[Any]:
+        """Go through the batches of an epoch, from the first one."""
+        yield self.first
+        assert self._begun is not None
+        batches, self._begun = self._begun[1], None
+        for batch in batches:
+            yield self._own(batch)
+
+    def _own(self, batch: Any) -> Any:
+        own = self._strategy.local_value(batch)
+        own = tuple(own) if isinstance(own, (tuple, list)) else (own,)
+        if self._class_weight is not None and len(own) == 2:
+            weigh = data_adapter_utils.class_weight_to_sample_weights
+            own = *own, weigh(own[1], self._class_weight)
+        return own
+
+    def get_numpy_iterator(self) -> Any:
+        return data_adapter_utils.get_numpy_iterator(self.elements())
+
+    def get_jax_iterator(self) -> Any:
+        return data_adapter_utils.get_jax_iterator(self.elements())
+
+    def get_torch_dataloader(self) -> Any:
+        return data_adapter_utils.get_torch_dataloader(self.elements())
+
+    def get_tf_dataset(self) -> Any:
+        import tensorflow as tf
+
+        signature = data_adapter_utils.get_tensor_spec([self.first])
+        make = tf.data.Dataset.from_generator
+        # Nothing is read ahead: a batch is a call of all replicas, in its order among
+        # the others of a step.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        options.experimental_optimization.inject_prefetch = False
+        return make(self.elements, output_signature=signature).with_options(options)
+
+    @property
+    def num_batches(self) -> int | None:
+        return self._num_batches
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def has_partial_batch(self) -> None:
+        return None
+
+    @property
+    def partial_batch_size(self) -> None:
+        return None
+
+
+def dealt(x: Any, strategy: Strategy) -> Any:
+    """Return data of global batches in a form that gives each replica its rows.
+
+    Collective over the strategy's replicas. Arrays, and what has random access, stay as
+    they are.
+    """
+    if isinstance(x, ReducibleDataset):
+        if x.distribute_strategy is not strategy:
+            raise ValueError(
+                f"expected a data set of {strategy!r}, as the model is, found one of "
+                f"{x.distribute_strategy!r}; distribute it by the model's strategy"
+            )
+        if isinstance(x, DistributedDataset):
+            return Batches.of(x.dataset, strategy, x.stage)
+        _refuse_logical(strategy)
+        return DealtBatches(x, strategy, None)
+    is_known = isinstance(x, (Batches, Dataset, DealtBatches))
+    if is_known or x is None or columns_of(x) is not None:
+        return x
+    _refuse_logical(strategy)
+    batches = strategy.experimental_distribute_dataset(_Plain(x))
+    return DealtBatches(batches, strategy, _length(x))
+
+
+def _refuse_logical(strategy: Strategy) -> None:
+    what = "fit and the like of an iterable or a stream"
+    advice = "pass arrays, Batches or a hpcstrat.Dataset with random access"
+    refuse_logical_replicas(strategy, what, advice)
+
+
+class _Plain:
+    """Batches of another library, as arrays of NumPy."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._batches
+        if isinstance(batches, keras.utils.PyDataset):
+            for index in range(batches.num_batches):
+                yield _plain(batches[index])
+            batches.on_epoch_end()
+            return
+        for batch in batches:
+            yield _plain(batch)
+
+
+def _plain(batch: Any) -> Any:
+    def array(leaf: Any) -> Any:
+        # Of torch it may need gradients, or be on a GPU.
+        leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf
+        return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
+
+    plain = keras.tree.map_structure(array, batch)
+    return tuple(plain) if isinstance(plain, list) else plain
+
+
+def _length(batches: Any) -> int | None:
+    """Return how many batches there are, where something says it."""
+    if hasattr(batches, "cardinality"):
+        found = int(batches.cardinality())
+    else:
+        try:
+            found = len(batches)
+        except TypeError:
+            found = -1
+    return found if found >= 0 else None
+
+
+def at_least_one(array: Any) -> Any:
+    """Return an array, with a row of zeros where it has none."""
+    return array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
+
+
+@contextmanager
+def ends_with_its_data() -> Iterator[None]:
+    """Take the end of data whose length nobody knows for no fault, as Keras does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        yield

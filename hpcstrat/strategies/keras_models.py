@@ -1,0 +1,177 @@
+"""Models of Keras that are a strategy's: those made, compiled or trained in its scope.
+
+Keras is never imported here. Its class of models stays as it is until the scope of a
+strategy is entered, and does what it did for all other models. The work is that of
+`hpcstrat.integrations.keras`, which is loaded by the first call that trains, evaluates
+or predicts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import weakref
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from hpcstrat.engine.context import current
+
+__all__ = ["METHODS", "strategy_of", "watch_keras"]
+
+METHODS = (
+    *("fit", "evaluate", "predict"),
+    *("train_on_batch", "test_on_batch", "predict_on_batch"),
+)
+
+_owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def watch_keras() -> None:
+    """Take note of models from here on; not collective."""
+    keras = sys.modules.get("keras")
+    model = getattr(keras, "Model", None)
+    if model is None:
+        if not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _WhenImported())
+    elif "_hpcstrat_watched" not in vars(model):
+        model._hpcstrat_watched = True
+        model.__new__ = _made(model.__new__)
+        model.compile = _compiled(model.compile)
+        for name in METHODS:
+            setattr(model, name, _distributed(getattr(model, name)))
+        optimizer: Any = keras.optimizers.Optimizer  # type: ignore[union-attr]
+        optimizer.apply = _refused_in_run(optimizer.apply)
+
+
+def strategy_of(model: Any) -> Any:
+    """Return the strategy that a model of Keras is of, by its scope; or None."""
+    return _owners.get(model)
+
+
+def _take(model: Any) -> None:
+    """Note that a model is of the strategy in whose scope this is, if it is in one."""
+    entry = current()
+    if entry is not None and not entry.strategy.is_default:
+        _owners[model] = entry.strategy
+
+
+def _made(new: Any) -> Any:
+    @functools.wraps(new)
+    def make(cls: Any, *args: Any, **options: Any) -> Any:
+        model = new(cls, *args, **options)
+        _take(model)
+        return model
+
+    return staticmethod(make)
+
+
+def _compiled(method: Any) -> Any:
+    @functools.wraps(method)
+    def compile_model(self: Any, *args: Any, **options: Any) -> Any:
+        _take(self)
+        if self in _owners:
+            # Methods of before are those of the optimizer of before.
+            for name in METHODS:
+                vars(self).pop(name, None)
+            keras: Any = sys.modules["keras"]
+            if keras.config.backend() == "tensorflow":
+                # Its XLA cannot call MPI; Keras would choose it on GPUs.
+                options.setdefault("jit_compile", False)
+        return method(self, *args, **options)
+
+    return compile_model
+
+
+def _distributed(method: Any) -> Any:
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        # What is put on the model itself calls this.
+        if name in vars(self):
+            return method(self, *args, **options)
+        _take(self)
+        strategy = _owners.get(self)
+        if strategy is None:
+            return method(self, *args, **options)
+        with strategy.collectives.section(f"{name} of Keras"):
+            # By its name: it stands above this module.
+            found = importlib.import_module("hpcstrat.integrations.keras.in_scope")
+            given = inspect.signature(method).bind(self, *args, **options).arguments
+            data = {key: value for key, value in given.items() if key != "self"}
+            data |= data.pop("kwargs", {})
+            found.distribute_with(self, strategy, data)
+        return getattr(self, name)(**data)
+
+    return call
+
+
+def _refused_in_run(method: Any) -> Any:
+    """Refuse steps of optimizers in replica functions, which would not be combined."""
+    # Some optimizers call another one; only the outermost is the program's.
+    inside: list[Any] = []
+
+    @functools.wraps(method)
+    def apply(self: Any, *args: Any, **options: Any) -> Any:
+        entry = current()
+        in_run = entry is not None and entry.replica_context is not None
+        # `distribute` puts a method that reduces on the optimizer itself.
+        if in_run and not inside and "apply" not in vars(self):
+            size = entry.strategy.num_replicas_in_sync  # type: ignore[union-attr]
+            if size > 1:
+                raise RuntimeError(
+                    f"expected an optimizer of Keras whose gradients are combined, "
+                    f"found {self.name!r}, with which each of {size} replicas would "
+                    "train by itself; compile the model with it, and call "
+                    "hpcstrat.integrations.keras.distribute(model, strategy), or fit"
+                )
+        inside.append(self)
+        try:
+            return method(self, *args, **options)
+        finally:
+            inside.pop()
+
+    return apply
+
+
+class _WhenImported:
+    """Finds Keras when it is imported, to watch it from then on; see `importlib`."""
+
+    def find_spec(
+        self,
+        name: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Return how to load Keras, with a look at it behind; None for others."""
+        if name != "keras":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenWatch(spec, spec.loader)
+        return spec
+
+
+class _ThenWatch(Loader):
+    """Loads a module as another loader does, and watches Keras."""
+
+    def __init__(self, spec: ModuleSpec, loader: Any) -> None:
+        self._spec = spec
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        found: ModuleType | None = self._loader.create_module(spec)
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Others look at it for files of the package.
+        self._spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        watch_keras()
