@@ -103,6 +103,7 @@ TRANSPORT_TESTS = [
     "nccl",
     "staging",
     "moves",
+    "frameworks",
 ]
 DEVICE_TESTS = (
     TRANSPORT_TESTS,

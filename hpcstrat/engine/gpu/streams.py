@@ -14,10 +14,17 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-__all__ = ["Done", "Lane", "Mark"]
+__all__ = ["Done", "Lane", "Mark", "borrowed_stream"]
 
 # cudaErrorNotReady, for which CuPy has no name.
 _NOT_READY = 600
+
+
+def borrowed_stream(pointer: int) -> Any:
+    """Return another library's stream of the current device, for use with `with`."""
+    import cupy
+
+    return cupy.cuda.ExternalStream(pointer)
 
 
 class Mark:

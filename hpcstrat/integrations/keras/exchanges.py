@@ -61,8 +61,9 @@ def _weigh(arrays: Iterable[Any], weight: Any) -> None:
 def _of_torch() -> TensorCalls:
     import torch
 
-    from hpcstrat.integrations.torch.tensors import memory_of
+    from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 
+    @torchs_stream()
     def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
         # In place: their memory is used by nothing else.
         arrays = [memory_of(gradient) for gradient in gradients]

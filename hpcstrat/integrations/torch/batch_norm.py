@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.integrations.torch.tensors import memory_of
+from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 
 __all__ = ["SyncBatchNorm"]
@@ -146,6 +146,7 @@ class SyncBatchNorm(_BatchNorm):
             running.lerp_(latest.to(running.dtype), momentum)
 
 
+@torchs_stream()
 def _summed(strategy: Strategy, rows: torch.Tensor, what: str) -> torch.Tensor:
     array = memory_of(rows)
     strategy.collectives.batch_reduce(ReduceOp.SUM, array, what, out=array)

@@ -14,7 +14,7 @@ from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.engine.values import Adopted
 from hpcstrat.integrations.torch.gradients import broadcast, inner, strategy_of
 from hpcstrat.integrations.torch.logical import streams_of
-from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
 
@@ -71,8 +71,9 @@ class _Module:
         # Before the others are in the call.
         for name, tensor in tensors.items():
             _require_contiguous(name, tensor)
-        arrays = {name: memory_of(tensor) for name, tensor in tensors.items()}
-        broadcast(strategy, arrays, "state of a module")
+        with torchs_stream():
+            arrays = {name: memory_of(tensor) for name, tensor in tensors.items()}
+            broadcast(strategy, arrays, "state of a module")
         self._adoption.variables(tensors)
 
     def _tensors(self) -> dict[str, torch.Tensor]:

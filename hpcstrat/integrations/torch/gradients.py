@@ -15,7 +15,7 @@ from hpcstrat.engine.channel.closed import ClosedChannel
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.integrations.torch.logical import LogicalReplicated
 from hpcstrat.integrations.torch.replicated import Replicated, broadcast
-from hpcstrat.integrations.torch.tensors import memory_of
+from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 from hpcstrat.strategies import Strategy, get_strategy
 
 __all__ = [
@@ -139,7 +139,8 @@ def _replicate(
             )
     sizes = f"buffers={buffers}, bucket_bytes={bucket_bytes}"
     what = f"replicate(op={op.name}, {sizes})"
-    broadcast(strategy, {k: memory_of(t) for k, t in tensors.items()}, what)
+    with torchs_stream():
+        broadcast(strategy, {k: memory_of(t) for k, t in tensors.items()}, what)
     if module in _replicated:
         _replicated.pop(module).remove()
     kind = LogicalReplicated if strategy.logical else Replicated

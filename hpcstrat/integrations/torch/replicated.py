@@ -30,7 +30,7 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.reduction.buckets import Bucket, Buckets, plan_buckets
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
-from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 
 __all__ = ["Replicated", "broadcast"]
@@ -372,6 +372,7 @@ class Replicated:
         what = f"{_WHAT}, bucket {self._plan.index(bucket)}"
         return start(self.op, arrays, what, out=outs, part=True)
 
+    @torchs_stream()
     def _reduce(
         self, indices: list[int], marks: Array | None = None, *, waits: bool = True
     ) -> Callable[[], Array]:
@@ -395,6 +396,7 @@ class Replicated:
                 self.op, arrays, _WHAT, out=outs, part=True
             )
 
+        @torchs_stream()
         def end() -> Array:
             if started is not None:
                 started.wait()
@@ -430,6 +432,7 @@ class Replicated:
                 "the module that has it on all of them"
             )
 
+    @torchs_stream()
     def _reduce_rows(self, index: int) -> None:
         """Reduce a gradient that has some rows only."""
         parameter, shape = self._parameters[index], self._parameters[index].shape
@@ -469,6 +472,7 @@ class Replicated:
             for owner in self._owners
         ]
 
+    @torchs_stream()
     def _synchronize(self, changed: list[int]) -> None:
         """Make buffers equal that some replica has changed, such as running means."""
         owners = [self._owners[index] for index in changed]

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.engine.gpu import library
+from hpcstrat.engine.gpu.streams import borrowed_stream
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import HpcstratError
 
-__all__ = ["as_tensor", "memory_of"]
+__all__ = ["as_tensor", "memory_of", "torchs_stream"]
+
+
+@contextmanager
+def torchs_stream() -> Iterator[None]:
+    """Let calls of the library take their place in torch's current stream of the GPU.
+
+    Also a decorator. They follow CuPy's current stream, of which torch knows nothing:
+    results would be read on torch's, and memory used again, before they are there.
+    """
+    if not (library.is_loaded() and torch.cuda.is_initialized()):
+        yield
+        return
+    with borrowed_stream(torch.cuda.current_stream().cuda_stream):
+        yield
 
 
 def _bfloat16() -> Any:
