@@ -22,7 +22,7 @@ from hpcstrat.engine.values import (
     localize,
 )
 from hpcstrat.errors import OutOfRangeError
-from hpcstrat.strategies.own_reductions import SumsBy, cross_replica
+from hpcstrat.strategies.own_reductions import SumsBy, call_in_cross_replica
 from hpcstrat.strategies.steps import MultiStepContext
 from hpcstrat.variables import MirroredVariable, Variable
 
@@ -198,8 +198,8 @@ class StrategyExtended:
             return tensor
         ops = self._strategy.collectives.ops
         if ops.overrides("broadcast_implementation"):
-            with cross_replica(self._strategy):
-                return ops.broadcast(tensor, destinations)
+            call = call_in_cross_replica
+            return call(self._strategy, ops.broadcast, tensor, destinations)
         return self.broadcast_by_rank(tensor)
 
     def broadcast_by_rank(self, tensor: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import is_device, to_reducible
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.context import CurrentStrategy, pop, push
+from hpcstrat.engine.context import CurrentStrategy, push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.reduction.replica_collectives import Collectives
@@ -21,17 +22,20 @@ from hpcstrat.engine.typing import Tree
 from hpcstrat.engine.values import PerReplica, localize
 from hpcstrat.strategies import value_reduction
 
-__all__ = ["HookedCollectives", "SumsBy", "cross_replica"]
+__all__ = ["HookedCollectives", "SumsBy", "call_in_cross_replica"]
 
 
-@contextmanager
-def cross_replica(strategy: Any) -> Iterator[None]:
-    """Be in a strategy's cross-replica context, as hooks of the program expect it."""
-    token = push(strategy.cross_entry)
-    try:
-        yield
-    finally:
-        pop(token)
+def call_in_cross_replica(
+    strategy: Any, function: Callable[..., Any], *args: Any
+) -> Any:
+    """Call a function of the program in a strategy's cross-replica context."""
+
+    def call() -> Any:
+        push(strategy.cross_entry)
+        return function(*args)
+
+    # The copy goes with whatever ends the call: nothing is left to be taken back.
+    return copy_context().run(call)
 
 
 class HookedCollectives(Collectives):
@@ -88,12 +92,12 @@ class HookedCollectives(Collectives):
             for v in leaves
         ]
         options = options or self._options
-        with cross_replica(self.strategy):
-            if len(values) == 1:
-                found = [self.ops.reduce(op, values[0], values[0], options)]
-            else:
-                pairs = [(value, value) for value in values]
-                found = list(self.ops.batch_reduce(op, pairs, options)) if pairs else []
+        call, ops = partial(call_in_cross_replica, self.strategy), self.ops
+        if len(values) == 1:
+            found = [call(ops.reduce, op, values[0], values[0], options)]
+        else:
+            pairs = [(value, value) for value in values]
+            found = list(call(ops.batch_reduce, op, pairs, options)) if pairs else []
         if len(found) != len(values):
             raise ValueError(
                 f"expected {len(values)} results of batch_reduce_implementation of "

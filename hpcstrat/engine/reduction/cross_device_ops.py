@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.collectives import select
 from hpcstrat.engine.collectives.reduce_to_one import reduce_to_one
 from hpcstrat.engine.collectives.select import Choice
@@ -66,6 +67,15 @@ class CrossDeviceOps:
             for name in names or _HOOKS
         )
 
+    @property
+    def collectives(self) -> Any:
+        """The calls between the replicas of the current strategy.
+
+        For the library's own modules.
+        """
+        return _current().collectives
+
+    @collective
     def reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -108,6 +118,7 @@ class CrossDeviceOps:
             return self.batch_reduce_implementation(op, pairs, options)[0]
         return self.reduce_implementation(op, per_replica_value, destinations, options)
 
+    @collective
     def batch_reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -139,6 +150,7 @@ class CrossDeviceOps:
             return [self.reduce_implementation(op, *pair, options) for pair in pairs]
         return self.batch_reduce_implementation(op, pairs, options)
 
+    @collective
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """Give all replicas replica 0's value.
 
@@ -186,7 +198,9 @@ class CrossDeviceOps:
             Of the shape of a replica's value.
         """
         pairs = [(per_replica_value, destinations)]
-        found: list[Any] = _extended().reduce_by(self, reduce_op, pairs, options)
+        found: list[Any] = _current().extended.reduce_by(
+            self, reduce_op, pairs, options
+        )
         return found[0]
 
     def batch_reduce_implementation(
@@ -214,7 +228,9 @@ class CrossDeviceOps:
             Results in order.
         """
         pairs = list(value_destination_pairs)
-        found: list[Any] = _extended().reduce_by(self, reduce_op, pairs, options)
+        found: list[Any] = _current().extended.reduce_by(
+            self, reduce_op, pairs, options
+        )
         return found
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
@@ -235,7 +251,7 @@ class CrossDeviceOps:
             The value; bare where there is one replica.
         """
         del destinations
-        return _extended().broadcast_by_rank(tensor)
+        return _current().extended.broadcast_by_rank(tensor)
 
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
@@ -578,8 +594,8 @@ def _check_num_packs(num_packs: int) -> None:
         raise ValueError(f"expected num_packs >= 0, found {num_packs}; leave it out")
 
 
-def _extended() -> Any:
-    """Return the methods of the current strategy that do what hooks do not."""
+def _current() -> Any:
+    """Return the strategy in whose scope this is."""
     entry = current()
     if entry is None:
         raise RuntimeError(
@@ -587,4 +603,4 @@ def _extended() -> Any:
             "strategy, whose replicas it is for, found none; write it in a block "
             "'with strategy.scope():'"
         )
-    return entry.strategy.extended
+    return entry.strategy
