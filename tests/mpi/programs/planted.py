@@ -424,6 +424,11 @@ def _value(value: Any) -> Callable[[Any, int], Any]:
     return lambda self, step: value
 
 
+class _Hooked(hs.CrossDeviceOps):
+    def reduce_implementation(self, *given: Any) -> Any:
+        return super().reduce_implementation(*given)
+
+
 CALLS: dict[str, type[Case]] = {
     "all_reduce": reduced(16),
     "all_reduce_tree": replica(
@@ -463,6 +468,12 @@ CALLS: dict[str, type[Case]] = {
         lambda self, step: self.strategy.reduce("sum", array_of(4)(self, step)),
         full(4),
         cross_device_ops=hs.MpiAllReduce(),
+    ),
+    "reduce_by_hooks": cross(
+        "hooks",
+        lambda self, step: self.strategy.reduce("sum", array_of(4)(self, step)),
+        full(4),
+        cross_device_ops=_Hooked(),
     ),
     # Between workers with --layout 1.
     "reduce_hierarchical": cross(
