@@ -105,6 +105,10 @@ class Log:
         finally:
             pop(token)
 
+    def __repr__(self) -> str:
+        """Show the folder."""
+        return f"Log({str(self.folder)!r})"
+
     def scalars(
         self,
         step: int,

@@ -61,6 +61,10 @@ class Progress:
             )
         self._has_lines = is_shown and self._bar is None
 
+    def __repr__(self) -> str:
+        """Show how far it has come."""
+        return f"Progress({self.title!r}, {self.done} of {self.total})"
+
     @property
     def has_bar(self) -> bool:
         """Whether this process shows a bar."""

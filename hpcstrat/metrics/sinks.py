@@ -58,6 +58,10 @@ class TensorBoard:
         self._root = Path()
         self._writer: Any = None
 
+    def __repr__(self) -> str:
+        """Show the folder."""
+        return f"TensorBoard({str(self._folder or self._root)!r})"
+
     def open(self, folder: Path) -> None:
         """Find the library; for the library's own modules."""
         self._root = folder
@@ -181,6 +185,10 @@ class MLflow:
         self._run: str | None = None
         self._waiting: list[Any] = []
         self._sent = 0.0
+
+    def __repr__(self) -> str:
+        """Show the experiment and the run."""
+        return f"MLflow({self._experiment!r}, run_name={self._run_name!r})"
 
     def open(self, folder: Path) -> None:
         """Connect; for the library's own modules."""

@@ -27,6 +27,10 @@ class InputIterator:
         self._dataset = dataset
         self._iterator: DistributedIterator | None = None
 
+    def __repr__(self) -> str:
+        """Show the data set."""
+        return f"InputIterator({self._dataset!r})"
+
     def initialize(self) -> None:
         """Begin an iteration, the next epoch.
 
