@@ -1,8 +1,8 @@
 """Rules of aggregation: how replicas' values become one, and one value their parts.
 
 Each `VariableAggregation` but ``NONE`` has a rule, which variables, checkpoints and
-elastic restores ask, and which they know by nothing else. A new aggregation is a member
-of that enumeration, a class here, and its line in ``_RULES``.
+elastic restores ask. A new aggregation is a member of that enumeration, a class here,
+and its line in ``_RULES``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hpcstrat.engine.arrays.kinds import array_module, is_half
 from hpcstrat.engine.logical.tree_order import TreeOrder
 from hpcstrat.engine.options import ReduceOp, VariableAggregation
 from hpcstrat.engine.typing import Array
+from hpcstrat.variables.variable import NOT_SUMMABLE
 
 __all__ = ["AggregationRule", "rule_of", "share_of"]
 
@@ -34,21 +35,28 @@ class AggregationRule:
     divides = False
     """Whether replicas have parts of the value, not the value itself."""
 
+    refused_methods: Collection[str] = ()
+    """Methods of variables, such as ``scatter_max``, that mean nothing with it."""
+
     def type_problem(self, dtype: np.dtype[Any]) -> tuple[str, str] | None:
         """Say which types a variable must have, and what to do; None if it has one."""
         del dtype
         return None
 
     def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
-        """Combine the values of all replicas: arrays, lists of them, or rows.
+        """Combine the values of all replicas, and return one of their kind.
 
-        Collective over the strategy's replicas. ``parts`` are those of this process's
-        replicas.
+        Collective over the strategy's replicas. Each part is that of one replica of
+        this process: an array in an assignment, an IndexedSlices in a scatter method, a
+        list of arrays where many variables are read at once.
         """
         raise NotImplementedError
 
-    def combine_rows(self, rows: Array) -> Array:
-        """Combine the values of all replicas, which a file has as rows; no call."""
+    def combine_saved(self, values: Array) -> Array:
+        """Combine the values of all replicas along the first axis; not collective.
+
+        Checkpoints of logical replicas hold them so.
+        """
         raise NotImplementedError
 
     def part(self, value: Array, num_replicas: int, replica_id: int) -> Array:
@@ -63,8 +71,9 @@ class AggregationRule:
     ) -> Array | None:
         """Return a replica's part once another one is lost for good; None for none.
 
-        ``lost`` is the copy of its part, which one replica ``keeps``, which has a part.
-        ``succeeds_first`` says whether it was replica 0's, and this is that now.
+        ``lost`` is a copy of its part. One replica ``keeps`` that, and has a part of
+        its own. ``succeeds_first`` says whether replica 0 was lost, and this replica
+        has its number now.
         """
         del lost, keeps, succeeds_first
         return own
@@ -81,8 +90,9 @@ class AggregationRule:
     ) -> Array | None:
         """Return this replica's part once newcomers have parts that change nothing.
 
-        Collective over the strategy's replicas. ``part`` is None on newcomers; ``root``
-        is a replica that has one, of the shape of ``like``.
+        Collective over the strategy's replicas. ``part`` is None on newcomers; ``like``
+        is an array of its shape and type, with any values; ``root`` is a replica that
+        has a part.
         """
         raise NotImplementedError
 
@@ -96,14 +106,15 @@ class _Reduced(AggregationRule):
     """A rule that is a reduction."""
 
     op: ReduceOp
+    refused_methods = NOT_SUMMABLE
 
     def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
         return strategy.reduce_parts(self.op, list(parts), what)
 
-    def combine_rows(self, rows: Array) -> Array:
+    def combine_saved(self, values: Array) -> Array:
         # In the order in which the replicas themselves would add them.
-        order = TreeOrder(len(rows), 1)
-        [total] = call_without_fp_warnings(order.sum_roots, 0, list(rows))
+        order = TreeOrder(len(values), 1)
+        [total] = call_without_fp_warnings(order.sum_roots, 0, list(values))
         return np.asarray(total)
 
 
@@ -153,8 +164,8 @@ class _Mean(_Reduced):
             return None
         return "a floating dtype", "make it a float, or choose SUM for a total"
 
-    def combine_rows(self, rows: Array) -> Array:
-        return rounded(super().combine_rows(rows) / len(rows), rows.dtype)
+    def combine_saved(self, values: Array) -> Array:
+        return rounded(super().combine_saved(values) / len(values), values.dtype)
 
     def with_newcomers(
         self,
@@ -191,8 +202,8 @@ class _OnlyFirstReplica(AggregationRule):
         )
         return IndexedSlices(values, indices, first.dense_shape)
 
-    def combine_rows(self, rows: Array) -> Array:
-        first: Array = rows[0]
+    def combine_saved(self, values: Array) -> Array:
+        first: Array = values[0]
         return first
 
     def after_loss(

@@ -26,7 +26,7 @@ from hpcstrat.engine.values import (
     PerReplica,
 )
 from hpcstrat.variables.aggregation_rules import rule_of
-from hpcstrat.variables.variable import NOT_SUMMABLE, Variable, apply_into, view_of
+from hpcstrat.variables.variable import Variable, apply_into, view_of
 
 __all__ = [
     "DistributedVariable",
@@ -39,7 +39,6 @@ __all__ = [
 
 _NONE = VariableAggregation.NONE
 _SUM = VariableAggregation.SUM
-_MEAN = VariableAggregation.MEAN
 
 _CROSS, _REPLICA, _UPDATE = "cross", "replica", "update"
 _ALONE = ObjectCollectives(None)
@@ -260,8 +259,9 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return self._component.copy()
 
     def _require_meaning(self, method: str) -> None:
-        """Refuse what has none for SUM and MEAN; in every context, on any replicas."""
-        if self.aggregation in (_SUM, _MEAN) and method in NOT_SUMMABLE:
+        """Refuse methods that mean nothing with the aggregation; in every context."""
+        rule = rule_of(self.aggregation)
+        if rule is not None and method in rule.refused_methods:
             raise NotImplementedError(
                 f"expected aggregation NONE or ONLY_FIRST_REPLICA for {method} of "
                 f"variable {self.name!r}, found {self.aggregation.name}, which has no "

@@ -294,7 +294,10 @@ def _logical(kind: str, count: int) -> Any:
     rows = np.stack([_part(rank) for rank in range(count)])
     if kind == "sum":
         return rows.sum(axis=0)
-    return rows.mean(axis=0) if kind == "mean" else rows[0]
+    if kind == "mean":
+        return rows.mean(axis=0)
+    assert kind in ("mirrored", "only_first_replica"), "say what NumPy makes of it"
+    return rows[0]
 
 
 def _part(rank: int) -> Any:

@@ -82,7 +82,7 @@ class Match:
             return
         rule = rule_of(self.entry.aggregation)
         assert rule is not None
-        self._place(rule.combine_rows(value), strategy)
+        self._place(rule.combine_saved(value), strategy)
 
     def assign_row(self, row: Array, strategy: Replicas, index: int = 0) -> None:
         """Put one row, of those that `rows` has chosen, into a component."""

@@ -37,6 +37,7 @@ def _logical(kind: str, dtype: str, count: int) -> Any:
         return rows.sum(axis=0, dtype=dtype)
     if kind == "mean":
         return rows.mean(axis=0, dtype=dtype)
+    assert kind in ("mirrored", "only_first_replica"), "say what NumPy makes of it"
     return rows[0]
 
 
