@@ -42,7 +42,9 @@ def watch_keras() -> None:
     elif "_hpcstrat_watched" not in vars(model):
         model._hpcstrat_watched = True
         model.__new__ = _made(model.__new__)
-        model.compile = _compiled(model.compile)
+        # Where it is defined: Keras asks whether a class has another one.
+        trainer = next(base for base in model.__mro__ if "compile" in vars(base))
+        trainer.compile = _compiled(trainer.compile)
         for name in METHODS:
             setattr(model, name, _distributed(getattr(model, name)))
         optimizer: Any = keras.optimizers.Optimizer  # type: ignore[union-attr]

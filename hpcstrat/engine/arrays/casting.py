@@ -171,8 +171,12 @@ def from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
         raise TypeError(str(error)) from error
     typed = False
     if not isinstance(value, PLAIN):
-        for leaf in optree.tree_leaves(value):
+        leaves: Any = optree.tree_leaves(value)
+        for leaf in leaves:
             typed = typed or hasattr(unmasked(leaf), "dtype")
+        if array.dtype.kind == "f" and leaves and all(type(n) is int for n in leaves):
+            # NumPy's, for integers of which some are above those of int64.
+            array = np.asarray(value, object)
     if dtype is not None:
         try:
             return cast(array, dtype)

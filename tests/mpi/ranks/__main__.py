@@ -34,29 +34,29 @@ OPTIONS = (
 
 
 class InStep:
-    """Registers `RanksInStep`, which pytest must have seen before it is imported."""
+    """Registers plugins of hpcstrat, which pytest must see before it is imported."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Keep the ranks in step from the collection on."""
+        """Keep the ranks in step from the collection on; give them arrays on GPUs."""
         from hpcstrat.testing.in_step import RanksInStep
 
         plugin = RanksInStep(self.comm, ["-m", "tests.mpi.ranks"])
         config.pluginmanager.register(plugin)
+        if os.environ.get("HPCSTRAT_TEST_ARRAYS") == "gpu":
+            from tests.gpu.ranks.plugin import ArraysOnGpu
+
+            node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+            config.pluginmanager.register(ArraysOnGpu(node.rank))
+            node.Free()
 
 
 def main() -> int:
     """Run pytest on this rank; only rank 0 reports."""
     comm = MPI.COMM_WORLD.Dup()
     plugins: list[object] = [InStep(comm)]
-    if os.environ.get("HPCSTRAT_TEST_ARRAYS") == "gpu":
-        from tests.gpu.ranks.plugin import ArraysOnGpu
-
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        plugins.append(ArraysOnGpu(node.rank))
-        node.Free()
     if os.environ.get(VARIABLE):
         plugins.append(Noted())
     arguments = sys.argv[1:]

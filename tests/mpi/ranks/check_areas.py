@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.engine.collectives import areas as module
+from hpcstrat.engine.collectives import mapped_memory as module
 from hpcstrat.engine.collectives.mapped_memory import LEAST_MAPPED_BYTES, MappedMemory
 from tests.mpi.ranks.outcomes import assert_usable
 
