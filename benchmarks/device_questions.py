@@ -69,7 +69,7 @@ def small_shm() -> None:
     """Without room in /dev/shm for NCCL, all ranks do without it, and say why."""
     strategy = _strategy()
     if "HPCSTRAT_STANDIN_NCCL_FAULT" not in os.environ:
-        # What MPI and the strategy have mapped stays.
+        # The mount hides /dev/shm for what comes; memory mapped before stays.
         libc = ctypes.CDLL(None, use_errno=True)
         failed = libc.unshare(_NEW_NAMESPACE) or libc.mount(
             b"none", b"/", None, ctypes.c_ulong(0x44000), None

@@ -34,7 +34,7 @@ LOSS = re.compile(r"^(?:epoch|step) (\d+): loss (\S+)$", re.M)
 
 @dataclass(frozen=True)
 class Example:
-    """What is run for a page, and how its picture is made.
+    """The commands that are run for a page, and the way in which its picture is made.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 __all__ = ["BatchJob", "batch_job_from_environment"]
 
 _SECONDS = 60.0
-# What `flux job timeleft` prints without a limit.
+# `flux job timeleft` prints this for a job without a limit.
 _FLUX_UNLIMITED = (1 << 32) - 1
 _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
 # Thu Nov 26 17:31:02 2026, as ctime(3) writes it, in local time.

@@ -180,7 +180,14 @@ class Log:
         of : int
             The replica whose picture it is.
         """
-        own = self._from(of, None if of and not self._is(of) else _as_png(picture))
+        own = None
+        if not of:
+            own = _as_png(picture) if self._writes() else None
+        else:
+            # The others wait for it.
+            with self._strategy.collectives.all_raise("a picture for the log"):
+                own = _as_png(picture) if self._is(of) else None
+        own = self._from(of, own)
         if self._writes():
             self._begin()
             path = self._free_name(f"{_PICTURES}/{name}/{step}")
@@ -245,13 +252,15 @@ class Log:
     def _reduced(self, how: str, values: dict[str, Any]) -> dict[str, Any]:
         """Return the sums or means over all replicas; not modified."""
         context = self._context()
-        plain, found = {}, {}
-        for name, value in values.items():
-            if isinstance(value, DistributedValues):
-                # It has a structure of its own.
-                found[name] = self._strategy.reduce(how, value, axis=None)
-            else:
-                plain[name] = np.float64(value)
+        # Such values have a structure of their own.
+        apart = {n: v for n, v in values.items() if isinstance(v, DistributedValues)}
+        # The others wait for numbers that are none on this replica.
+        with self._strategy.collectives.all_raise("numbers for the log"):
+            plain = {n: np.float64(v) for n, v in values.items() if n not in apart}
+        found = {
+            name: self._strategy.reduce(how, value, axis=None)
+            for name, value in apart.items()
+        }
         if plain and context is None:
             found |= self._strategy.reduce(how, plain, axis=None)
         elif plain and context is not None:

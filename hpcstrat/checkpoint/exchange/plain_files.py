@@ -47,7 +47,7 @@ def read_npz(path: str) -> dict[str, Array]:
                 else:
                     found[name] = npy_format.read_array(member, allow_pickle=False)
             if found[name].dtype == np.dtype("V2"):
-                # What NumPy makes of a type that it does not know by name.
+                # NumPy writes bfloat16, which it does not know, as plain bytes.
                 found[name] = found[name].view(named_dtype(_BFLOAT16))
     return found
 

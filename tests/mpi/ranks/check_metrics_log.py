@@ -73,3 +73,30 @@ def test_a_restore_on_all_replicas_cuts_it_once(
     found = [(r["step"], r["scalars"]["loss"]) for r in _records(folder)]
     assert found == [(1, 1), (2, 1), (3, 2)]
     job.Barrier()
+
+
+@pytest.mark.parametrize("what", ["number", "picture"])
+def test_what_cannot_be_logged_on_one_replica_is_an_error_on_all(
+    what: str, make_strategy: Any, job: Any, folder: Path
+) -> None:
+    strategy, last = make_strategy(), job.size - 1
+    log = hs.metrics.Log(folder, strategy=strategy)
+    mine = object() if strategy.replica_id == last else 1.0
+
+    def bad() -> None:
+        if what == "number":
+            log.scalars(1, x=mine, of="sum")
+        else:
+            log.picture(1, "name", mine, of=last)
+
+    if what == "picture" and last == 0:
+        pytest.skip("one replica waits for nobody")
+    with pytest.raises((hs.ReplicaError, TypeError, ValueError)) as caught:
+        bad()
+    assert (type(caught.value) in (TypeError, ValueError)) == (
+        strategy.replica_id == last
+    )
+    log.scalars(2, x=1.0, of="sum")
+    job.Barrier()
+    assert [r["step"] for r in _records(folder)] == [2]
+    job.Barrier()

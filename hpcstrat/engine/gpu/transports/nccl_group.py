@@ -328,7 +328,7 @@ def look_at_kernels() -> None:
     In a thread of its own, as CUDA's context may be held by who waits for a kernel.
     """
     for group in _unaware():
-        # Where the device has failed, the program learns of it.
+        # A device that has failed raises in the program's own calls, too.
         with contextlib.suppress(Exception):
             group.look_at_kernels()
 

@@ -48,7 +48,7 @@ class NcclTransport:
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make what this rank needs for some pieces of at most a size; may raise."""
-        # Where each call is awaited, nothing would run beside it.
+        # A second lane is of no use to calls that are awaited one by one.
         num_lanes = 1 if self.group.survives else min(count, 2)
         while len(self._lanes) < num_lanes:
             self._lanes.append(Lane(urgent=True))

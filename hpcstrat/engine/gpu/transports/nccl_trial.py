@@ -117,7 +117,7 @@ class Joining:
         _compare(memory.get(stream=stream), values * np.float32(self._size) + ranks)
 
     def agreed(self) -> bool:
-        """Whether it has ended, or it is in vain to wait longer."""
+        """Return whether the trial has ended, or is given up."""
         return self._ended.is_set() or (
             time.monotonic() > self._begun + self._limit_seconds
         )
