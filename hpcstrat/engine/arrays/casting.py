@@ -73,13 +73,15 @@ class _Quiet(threading.local):
 _quiet = _Quiet()
 
 
-def call_without_fp_warnings(function: Callable[..., Any], *args: Any) -> Any:
+def call_without_fp_warnings(
+    function: Callable[..., Any], *args: Any, **named: Any
+) -> Any:
     """Make one call of NumPy as `without_fp_warnings` would: for the hot path.
 
     The function calls no Python code, which would find no context of the strategy.
     """
     # Less than half of what setting numpy.errstate and taking it back costs.
-    return _quiet.run(function, *args)
+    return _quiet.run(function, *args, **named)
 
 
 assign: Any = operator.setitem

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from hpcstrat.engine.arrays.halves import narrowed, widened
 from hpcstrat.engine.arrays.packing import Run
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
-from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.pipeline import Pipeline
 from hpcstrat.engine.collectives.work import Work, add_in_order, divide, drain, fill
 from hpcstrat.engine.typing import Array
@@ -51,8 +50,6 @@ FEW_EXCHANGING = 4
 # in place of ``2 (p - 1)``, but one after the other, and each of these takes as long as
 # five that are under way at once.
 _LEAST_PART_BYTES = ((16, 4 << 10), (MOST_EXCHANGING, 16 << 10))
-# Sums under way at once.
-_MOST_UNDER_WAY = 4
 _PARTS_TAG, _SUMS_TAG = 31, 37
 _EXPONENT_BYTES = 8
 # Scaled values lie below 2**15, and float16 ends at 65504.
@@ -65,13 +62,10 @@ def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
     Collective over ``topology.replica_comm``.
     """
     comm, pipeline = channel.interruptible(channel.topology.replica_comm), Pipeline()
-    under_way: deque[Waitable] = deque()
     yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):
-        if len(under_way) == _MOST_UNDER_WAY:
-            yield under_way.popleft()
-        under_way.append(pipeline.begin(_reduce_run(run, work, comm)))
-    yield from under_way
+        yield from pipeline.add(_reduce_run(run, work, comm))
+    yield from pipeline.end()
 
 
 def _reduce_run(run: Run, work: Work, comm: InterruptibleComm) -> WaitSteps:

@@ -18,10 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
-from hpcstrat.engine.collectives.work import Algorithm, Work, divide
+from hpcstrat.engine.collectives.work import (
+    Algorithm,
+    Work,
+    add_in_order,
+    divide,
+    segment_of,
+)
 from hpcstrat.engine.typing import Array
 
 __all__ = ["LEAST_MAPPED_BYTES", "MappedMemory", "reduce_in_mapped_memory"]
@@ -187,29 +192,20 @@ def _rows(channel: Channel) -> Array:
     return places.of(np.dtype(np.int64))[:, start : start + _ROW]
 
 
-@without_fp_warnings
 def _sum_segment(
     arrays: Sequence[Array], me: int, divisor: int, channel: Channel
 ) -> None:
     """Sum this rank's segment of all arrays, into all of them."""
     size, dtype = len(arrays[me]), arrays[me].dtype
-    line = 64 // dtype.itemsize
-    length = -(-size // (len(arrays) * line)) * line
-    low, high = min(me * length, size), min((me + 1) * length, size)
+    low, high = segment_of(size, dtype, me, len(arrays))
     scratch = channel.rings.scratch(dtype)
     step = min(_PIECE_BYTES // dtype.itemsize, len(scratch))
     for start in range(low, high, step):
         piece = slice(start, min(start + step, high))
-        first, second, *further = terms = [array[piece] for array in arrays]
+        terms = [array[piece] for array in arrays]
         total = terms[me]
-        if further:
-            partial = np.add(first, second, scratch[: len(total)])
-            for term in further[:-1]:
-                np.add(partial, term, partial)
-            first, second = partial, further[-1]
-        np.add(first, second, total)
-        if divisor:
-            divide(total, divisor)
+        add_in_order(terms, total, scratch)
+        divide(total, divisor)
         for rank, part in enumerate(terms):
             if rank != me:
                 part[...] = total

@@ -2,16 +2,13 @@
 
 Each is a generator, see `hpcstrat.engine.channel.waitable`, over flat, contiguous
 arrays in host memory. The header compares whatever ranks must know of the sizes.
-Inside one worker, data pass through shared memory in pieces: while the ranks take one
-piece, the next lies in its place already, as in
-`hpcstrat.engine.collectives.shared_memory`. Several workers send each other messages.
+Inside one worker, data pass through shared memory in pieces, see
+`hpcstrat.engine.collectives.double_buffer`. Several workers send each other messages.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +16,8 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
-from hpcstrat.engine.collectives.work import divide
+from hpcstrat.engine.collectives.double_buffer import hand_over
+from hpcstrat.engine.collectives.work import add_in_order, divide
 from hpcstrat.engine.typing import Array
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "reduce_scatter"]
@@ -29,8 +27,8 @@ _PIECE_BYTES = 512 << 10
 _MESSAGE_BYTES = 64 << 20
 _LARGE_BYTES = 1 << 30
 
-# Takes where a piece begins and ends, and its place.
-_Copy = Callable[[int, int, int], None]
+# Where a piece begins and ends, in elements.
+_Piece = tuple[int, int]
 # Takes where a piece begins and ends, and the others' terms of it, in their order.
 _Combine = Callable[[int, int, list[Array]], None]
 
@@ -81,25 +79,27 @@ def _scatter_in_memory(
     me, size, places = channel.topology.replica_id, len(parts), channel.rings
     itemsize, rings = parts[0].itemsize, places.of(parts[0].dtype)
 
-    def put(start: int, stop: int, place: int) -> None:
+    def put(piece: _Piece, place: int) -> None:
         at = place // itemsize
         for shift in range(1, size):
-            part = parts[(me + shift) % size][start:stop]
+            part = parts[(me + shift) % size][slice(*piece)]
             rings[me, at : at + part.size] = part
             at += columns
 
-    def take(start: int, stop: int, place: int) -> None:
-        count, terms = parts[me][start:stop].size, []
+    def take(piece: _Piece, place: int) -> None:
+        count, terms = parts[me][slice(*piece)].size, []
         for rank in range(size):
             if rank != me:
                 # Place at which that rank has put the values for this one.
                 at = place // itemsize + ((me - rank) % size - 1) * columns
                 terms.append(rings[rank, at : at + count])
-        combine(start, stop, terms)
+        combine(*piece, terms)
 
     pieces = list(_pieces(max(part.size for part in parts), columns))
     place_bytes = places.place_bytes(columns * (size - 1) * itemsize)
-    yield from _through_memory(call, channel, pieces, place_bytes, (put, take))
+    yield from hand_over(
+        pieces, put, take, place_bytes=place_bytes, call=call, channel=channel
+    )
 
 
 def _scatter_messages(
@@ -206,24 +206,29 @@ def _gather_in_memory(
     itemsize, rings = own.dtype.itemsize, places.of(own.dtype)
     columns = min(_PIECE_BYTES, channel.topology.slot_bytes) // itemsize
 
-    def put(start: int, stop: int, place: int) -> None:
-        values, at = own[start:stop], place // itemsize
+    def put(piece: _Piece, place: int) -> None:
+        values, at = own[slice(*piece)], place // itemsize
         rings[me, at : at + values.size] = values
 
-    def take(start: int, stop: int, place: int) -> None:
+    def take(piece: _Piece, place: int) -> None:
         at = place // itemsize
         for rank, part in enumerate(parts or ()):
-            target = part[start:stop]
+            target = part[slice(*piece)]
             if rank != me:
                 target[...] = rings[rank, at : at + target.size]
             elif not _same(own, part):
-                target[...] = own[start:stop]
+                target[...] = own[slice(*piece)]
 
     pieces = list(_pieces(max(lengths), columns))
     place_bytes = places.place_bytes(columns * itemsize)
-    copies = put, take
-    yield from _through_memory(
-        call, channel, pieces, place_bytes, copies, begins=begins
+    yield from hand_over(
+        pieces,
+        put,
+        take,
+        place_bytes=place_bytes,
+        call=call,
+        channel=channel,
+        begins=begins,
     )
 
 
@@ -241,17 +246,21 @@ def broadcast(array: Array, root: int, call: Call, channel: Channel) -> WaitStep
     columns = min(_PIECE_BYTES, channel.topology.slot_bytes)
     ring = places.of(data.dtype)[root]
 
-    def put(start: int, stop: int, place: int) -> None:
+    def put(piece: _Piece, place: int) -> None:
         if me == root:
-            ring[place : place + stop - start] = data[start:stop]
+            values = data[slice(*piece)]
+            ring[place : place + values.size] = values
 
-    def take(start: int, stop: int, place: int) -> None:
+    def take(piece: _Piece, place: int) -> None:
         if me != root:
-            data[start:stop] = ring[place : place + stop - start]
+            values = data[slice(*piece)]
+            values[...] = ring[place : place + values.size]
 
     pieces = list(_pieces(data.size, columns))
     place_bytes = places.place_bytes(columns)
-    yield from _through_memory(call, channel, pieces, place_bytes, (put, take))
+    yield from hand_over(
+        pieces, put, take, place_bytes=place_bytes, call=call, channel=channel
+    )
 
 
 def all_to_all(
@@ -282,41 +291,7 @@ def all_to_all(
         comm.exchange(sent, came, _TAG)
 
 
-def _through_memory(
-    call: Call,
-    channel: Channel,
-    pieces: Sequence[tuple[int, int]],
-    place_bytes: int,
-    copies: tuple[_Copy, _Copy],
-    *,
-    begins: bool = True,
-) -> WaitSteps:
-    """Let each rank put pieces into its ring, and take those of others.
-
-    Collective over ``topology.worker_comm``, which is all replicas. ``begins`` says
-    whether a header comes first, or a step of a call that goes on.
-    """
-    put, take = copies
-    places, step = channel.rings, None
-    place = places.take(place_bytes)
-    for number, (start, stop) in enumerate(pieces):
-        if number == 0:
-            put(start, stop, place)
-            yield HEADER if begins else channel.step(call)
-        after = 0
-        if number + 1 < len(pieces):
-            after = places.take(place_bytes)
-            put(*pieces[number + 1], after)
-            step = channel.step(call)
-        take(start, stop, place)
-        if step is not None:
-            yield step
-        place, step = after, None
-    if not pieces and begins:
-        yield HEADER
-
-
-def _pieces(length: int, columns: int) -> Iterator[tuple[int, int]]:
+def _pieces(length: int, columns: int) -> Iterator[_Piece]:
     for start in range(0, length, columns):
         yield start, min(start + columns, length)
 
@@ -334,17 +309,12 @@ def _combine(
     divisor: int,
 ) -> None:
     """Combine terms in their order into ``total``, which may be one of them."""
-    partial: Any = terms[0]
-    if scratch.dtype != total.dtype:
-        partial = scratch[: total.size]
-        call_without_fp_warnings(assign, partial, ..., terms[0])
-    for number in range(1, len(terms)):
-        last = number == len(terms) - 1 and scratch.dtype == total.dtype
-        out = total if last else scratch[: total.size]
-        # By name: NumPy wants that for the extremes.
-        into = functools.partial(function, out=out)
-        call_without_fp_warnings(into, partial, terms[number])
-        partial = out
-    divide(partial, divisor)
-    if partial is not total:
-        call_without_fp_warnings(assign, total, ..., partial)
+    if scratch.dtype == total.dtype:
+        add_in_order(terms, total, scratch, function)
+        divide(total, divisor)
+        return
+    wide = scratch[: total.size]
+    call_without_fp_warnings(assign, wide, ..., terms[0])
+    add_in_order([wide, *terms[1:]], wide, function=function)
+    divide(wide, divisor)
+    call_without_fp_warnings(assign, total, ..., wide)

@@ -8,6 +8,8 @@ from hpcstrat.engine.channel.waitable import Waitable, WaitSteps
 
 __all__ = ["Pipeline"]
 
+_MOST_UNDER_WAY = 4
+
 
 class _Flow:
     """One of them; has come when it has ended."""
@@ -42,6 +44,16 @@ class Pipeline:
 
     def __init__(self) -> None:
         self._flows: deque[_Flow] = deque()
+
+    def add(self, steps: WaitSteps) -> WaitSteps:
+        """Begin one, after the end of the oldest where enough are under way."""
+        if len(self._flows) == _MOST_UNDER_WAY:
+            yield self._flows[0]
+        self.begin(steps)
+
+    def end(self) -> WaitSteps:
+        """Wait for the end of all."""
+        yield from tuple(self._flows)
 
     def begin(self, steps: WaitSteps) -> Waitable:
         """Begin one, and return what comes when it ends."""

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import call_without_fp_warnings
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.interruptible import PIECE_BYTES, InterruptibleComm
 from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
-from hpcstrat.engine.collectives.work import Work, divide, drain, fill
+from hpcstrat.engine.collectives.work import Work, add_in_order, divide, drain, fill
 from hpcstrat.engine.typing import Array
 
 __all__ = ["reduce_to_one"]
@@ -61,7 +60,7 @@ def _reduce(
         if accumulate is None:
             total = next(parts).copy()
             for part in parts:
-                call_without_fp_warnings(np.add, total, part, total)
+                add_in_order([total, part], total)
             flat[:] = total
         else:
             # The list is complete before user code runs, so that its error leaves no

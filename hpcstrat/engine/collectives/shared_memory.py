@@ -22,12 +22,16 @@ from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.shared_rings import SharedRings
 from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
 from hpcstrat.engine.collectives.pipeline import Pipeline
-from hpcstrat.engine.collectives.work import Work, add_in_order, divide, fill
+from hpcstrat.engine.collectives.work import (
+    Work,
+    add_in_order,
+    divide,
+    fill,
+    segment_of,
+)
 from hpcstrat.engine.typing import Array
 
 __all__ = ["reduce_in_memory"]
-
-_CACHE_LINE_BYTES = 64
 
 
 def _lay_out(
@@ -71,7 +75,7 @@ def reduce_in_memory(
             _lay_out(following, after, work, places, me)
         own, flows = [], []
         for run in piece if me < movers else ():
-            low, high = _segment(run, me, movers)
+            low, high = segment_of(run.size, run.dtype, me, movers)
             if low < high:
                 terms = [row[low:high] for row in places.rows(run, place)]
                 add_in_order(terms, terms[me], places.scratch(run.dtype))
@@ -98,16 +102,9 @@ def _come(behind: Sequence[_Behind], divisor: int) -> WaitSteps:
             divide(segment, divisor)
 
 
-def _segment(run: Run, number: int, movers: int) -> tuple[int, int]:
-    """Return where a rank's segment of a run begins and ends, in whole cache lines."""
-    line = _CACHE_LINE_BYTES // run.dtype.itemsize
-    length = -(-run.size // (movers * line)) * line
-    return min(number * length, run.size), min((number + 1) * length, run.size)
-
-
 def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
     """Copy the sums from the places of the ranks that made them."""
-    segments = [_segment(run, number, movers) for number in range(movers)]
+    segments = [segment_of(run.size, run.dtype, n, movers) for n in range(movers)]
     for index, start, stop, at in run.spans:
         result, begin = work.results[index], at - run.start
         end, shift = begin + stop - start, start - begin

@@ -7,7 +7,6 @@ what was written before anybody goes on.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,8 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
+from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
+from hpcstrat.engine.collectives.double_buffer import hand_over
 from hpcstrat.engine.collectives.exchanged import exchanged_sum
 from hpcstrat.engine.collectives.pipeline import Pipeline
 from hpcstrat.engine.collectives.work import add_in_order, divide, fill
@@ -36,8 +36,6 @@ __all__ = [
 _LINE_BYTES = 64
 _POOL_BYTES = 4 << 20
 _POOLED_BYTES = 256 << 10
-# Sums between workers under way at once.
-_MOST_UNDER_WAY = 4
 
 SlicedPiece = tuple[Piece, Array | None]
 """A run for each rank that has a slice, and where the sum of this rank's goes."""
@@ -141,32 +139,32 @@ def reduce_slices(
     """
     topology, places = channel.topology, channel.rings
     me = topology.worker_comm.rank
-    cross = _Cross(channel, divisor)
+    cross = channel.interruptible(topology.cross_worker_comm)
+    pipeline = Pipeline()
 
-    def put(piece: Piece) -> int:
-        place = places.take(place_bytes)
+    def put(sliced: SlicedPiece, place: int) -> None:
+        piece, _ = sliced
         for rank, run in enumerate(piece):
             if rank != me or _near(run, sources) is None:
                 fill(run, sources, places.rows(run, place)[me])
-        return place
 
-    place = put(pieces[0][0]) if pieces else 0
-    yield HEADER
-    for number, (piece, total) in enumerate(pieces):
-        after, step = 0, None
-        if number + 1 < len(pieces):
-            after = put(pieces[number + 1][0])
-            step = channel.step(call)
-        if total is not None:
-            own, terms = _near(piece[me], sources), places.rows(piece[me], place)
-            if own is not None:
-                terms = [*terms[:me], own, *terms[me + 1 :]]
-            add_in_order(terms, total)
-            yield from cross.add(total)
-        if step is not None:
-            yield step
-        place = after
-    yield from cross.under_way
+    def take(sliced: SlicedPiece, place: int) -> WaitSteps:
+        piece, total = sliced
+        if total is None:
+            return
+        own, terms = _near(piece[me], sources), places.rows(piece[me], place)
+        if own is not None:
+            terms = [*terms[:me], own, *terms[me + 1 :]]
+        add_in_order(terms, total)
+        if topology.num_workers > 1:
+            yield from pipeline.add(exchanged_sum(total, total, cross, divisor))
+        else:
+            divide(total, divisor)
+
+    yield from hand_over(
+        pieces, put, take, place_bytes=place_bytes, call=call, channel=channel
+    )
+    yield from pipeline.end()
 
 
 def _near(run: Run, sources: Sequence[Array]) -> Array | None:
@@ -176,24 +174,3 @@ def _near(run: Run, sources: Sequence[Array]) -> Array | None:
     index, start, stop, _ = run.spans[0]
     values = sources[index][start:stop]
     return values if values.dtype == run.dtype else None
-
-
-class _Cross:
-    """Sums of slices over the workers, in place, several under way at once."""
-
-    def __init__(self, channel: Channel, divisor: int) -> None:
-        topology = channel.topology
-        self._comm = channel.interruptible(topology.cross_worker_comm)
-        self._several, self._divisor = topology.num_workers > 1, divisor
-        self._pipeline = Pipeline()
-        self.under_way: deque[Waitable] = deque()
-
-    def add(self, total: Array) -> WaitSteps:
-        """Begin one; where there are no other workers, divide alone."""
-        if self._several:
-            if len(self.under_way) == _MOST_UNDER_WAY:
-                yield self.under_way.popleft()
-            steps = exchanged_sum(total, total, self._comm, self._divisor)
-            self.under_way.append(self._pipeline.begin(steps))
-        else:
-            divide(total, self._divisor)

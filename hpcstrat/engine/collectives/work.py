@@ -29,7 +29,10 @@ __all__ = [
     "divide",
     "drain",
     "fill",
+    "segment_of",
 ]
+
+_CACHE_LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,12 @@ def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
 
 
 def add_in_order(
-    terms: Sequence[Array], total: Array, scratch: Array | None = None
+    terms: Sequence[Array],
+    total: Array,
+    scratch: Array | None = None,
+    function: Callable[..., Any] = np.add,
 ) -> None:
-    """Add arrays in their order into ``total``.
+    """Add arrays in their order into ``total``, or combine them by another ufunc.
 
     That may be one of the first two terms, or any other where there is a ``scratch``,
     at least as long, for the sums of the first terms.
@@ -112,17 +118,27 @@ def add_in_order(
         if terms[0] is not total:
             call_without_fp_warnings(assign, total, ..., terms[0])
         return
-    if len(terms) == 2:
-        call_without_fp_warnings(np.add, terms[0], terms[1], total)
-        return
-    if scratch is not None:
-        scratch = scratch[: len(total)]
-    last = len(terms) - 1
-    partial = terms[0]
-    for number in range(1, len(terms)):
-        out = total if scratch is None or number == last else scratch
-        call_without_fp_warnings(np.add, partial, terms[number], out)
-        partial = out
+    if scratch is None or len(terms) == 2:
+        scratch = total
+    scratch = scratch[: len(total)]
+    *first, last = terms
+    partial = first[0]
+    for term in first[1:]:
+        call_without_fp_warnings(function, partial, term, out=scratch)
+        partial = scratch
+    call_without_fp_warnings(function, partial, last, out=total)
+
+
+def segment_of(
+    size: int, dtype: np.dtype[Any], number: int, of: int
+) -> tuple[int, int]:
+    """Return where one of several segments of an array begins and ends.
+
+    Segments are whole cache lines, so that no two ranks write to the same one.
+    """
+    line = _CACHE_LINE_BYTES // dtype.itemsize
+    length = -(-size // (of * line)) * line
+    return min(number * length, size), min((number + 1) * length, size)
 
 
 def divide(sums: Array, divisor: int) -> None:
