@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,10 @@ class Request:
     divisor: int
     # Makes the arrays for the results.
     allocate: Callable[..., list[Array]]
+
+    def made(self, how: str) -> Request:
+        """Return the same request, whose call says how it is made."""
+        return replace(self, call=replace(self.call, how=how))
 
 
 def is_plain(array: Array) -> bool:

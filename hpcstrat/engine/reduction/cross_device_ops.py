@@ -46,6 +46,9 @@ class CrossDeviceOps:
     rank's own. What a subclass does not override is done by its algorithm.
     """
 
+    _details = ""
+    """Parameters that ranks must agree on, which `describe` names."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse the private hook of tf.distribute, which nothing here would call."""
         super().__init_subclass__(**options)
@@ -279,7 +282,7 @@ class CrossDeviceOps:
         ValueError
             If the algorithm does not serve this topology. On every rank.
         """
-        return select.select(nbytes, topology, options)
+        return self._on_host(nbytes, topology, options)
 
     def choose_on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
@@ -309,12 +312,17 @@ class CrossDeviceOps:
         """
         return self._on_gpu(nbytes, group, options)
 
+    def _on_host(
+        self, nbytes: int, topology: Topology, options: CommunicationOptions
+    ) -> Choice:
+        return select.select(nbytes, topology, options)
+
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
         from hpcstrat.engine.gpu.transports import transport_select
 
-        if type(self).choose is CrossDeviceOps.choose:
+        if not self.overrides("choose", "_on_host"):
             return transport_select.select_on_gpu(nbytes, group, options)
         # An algorithm for host memory: arrays are copied there and back.
         return transport_select.staged(
@@ -331,7 +339,8 @@ class CrossDeviceOps:
         str
             Name of the algorithm, with its parameters; empty for the library's choice.
         """
-        return "" if type(self) is CrossDeviceOps else type(self).__name__
+        name = "" if type(self) is CrossDeviceOps else type(self).__name__
+        return name + self._details
 
     def __repr__(self) -> str:
         """Show kind and parameters."""
@@ -357,18 +366,7 @@ class NcclAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1, *, sums_in_half: bool = False) -> None:
         _check_num_packs(num_packs)
         self._sums_in_half = sums_in_half
-
-    def describe(self) -> str:
-        """Say what ranks must agree on, since they would exchange other messages.
-
-        Not collective.
-
-        Returns
-        -------
-        str
-            Name of the algorithm, and in which types it adds where that is unusual.
-        """
-        return super().describe() + ("(in half types)" if self._sums_in_half else "")
+        self._details = "(in half types)" if sums_in_half else ""
 
     def _on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
@@ -381,6 +379,7 @@ class NcclAllReduce(CrossDeviceOps):
 class MpiAllReduce(CrossDeviceOps):
     """The all-reduce of the MPI library, in messages of one piece.
 
+    ``CommunicationOptions.bytes_per_pack`` is the size of a message.
     Of arrays on GPUs, whose sums MPI libraries make badly: sums made by kernels, of
     what MPI sends from rank to rank, where it moves such memory.
     """
@@ -394,27 +393,9 @@ class MpiAllReduce(CrossDeviceOps):
             return transport_select.ring(group, options)
         return super()._on_gpu(nbytes, group, options)
 
-    def choose(
+    def _on_host(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays.
-
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Not used.
-        topology : Topology
-            Where.
-        options : CommunicationOptions
-            ``bytes_per_pack`` is the size of a message.
-
-        Returns
-        -------
-        Choice
-            Algorithm and size of the pieces.
-        """
         return select.by_mpi(nbytes, topology, options)
 
 
@@ -422,35 +403,13 @@ class SharedMemoryAllReduce(CrossDeviceOps):
     """Reduction through memory that the replicas of one worker share.
 
     The sums are those of adding the replicas' values in their order, whatever the
-    number of pieces. Arrays on GPUs go by way of it.
+    number of pieces, whose size is ``CommunicationOptions.bytes_per_pack``. Arrays on
+    GPUs go by way of it. ValueError in calls over several workers.
     """
 
-    def choose(
+    def _on_host(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays.
-
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size of all arrays, in the types in which they are added.
-        topology : Topology
-            Of one worker.
-        options : CommunicationOptions
-            ``bytes_per_pack`` is the size of a piece.
-
-        Returns
-        -------
-        Choice
-            Algorithm and size of the pieces.
-
-        Raises
-        ------
-        ValueError
-            If there are several workers. On every rank.
-        """
         if topology.num_workers > 1:
             raise ValueError(
                 "expected the replicas of one worker for SharedMemoryAllReduce, found "
@@ -477,28 +436,9 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1) -> None:
         _check_num_packs(num_packs)
 
-    def choose(
+    def _on_host(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays.
-
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size of all arrays, in the types in which they are added.
-        topology : Topology
-            Where.
-        options : CommunicationOptions
-            ``bytes_per_pack`` is the size of a piece, of which each rank of a worker
-            sends its share.
-
-        Returns
-        -------
-        Choice
-            Algorithm and size of the pieces.
-        """
         return select.hierarchical(nbytes, topology, options)
 
 
@@ -531,51 +471,17 @@ class ReductionToOneDevice(CrossDeviceOps):
             )
         self._root = int(number)
         self._accumulate = accumulation_fn
+        own = "" if accumulation_fn is None else ", own accumulation_fn"
+        self._details = f"(on replica {self._root}{own})"
 
     @property
     def combines(self) -> bool:
         """Whether a function of the program combines the values."""
         return self._accumulate is not None
 
-    def describe(self) -> str:
-        """Say what ranks must agree on, since they would exchange other messages.
-
-        Not collective.
-
-        Returns
-        -------
-        str
-            Name of the algorithm, and on which replica it adds.
-        """
-        how = "" if self._accumulate is None else ", own accumulation_fn"
-        return f"{super().describe()}(on replica {self._root}{how})"
-
-    def choose(
+    def _on_host(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays.
-
-        Not collective; the same on every rank.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size of all arrays, in the types in which they are added.
-        topology : Topology
-            Where.
-        options : CommunicationOptions
-            Not used.
-
-        Returns
-        -------
-        Choice
-            Algorithm; all arrays are one piece.
-
-        Raises
-        ------
-        ValueError
-            If there is no such replica. On every rank.
-        """
         del options
         if self._root >= topology.num_replicas:
             raise ValueError(

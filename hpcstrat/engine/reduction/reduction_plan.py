@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +72,7 @@ def plan_reduction(
         describe_call(f"{what}({op.name})", details, nbytes),
         tuple((a.dtype, a.shape) for a in arrays),
         tuple((a.shape, result_dtype(a.dtype, means)) for a in arrays),
-        int(means),
+        channel.topology.num_replicas if channel is not None and means else 0,
         allocate,
     )
     # Nothing to move: results are the arrays, or empty. Other ranks have none, either.
@@ -84,11 +83,7 @@ def plan_reduction(
         choice = ops.choose(nbytes, topology, options)
     else:
         choice = ops.choose_on_gpu(nbytes, group, options)
-    request = replace(
-        request,
-        call=replace(request.call, how=choice.how),
-        divisor=topology.num_replicas if means else 0,
-    )
+    request = request.made(choice.how)
     in_mapped_memory = (
         areas is not None
         and len(arrays) == 1
@@ -116,8 +111,7 @@ def _kind_of_plan(request: Request, choice: Choice, channel: Channel) -> Plan:
         pieces = cut(request.signatures, means, choice.piece_bytes)
         first, *more = itertools.islice(pieces, 2)
         if not more and fits_header(first, channel):
-            request = replace(request, call=replace(request.call, how=IN_HEADER))
-            return HeaderSum(request, choice, channel, first)
+            return HeaderSum(request.made(IN_HEADER), choice, channel, first)
     return Plan(request, choice, channel)
 
 

@@ -286,9 +286,12 @@ class Reductions:
         if outs is not None:
             require_fitting(outs, planned.results, on_gpu)
             return outs
-        if on_gpu:
-            return self._on_gpu(planned, arrays)
-        return self._recycler.arrays(planned.results)
+        if not on_gpu:
+            return self._recycler.arrays(planned.results)
+        if self.collectives.channel is not None:
+            self.collectives.channel.forget_done()
+        module = array_module(arrays[0])
+        return self._device_recycler.arrays(planned.call, planned.results, module)
 
     def _keep(self, planned: Plan, request: _Request) -> None:
         """Let calls of the same kind go the way of `repeat` from here on."""
@@ -301,13 +304,6 @@ class Reductions:
             elif structure == list_structure(count):
                 self._repeated[what, name, count] = planned
 
-    def _on_gpu(self, planned: Plan, arrays: list[Array]) -> list[Array]:
-        """Return arrays for the results of a call on a GPU."""
-        if self.collectives.channel is not None:
-            self.collectives.channel.forget_done()
-        module = array_module(arrays[0])
-        return self._device_recycler.arrays(planned.call, planned.results, module)
-
     def _reduce_by_memory(
         self,
         request: _Request,
@@ -316,20 +312,15 @@ class Reductions:
         outs: list[Array] | None,
     ) -> list[Array]:
         """Reduce arrays in host memory, and on GPUs, one kind after the other."""
-        groups, (op, what, _) = by_memory(arrays), request
-        if len(groups) < 2:
-            return list(
-                self.collectives.call(
-                    what, self._reduce, request, arrays, options, outs
-                )
-            )
+        groups, (op, what, structure) = by_memory(arrays), request
         results: list[Any] = [None] * len(arrays)
         for some in groups:
-            asked = op, what, list_structure(len(some))
+            if len(groups) > 1:
+                structure = list_structure(len(some))
             own = [arrays[i] for i in some]
             its_outs = None if outs is None else [outs[i] for i in some]
             part = self.collectives.call(
-                what, self._reduce, asked, own, options, its_outs
+                what, self._reduce, (op, what, structure), own, options, its_outs
             )
             for index, result in zip(some, part, strict=True):
                 results[index] = result
