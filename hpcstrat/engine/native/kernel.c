@@ -198,7 +198,7 @@ static const type TYPES[] = {
 };
 enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
-/* ---- MirroredCopies --------------------------------------------------------------------------- */
+/* ---- Copies --------------------------------------------------------------------------- */
 
 /* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
 static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
@@ -399,12 +399,13 @@ typedef struct {
     size_t place, after;
     /* Whether own values are read where they are; which copies stream. */
     int near, form, follows, in_place;
-    /* Of calls into other memory, and in place. */
+    /* Of calls into other memory, and in place; `lap` bytes have been summed in this lap. */
     trials kinds[2];
     uint64_t num_trials;
     enum { IDLE, IN_HEADER, IN_STEP } state;
     double seconds;
     int timed;
+    size_t lap;
 } sum;
 
 static cursor start_of(const sum *s) {
@@ -567,29 +568,37 @@ static int has_more(const sum *s) {
 
 static trials *trials_of(sum *s) { return s->nbytes < STREAM_FROM ? NULL : s->kinds + s->in_place; }
 
+/* Long calls are timed in laps, so that a slow form that is tried delays no whole call. */
+static void begin_lap(sum *s) {
+    trials *of = trials_of(s);
+    s->form = of ? next_form(of, s->nbytes >= LONG_FROM) : PLAIN;
+    s->timed = of != NULL, s->lap = 0;
+    s->seconds = of ? -now() : 0;
+}
+
+static void end_lap(sum *s) {
+    if (s->timed && learn(trials_of(s), s->form, s->seconds + now(), s->nbytes >= LONG_FROM))
+        s->kernel->wanted_trials = s->kernel->num_trials + 1;
+}
+
 /* Lay out the first piece: before the header. */
 static void begin(sum *s) {
     s->laid = s->added = s->copied = start_of(s);
-    trials *of = trials_of(s);
     if (s->num_trials != s->kernel->num_trials) {
         for (int i = 0; i < 2; i++)
-            memset(s->kinds[i].seconds, 0, sizeof of->seconds), s->kinds[i].calls = 0;
+            memset(s->kinds[i].seconds, 0, sizeof s->kinds[i].seconds), s->kinds[i].calls = 0;
         s->num_trials = s->kernel->num_trials;
     }
-    s->form = of ? next_form(of, s->nbytes >= LONG_FROM) : PLAIN;
-    s->timed = of != NULL;
-    double start = of ? now() : 0;
+    begin_lap(s);
     s->place = take(s->kernel, s->place_bytes);
     lay_out(s, s->place);
-    if (of) s->seconds = now() - start;
-    s->follows = 0;
-    s->state = IN_HEADER;
+    if (s->timed) s->seconds += now();
+    s->follows = 0, s->state = IN_HEADER;
 }
 
 /* Do all that can be done after the header: return DONE, or what is waited for. */
 static int advance(sum *s, uint64_t digest, long looks) {
     kernel *k = s->kernel;
-    double start = 0;
     for (;;) {
         int found = look_often(k, looks);
         if (found == STEP_AWAITED) {
@@ -599,7 +608,7 @@ static int advance(sum *s, uint64_t digest, long looks) {
         if (found == DIFFERS) return s->state == IN_HEADER ? DIFFERS : STEP_DIFFERS;
         if (s->state == IN_HEADER && trials_of(s)) {
             agree_on_trials(k);
-            start = now();
+            s->seconds -= now();
         }
         if (s->state == IN_STEP) {
             if (s->scattered) copy_out(s);
@@ -618,13 +627,16 @@ static int advance(sum *s, uint64_t digest, long looks) {
         } else {
             if (s->follows) post(k, 0, digest ^ k->next, 0);
             add_piece(s);
-            if (!s->follows) break;
+        }
+        s->lap += s->piece;
+        if (!s->scattered && !s->follows) break;
+        if (s->follows && s->lap >= LONG_FROM && trials_of(s)) {
+            end_lap(s);
+            begin_lap(s);
         }
     }
     s->state = IDLE;
-    if (s->timed &&
-        learn(trials_of(s), s->form, s->seconds + now() - start, s->nbytes >= LONG_FROM))
-        k->wanted_trials = k->num_trials + 1;
+    if (s->nbytes < LONG_FROM || s->lap >= LONG_FROM) end_lap(s);
     return DONE;
 }
 
