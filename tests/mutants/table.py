@@ -84,10 +84,10 @@ MUTANTS = (
         "divisor & (divisor - 1) > 2",
     ),
     _m(
-        "shared: the last rank's values are left out",
+        "shared: the second rank's values are left out",
         "3:reductions",
-        "for number in range(1, len(terms)):\n        out",
-        "for number in range(1, max(2, len(terms) - 1)):\n        out",
+        "for term in first[1:]:\n        call",
+        "for term in first[2:]:\n        call",
     ),
     _m(
         "shared: a piece is laid over the one before, which others read",
@@ -109,10 +109,8 @@ MUTANTS = (
     _m(
         "shared: segments leave out the last lines",
         "3:all_reduce",
-        "line = _CACHE_LINE_BYTES // run.dtype.itemsize\n"
-        "    length = -(-run.size // (movers * line)) * line",
-        "line = _CACHE_LINE_BYTES // run.dtype.itemsize\n"
-        "    length = run.size // (movers * line) * line",
+        "length = -(-size // (of * line)) * line",
+        "length = size // (of * line) * line",
     ),
     _m(
         "shared: a place begins past the ring's end",
