@@ -89,8 +89,9 @@ class Channel:
         self.num_calls = 0
         # The last of them in which all ranks have learned of an error.
         self.told_at = 0
-        # The thread that is in a call, see hpcstrat.engine.channel.entries.
-        self.thread: int | None = None
+        # The thread that is in a call, and the name of the outermost one, see
+        # hpcstrat.engine.channel.entries.
+        self.running: tuple[int, str] | None = None
         # The last call to which all ranks have come, and the one whose data this rank
         # moves now.
         self.last_call: Call | None = None

@@ -18,7 +18,7 @@ class ClosedChannel:
     """Refuses the calls of a channel by CollectiveError; nothing is collective."""
 
     num_calls = told_at = 0
-    thread: int | None = None
+    running: tuple[int, str] | None = None
     broken, closed = "", True
     device_group = elsewhere = None
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 import time
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hpcstrat.errors import CollectiveError, HpcstratError, OutOfRangeError
 
@@ -39,11 +38,10 @@ def collective(method: _Method) -> _Method:
         if channel.elsewhere is not None:
             channel.elsewhere()
         # No other thread runs between the look and the assignment.
-        thread, outer = get_ident(), channel.thread
-        if outer is not None and outer != thread:
+        thread, outer = get_ident(), channel.running
+        if outer is not None and outer[0] != thread:
             _refuse(channel, outer, what)
-            outer = None
-        entered, channel.thread = channel.num_calls, thread
+        entered, channel.running = channel.num_calls, outer or (thread, what)
         try:
             if channel.broken and outer is None:
                 # Before any data are laid out; otherwise the method raises.
@@ -55,7 +53,7 @@ def collective(method: _Method) -> _Method:
             leave(channel, named.arguments.get("what", what), error, entered)
             raise
         finally:
-            channel.thread = outer
+            channel.running = outer
 
     return entry  # type: ignore[return-value]
 
@@ -87,12 +85,9 @@ def leave(channel: Any, what: str, error: BaseException, entered: int) -> None:
         channel.break_off(f"{what} was left", error, point)
 
 
-def _refuse(channel: Any, other: int, what: str) -> None:
+def _refuse(channel: Any, running: tuple[int, str], what: str) -> NoReturn:
     """End all calls where another thread is in one, by an error that names both."""
-    its_call = _call_of(other, channel)
-    if its_call is None:
-        # It was interrupted where it left its call.
-        return
+    other, its_call = running
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.current_thread().name
     text = (
@@ -102,7 +97,7 @@ def _refuse(channel: Any, other: int, what: str) -> None:
     channel.broken = channel.broken or text
     # MPI serves one thread at a time; a wait of the other one ends now.
     interrupt: BaseException | None = None
-    while _call_of(other, channel) is not None:
+    while channel.running is running:
         try:
             time.sleep(_NAP_SECONDS)
         except BaseException as error:
@@ -116,15 +111,3 @@ def _refuse(channel: Any, other: int, what: str) -> None:
         f"expected calls of one thread at a time, found that {text}; make them one "
         "after the other, in the same order on every rank"
     )
-
-
-def _call_of(thread: int, channel: Any) -> str | None:
-    """Return the entry that another thread is in; None where it is in none."""
-    frame, found = sys._current_frames().get(thread), None
-    while frame is not None:
-        # The outermost is what the program has called.
-        if frame.f_code.co_filename == __file__:
-            local = frame.f_locals
-            found = local["what"] if local.get("channel") is channel else found
-        frame = frame.f_back
-    return found

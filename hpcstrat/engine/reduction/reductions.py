@@ -107,17 +107,17 @@ class Reductions:
         if channel.broken or channel.elsewhere is not None:
             return None
         # No other thread runs between the look and the assignment.
-        outer, thread = channel.thread, get_ident()
-        if outer is not None and outer != thread:
+        outer, thread = channel.running, get_ident()
+        if outer is not None and outer[0] != thread:
             return None
-        entered, channel.thread = channel.num_calls, thread
+        entered, channel.running = channel.num_calls, outer or (thread, what)
         try:
             return planned.repeat(value, out, seconds)
         except BaseException as error:
             leave(channel, what, error, entered)
             raise
         finally:
-            channel.thread = outer
+            channel.running = outer
 
     def reduce_in_call(
         self,

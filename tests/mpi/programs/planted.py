@@ -106,7 +106,7 @@ class Tracer:
             line = linecache.getline(_REPEAT, frame.f_lineno).strip()
             if line.startswith(_FIRST) and frame.f_locals["channel"]:
                 self._within.add(frame)
-            elif line.startswith((_AFTER, "channel.thread = outer")):
+            elif line.startswith((_AFTER, "channel.running = outer")):
                 self._within.discard(frame)
             if frame in self._within:
                 self._meet(_REPEAT, frame.f_lineno)
