@@ -214,7 +214,9 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
     topology = strategy.topology
     if channel is not None and is_loss(topology.mpi, error, topology.replica_comm):
         # A communicator of the program's own, or of the topology's, may be at fault.
-        return channel.rank_loss.found(error, "the training function") is not None
+        return (
+            channel.failures.rank_loss.found(error, "the training function") is not None
+        )
     return False
 
 

@@ -347,7 +347,7 @@ class Mailbox:
         if seconds < self._looked_at + _LOOK_SECONDS:
             return
         self._looked_at = seconds
-        dead = self._channel.dead()
+        dead = self._channel.steps.dead()
         if self._survives:
             # The launcher does not tell of a rank that has ended the job by itself.
             with self.lock:

@@ -89,7 +89,7 @@ def _leave() -> None:
         board.show(stage=LEFT)
     waiting = []
     for channel in _channels:
-        if channel.broken and not channel.between_calls:
+        if channel.failures.broken and not channel.failures.between_calls:
             _give_up(channel)
         elif not channel.closed:
             _finish_on_gpu(channel)
@@ -119,7 +119,7 @@ def _finish_on_gpu(channel: Channel) -> None:
         while not ended.agreed():
             if time.monotonic() > look_at:
                 look_at = time.monotonic() + 1
-                _end_with(channel.dead())
+                _end_with(channel.steps.dead())
             time.sleep(_LONGEST_NAP_SECONDS)
     except Exception as error:
         abort(f"hpcstrat: {place()} ends the job: its GPU has failed: {error}", 1)
@@ -127,7 +127,7 @@ def _finish_on_gpu(channel: Channel) -> None:
 
 def _sum_up() -> None:
     """Say who was late, and end the timeline, where all ranks have left together."""
-    left = [c for c in _channels if not c.broken and not c.closed]
+    left = [c for c in _channels if not c.failures.broken and not c.closed]
     for channel in left:
         lateness.conclude(channel.arrivals)
     for channel in _channels:
@@ -160,20 +160,20 @@ def _still_waiting(channels: list[Channel]) -> list[Channel]:
 
 def _give_up(channel: Channel) -> None:
     """End the job where this rank has left a call half-made."""
-    if "left the program" in channel.broken:
+    if "left the program" in channel.failures.broken:
         return
     abort(
         f"hpcstrat: {place()} ends the job: its strategy is broken, because "
-        f"{channel.broken}",
+        f"{channel.failures.broken}",
         1,
     )
 
 
 def _check_alive(waiting: list[Channel]) -> None:
     for channel in waiting:
-        dead = channel.dead()
+        dead = channel.steps.dead()
         # A rank that has answered every channel may be gone already.
-        missing = set(channel.missing())
+        missing = set(channel.headers.missing())
         if missing.intersection(dead):
             _end_with(dead)
 

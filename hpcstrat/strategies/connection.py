@@ -290,10 +290,10 @@ def _meet(
     # Its own watchdog looks after the ranks.
     creation.pause(True)
     if problem is not None:
-        channel.fail(call.text, problem)
+        channel.failures.fail(call.text, problem)
         raise problem
     # An open channel tells more than the creation could: who is at another call.
-    channel.meet()
+    channel.failures.meet()
     channel.agree(call)
     creation.pause(False)
 
@@ -366,11 +366,11 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
             "the settings to the first"
         )
     elif connection.channel is not None:
-        connection.channel.meet()
+        connection.channel.failures.meet()
     connection.users += 1
     if request.progress_thread and connection.channel is not None:
         try:
-            connection.channel.use_progress_thread(connection.enter_device)
+            connection.channel.pending.use_thread(connection.enter_device)
         except TopologyError:
             # The error is one of all ranks together, so that all of them close.
             connection.close(key)

@@ -232,7 +232,7 @@ class MpiStrategy(Strategy):
     def lost_ranks(self) -> tuple[int, ...] | None:
         """The replicas that are known to have died; None while no loss was noticed."""
         channel = self._connection.channel
-        error = None if channel is None else channel.rank_loss.error
+        error = None if channel is None else channel.failures.rank_loss.error
         return None if error is None else error.ranks
 
     def abandon(self) -> None:
@@ -260,7 +260,7 @@ class MpiStrategy(Strategy):
         if not self._closed:
             # Ranks that have left out a step are to meet here nevertheless.
             if self._connection.channel is not None:
-                self._connection.channel.meet()
+                self._connection.channel.failures.meet()
             self.collectives.barrier("close")
             self._closed = True
             # Its plans hold shared memory of the topology: they go before it.

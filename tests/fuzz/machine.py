@@ -436,14 +436,14 @@ def settle(strategy: Any, comm: Any) -> None:
     """
     channel = strategy.collectives.channel
     outcome: str | None = ""
-    if channel is not None and not channel.broken:
+    if channel is not None and not channel.failures.broken:
         # A rank that has made fewer calls than the others is waited for by them.
         channel.post_leave()
         outcome = channel.poll_leave()
         while outcome is None:
             time.sleep(0)
             outcome = channel.poll_leave()
-    fine = channel is None or not (outcome or channel.broken)
+    fine = channel is None or not (outcome or channel.failures.broken)
     if min(comm.allgather(fine)):
         strategy.close()
     else:

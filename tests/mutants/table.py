@@ -269,14 +269,14 @@ MUTANTS = (
     _m(
         "started: the error of making the call ready is not told",
         "3:all_reduce",
-        "post_header(self.call, self._run, carried, failed=failed)",
-        "post_header(self.call, self._run, carried, failed=False)",
+        "flags = 0 if self._own_error is None else FAILED",
+        "flags = 0",
     ),
     _m(
         "started: the thread that drives started calls is not woken",
         "3:all_reduce",
-        "            self._thread.wake()\n",
-        "            pass\n",
+        "            self._started.set()\n\n    def progress",
+        "            pass\n\n    def progress",
     ),
     _m(
         "dealing: the error of one replica's part is kept to itself",

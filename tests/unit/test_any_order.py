@@ -285,8 +285,8 @@ def test_headers_that_differ_are_found_by_all_in_any_order(
             other = differ and rank in odd
             load = loads[other]
             carried = header_of(channel, load) if load else None
-            channel.post_header(describe_call(f"call {other}"), 0, carried)
-        headers = [channel._headers for channel in channels]
+            channel.post(describe_call(f"call {other}"), 0, 0, carried)
+        headers = [channel.headers for channel in channels]
         take_to_the_end(wire, [lambda h=h: not h.missing() for h in headers])
         assert not wire.left()
         found = [h.agreed() for h in headers]

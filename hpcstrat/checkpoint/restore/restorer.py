@@ -55,7 +55,7 @@ class Restorer:
         """
         began = time.perf_counter()
         if self._collectives.channel is not None:
-            self._collectives.channel.meet()
+            self._collectives.channel.failures.meet()
         passed_over: list[str] = []
         while True:
             file, passed_over = on_rank_0(

@@ -17,7 +17,7 @@ __all__ = ["ClosedChannel"]
 class ClosedChannel:
     """Refuses the calls of a channel by CollectiveError; nothing is collective."""
 
-    num_calls = told_at = 0
+    num_calls = 0
     running: tuple[int, str] | None = None
     broken, closed = "", True
     device_group = elsewhere = None
@@ -26,6 +26,8 @@ class ClosedChannel:
         # ``run`` counts its steps also where nobody compares them.
         self.position = Position()
         self.pending = PendingCalls(self)
+        # This object refuses what they would be asked, too.
+        self.failures = self
 
     @property
     def topology(self) -> Topology:
@@ -41,7 +43,7 @@ class ClosedChannel:
         """Refuse a call."""
         raise self._error(call.text)
 
-    def refuse_if_broken(self, call: Call) -> None:
+    def refuse(self, call: Call) -> None:
         """Refuse a call that is to be started."""
         raise self._error(call.text)
 
@@ -54,6 +56,9 @@ class ClosedChannel:
 
     def fail(self, what: str, error: BaseException) -> None:
         """Tell nobody: there is nobody left."""
+
+    def leave(self, what: str, error: BaseException, entered: int) -> None:
+        """Tell nobody, likewise."""
 
     def _error(self, what: str) -> CollectiveError:
         return CollectiveError(

@@ -17,6 +17,7 @@ __all__ = [
     "LEFT",
     "NOTICE",
     "Announcement",
+    "Failure",
     "announce_error",
     "class_names",
     "common_class",
@@ -162,6 +163,50 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
         f"expected all ranks in one call, found that {calls}{steps}; make the same "
         "calls with the same shapes and dtypes, in the same order, on every rank"
     )
+
+
+class Failure:
+    """A failure, or calls that differ, as all ranks know them.
+
+    ``error`` is raised on ranks that have no error of their own; ``announcements`` are
+    of every rank, in order.
+    """
+
+    def __init__(
+        self, error: CollectiveError, announcements: Sequence[Announcement]
+    ) -> None:
+        self.error = error
+        cause = origin(announcements)
+        self._names = () if cause is None else cause.classes
+        self._kind = common_class(self._names)
+        innermost = min(a.depth for a in announcements)
+        # Started calls of which nobody knows whether the others have started them end
+        # with the section that they belong to.
+        several = any(a.pending > 1 for a in announcements)
+        # All ranks leave their sections from this depth on. Where only the call failed,
+        # it is greater than any depth: the program may go on inside.
+        self.level = innermost + (0 if several and innermost else 1)
+        self.loses_calls = any(
+            a.pending > 1 and a.depth < self.level for a in announcements
+        )
+
+    def instead_of(self, error: BaseException | None) -> BaseException:
+        """Return what a rank raises, so that one ``except`` decides alike on all.
+
+        The rank's own error, if it is of the class of the first rank's that failed.
+        """
+        if error is None:
+            return self.error
+        if not self._names:
+            keeps = isinstance(error, CollectiveError)
+        elif self._kind is not None and isinstance(error, self._kind):
+            keeps = True
+        else:
+            keeps = class_names(error)[:1] == self._names[:1]
+        if keeps or error is self.error:
+            return error
+        self.error.__cause__ = error
+        return self.error
 
 
 def common_class(names: Sequence[str]) -> Any:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, NoReturn, TypeVar
 
-from hpcstrat.errors import CollectiveError, HpcstratError, OutOfRangeError
+from hpcstrat.errors import CollectiveError
 
-__all__ = ["collective", "leave"]
+__all__ = ["collective"]
 
 _NAP_SECONDS = 1e-3
 
@@ -43,14 +43,14 @@ def collective(method: _Method) -> _Method:
             _refuse(channel, outer, what)
         entered, channel.running = channel.num_calls, outer or (thread, what)
         try:
-            if channel.broken and outer is None:
+            if channel.failures.broken and outer is None:
                 # Before any data are laid out; otherwise the method raises.
-                channel.resume(what)
+                channel.failures.resume(what)
                 entered = channel.num_calls
             return method(self, *args, **kwargs)
         except BaseException as error:
             named = inspect.signature(method).bind_partial(self, *args, **kwargs)
-            leave(channel, named.arguments.get("what", what), error, entered)
+            channel.failures.leave(named.arguments.get("what", what), error, entered)
             raise
         finally:
             channel.running = outer
@@ -58,43 +58,16 @@ def collective(method: _Method) -> _Method:
     return entry  # type: ignore[return-value]
 
 
-def leave(channel: Any, what: str, error: BaseException, entered: int) -> None:
-    """Let the other ranks know of an error that leaves an entry on this one.
-
-    ``entered`` is the channel's ``num_calls`` when it came in.
-    """
-    if channel.broken or channel.closed:
-        return
-    failure = channel.sections.failure
-    if failure is not None:
-        # Until the section ends, every call raises what ends it.
-        if isinstance(error, Exception) and error is not failure.error:
-            raise failure.error
-        return
-    if channel.told_at == channel.num_calls > entered:
-        return
-    if isinstance(error, (StopIteration, OutOfRangeError)):
-        # The end of the data, at which all ranks are.
-        return
-    if isinstance(error, Exception) and channel.num_calls == entered:
-        channel.fail(what, error)
-    elif not isinstance(error, HpcstratError):
-        # Errors of our own classes are raised on every rank. Data of calls that go on
-        # may lie elsewhere on each from here on.
-        point = None if channel.pending else entered
-        channel.break_off(f"{what} was left", error, point)
-
-
 def _refuse(channel: Any, running: tuple[int, str], what: str) -> NoReturn:
     """End all calls where another thread is in one, by an error that names both."""
-    other, its_call = running
+    (other, its_call), failures = running, channel.failures
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.current_thread().name
     text = (
         f"thread {own!r} called {what} while thread {names.get(other, other)!r} was in "
         f"{its_call}"
     )
-    channel.broken = channel.broken or text
+    failures.broken = failures.broken or text
     # MPI serves one thread at a time; a wait of the other one ends now.
     interrupt: BaseException | None = None
     while channel.running is running:
@@ -103,8 +76,8 @@ def _refuse(channel: Any, running: tuple[int, str], what: str) -> NoReturn:
         except BaseException as error:
             # Not before the other ranks are told.
             interrupt = error
-    channel.between_calls = False
-    channel.aborts.tell(f"{text} on a rank")
+    failures.between_calls = False
+    failures.aborts.tell(f"{text} on a rank")
     if interrupt is not None:
         raise interrupt
     raise CollectiveError(

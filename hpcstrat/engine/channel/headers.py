@@ -15,7 +15,9 @@ x86-64, whose stores become visible in program order and are not passed by earli
 the C library ends its non-temporal copies with a fence), that takes nothing. On other
 processors, such as Arm's, a full memory barrier stands before each record is written
 and after the records of all have been seen: ``MPI_Win_sync``, which MPI-4.1, sections
-12.4 and 12.5.3, gives this meaning for shared memory.
+12.4 and 12.5.3, gives this meaning for shared memory. The compiled kernel stores and
+reads the same records as C11's atomics, the tick last with release and first with
+acquire: that orders memory on every processor.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hpcstrat.engine.native import load
 from hpcstrat.engine.topology.process_stat import START, STATE, process_stat
-from hpcstrat.engine.topology.topology import RECORD_BYTES, Topology
+from hpcstrat.engine.topology.topology import RECORD_BYTES, SLOTS_IN_RING, Topology
 
-__all__ = ["SegmentHeaders"]
+__all__ = ["KernelHeaders", "SegmentHeaders", "make_kernel"]
 
 # Stands for the start time of a process that cannot be looked up now.
 _UNKNOWN = "?"
@@ -123,6 +126,57 @@ class SegmentHeaders:
             self._window.Unlock_all()
             self._window.Free()
             self._window = None
+
+
+class KernelHeaders(SegmentHeaders):
+    """The same, posted and compared by the compiled kernel."""
+
+    def __init__(self, topology: Topology, kernel: Any) -> None:
+        super().__init__(topology)
+        self._kernel = kernel
+
+    def post(self, run: int, digest: int, flags: int) -> None:
+        """Announce this rank's header; does not wait."""
+        self._kernel.post(run, digest, flags)
+
+    def agreed(self) -> bool:
+        """Whether all ranks have announced the same; False while some are missing."""
+        return bool(self._kernel.agreed())
+
+    def missing(self) -> list[int]:
+        """Return the ranks whose headers have not come."""
+        tick = self._kernel.tick
+        return [
+            self._replicas[rank]
+            for rank, (seen, *_) in enumerate(self.records(tick))
+            if seen != tick
+        ]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._kernel.close()
+        super().close()
+
+
+def make_kernel(topology: Topology) -> Any:
+    """Return a kernel for this worker's segment; None unless all its ranks have one.
+
+    Collective over ``topology.worker_comm``.
+    """
+    comm, segment = topology.worker_comm, topology.segment
+    module, kernel = load(), None
+    if module is not None and comm.size > 1:
+        ring_bytes = topology.slot_bytes * SLOTS_IN_RING
+        sizes = segment.common_bytes, segment.part_bytes, ring_bytes
+        try:
+            kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)
+        except ValueError:
+            # A window of MPI, which may begin anywhere.
+            kernel = None
+    everywhere = all(comm.allgather(kernel is not None))
+    if kernel is not None and not everywhere:
+        kernel.close()
+    return kernel if everywhere else None
 
 
 def _memory_barrier(

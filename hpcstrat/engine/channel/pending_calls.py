@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat.engine.channel.call import Call
-from hpcstrat.engine.channel.progress import ProgressThread
+from hpcstrat.engine.channel.call import Call, describe_call
+from hpcstrat.engine.channel.disagreement import FAILED, Announcement, announce_error
 from hpcstrat.engine.channel.waitable import (
     HeaderPayload,
     HeaderStep,
@@ -16,10 +16,15 @@ from hpcstrat.engine.channel.waitable import (
     WaitSteps,
     exhaust,
 )
-from hpcstrat.engine.observe.timeline import active
-from hpcstrat.errors import HpcstratError, RankLostError
+from hpcstrat.engine.observe.timeline import active, recorded_wait
+from hpcstrat.errors import HpcstratError, RankLostError, TopologyError
 
 __all__ = ["PendingCall", "PendingCalls"]
+
+_PAUSE_SECONDS = 1e-4
+# On the core on which its rank computes: between hosts of one core each both hid as
+# much, and each look costs.
+_SHARED_PAUSE_SECONDS = 1e-3
 
 
 class PendingCall:
@@ -131,6 +136,7 @@ class PendingCall:
 
         Collective over the strategy's replicas. For the library's own modules.
         """
+        failures = self._channel.failures
         try:
             while not self._done:
                 if not self._advance(waits):
@@ -138,7 +144,7 @@ class PendingCall:
         except BaseException as error:
             # The rank that waits for it raises this, in the same place as the others.
             try:
-                self._channel.look_for_death(error, self.call.text)
+                failures.look_for_death(error, self.call.text)
             except RankLostError as loss:
                 self.end(loss)
             self.end(self._own_error or error)
@@ -149,10 +155,10 @@ class PendingCall:
 
     def _lose(self, error: BaseException) -> None:
         """End all calls, unless the other ranks know of the error."""
-        channel = self._channel
-        known = channel.told_at == channel.num_calls
+        failures = self._channel.failures
+        known = failures.told_at == self._channel.num_calls
         if not isinstance(error, HpcstratError) and not known:
-            channel.interrupted(self.call, error)
+            failures.interrupted(self.call, error)
 
     def end(self, error: BaseException) -> None:
         """Let `wait` raise an error, for there will be no result; for the channel.
@@ -174,17 +180,27 @@ class PendingCall:
             carried = header.carried
         except Exception as error:
             self._own_error = error
-        failed = self._own_error is not None
-        self._channel.post_header(self.call, self._run, carried, failed=failed)
+        self._channel.failures.refuse(self.call)
+        flags = 0 if self._own_error is None else FAILED
+        self._channel.post(self.call, self._run, flags, carried)
         self._advance = self._agree
         return True
 
     def _agree(self, waits: bool) -> bool:
-        error = self._own_error
+        channel, call, error = self._channel, self.call, self._own_error
         if waits:
-            self._channel.wait_header(self.call, self._timeout_seconds, error)
-        elif not self._channel.header_came(self.call, error):
+            with channel.moving(call), recorded_wait(call.text):
+                agreed = channel.wait_header(call, self._timeout_seconds)
+        else:
+            agreed = channel.poll_header(call)
+        if agreed is None:
             return False
+        if error is not None or not agreed:
+            # All ranks come here, as their headers differ.
+            told = Announcement(channel.topology.replica_id, 0, call.text)
+            if error is not None:
+                told = announce_error(told.rank, call.text, error)
+            raise channel.failures.exchange(told).error
         self._advance = self._move
         return True
 
@@ -216,7 +232,8 @@ class PendingCalls(deque[PendingCall]):
     def __init__(self, channel: Any) -> None:
         super().__init__()
         self._channel = channel
-        self._thread: ProgressThread | None = None
+        self._thread: threading.Thread | None = None
+        self._started, self._ends = threading.Event(), False
         # Held by whoever takes them further: the program's thread or the one of
         # progress.
         self.lock = threading.RLock()
@@ -226,14 +243,14 @@ class PendingCalls(deque[PendingCall]):
 
         Collective over ``topology.replica_comm``; does not wait.
         """
-        self._channel.refuse_if_broken(started.call)
+        self._channel.failures.refuse(started.call)
         if active.recorder is not None:
             active.recorder.started(started)
         with self.lock:
             self.append(started)
             self.progress()
         if self._thread is not None:
-            self._thread.wake()
+            self._started.set()
 
     def progress(self) -> None:
         """Do what can be done for them without waiting; not collective."""
@@ -261,12 +278,12 @@ class PendingCalls(deque[PendingCall]):
         """Return how many there are, all parts of larger calls taken as one."""
         return sum(not one.part for one in self) + any(one.part for one in self)
 
-    def drop_parts(self, error: BaseException) -> None:
-        """Let go of parts that have not been announced, since one has failed."""
-        for one in list(self)[1:]:
-            if one.part:
-                one.end(error)
-                self.remove(one)
+    def lose(self, error: BaseException, *, all_of_them: bool) -> None:
+        """Let go of parts that have not been announced, since one failed; or of all."""
+        lost = list(self) if all_of_them else [o for o in list(self)[1:] if o.part]
+        for one in lost:
+            one.end(error)
+            self.remove(one)
 
     def _forget(self, ended: PendingCall) -> None:
         """Take an ended call off the queue, which an error may have emptied."""
@@ -275,16 +292,51 @@ class PendingCalls(deque[PendingCall]):
             if active.recorder is not None:
                 active.recorder.ended(ended)
 
+    # A thread that takes them further while the program computes.
+
     def use_thread(self, enter: Callable[[], object]) -> None:
         """Take them further in a thread, too, which calls ``enter`` first.
 
-        Not collective. A second call does nothing. See `check_progress_thread`.
+        Collective over ``topology.replica_comm``. Raises TopologyError on every rank if
+        MPI was not started for threads on one of them. A second call does nothing.
         """
+        self._channel.agree(describe_call("use of a progress thread"))
+        topology = self._channel.topology
+        mpi, comm = topology.mpi, topology.replica_comm
+        if not all(comm.allgather(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)):
+            raise TopologyError(
+                "expected MPI with THREAD_MULTIPLE for a progress thread, found it "
+                "started with less; create this strategy first, or start MPI "
+                "accordingly"
+            )
         if self._thread is None:
-            shares_core = self._channel.topology.cores_each < 2
-            self._thread = ProgressThread(self, enter, shares_core=shares_core)
+            pause = _SHARED_PAUSE_SECONDS if topology.cores_each < 2 else _PAUSE_SECONDS
+            self._thread = threading.Thread(
+                target=self._progress_in_thread,
+                args=(enter, pause),
+                name="hpcstrat-progress",
+                daemon=True,
+            )
+            self._thread.start()
+
+    def _progress_in_thread(self, enter: Callable[[], object], pause: float) -> None:
+        """Make MPI calls only while a started call is under way.
+
+        The main thread then makes none of its own: a call of the strategy first lets
+        them end.
+        """
+        nap = threading.Event()
+        while not self._ends:
+            self._started.wait()
+            self._started.clear()
+            enter()
+            while self and not self._ends:
+                self.progress()
+                nap.wait(pause)
 
     def end_thread(self) -> None:
-        """End the thread, where there is one."""
+        """End the thread, where there is one; not collective."""
         if self._thread is not None:
-            self._thread.end()
+            self._ends = True
+            self._started.set()
+            self._thread.join()

@@ -136,8 +136,7 @@ class WireHeaders:
         # By the bytes of each worker's values, for each step.
         self._kept: dict[int, list[_Messages]] = {}
         self._messages = self._make_messages(0)
-        # Values that travel in the next header.
-        self.carried: HeaderPayload | None = None
+        # Values that travel in the header that is under way.
         self._load: HeaderPayload | None = None
         self._sequence = 0
         self._own, self._flags = b"", 0
@@ -178,10 +177,11 @@ class WireHeaders:
                 request.Free()
         self._kept.clear()
 
-    def post(self, run: int, digest: int, flags: int) -> None:
-        """Announce this rank's header; does not wait."""
+    def post(
+        self, run: int, digest: int, flags: int, load: HeaderPayload | None
+    ) -> None:
+        """Announce this rank's header, and values; does not wait."""
         self._sequence = sequence = self._sequence + 1
-        load = self.carried
         nbytes = 0 if load is None else load.nbytes
         self._own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
         self._load, self._flags, self._same = load, flags, True

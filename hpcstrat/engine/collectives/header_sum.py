@@ -126,7 +126,7 @@ class HeaderSum(Plan):
             channel.pending.drain()
         views = self._views or self._in_place()
         _lay_out(views, arrays)
-        channel.agree_on(self, self.call, timeout_seconds)
+        channel.agree(self.call, timeout_seconds, self)
         with channel.moving(self.call):
             _copy_out(views, results)
 

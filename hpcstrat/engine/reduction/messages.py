@@ -61,12 +61,12 @@ class Transfer:
         if self._awaited is None:
             return True
         channel: Any = self.collectives.channel
-        channel.refuse_if_broken(self._call)
+        channel.failures.refuse(self._call)
         with channel.moving(self._call):
             while self._awaited is not None and self._awaited.agreed():
                 self._awaited = next(self._steps, None)
             if self._awaited is not None:
-                channel.look()
+                channel.failures.look()
         return self._awaited is None
 
     @collective
@@ -79,7 +79,7 @@ class Transfer:
         if self._awaited is None:
             return
         channel: Any = self.collectives.channel
-        channel.refuse_if_broken(self._call)
+        channel.failures.refuse(self._call)
         with channel.moving(self._call):
             while self._awaited is not None:
                 channel.wait(self._awaited, self._call)
@@ -199,7 +199,7 @@ class Messages:
 
     def _begin(self, call: Call) -> None:
         channel: Any = self.collectives.channel
-        channel.refuse_if_broken(call)
+        channel.failures.refuse(call)
         # Requests of messages that the program has dropped are freed here.
         let_go_of_complete()
 

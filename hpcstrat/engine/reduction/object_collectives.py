@@ -125,7 +125,7 @@ class ObjectCollectives:
         Collective over ``topology.replica_comm``: it stands for this rank's next call.
         """
         if self.channel is not None:
-            self.channel.fail(what, error)
+            self.channel.failures.fail(what, error)
 
     @contextlib.contextmanager
     def all_raise(self, what: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ from hpcstrat.engine.arrays.kinds import array_module, is_device, to_reducible
 from hpcstrat.engine.arrays.overlaps import copied_where_overwritten
 from hpcstrat.engine.arrays.recycling import DeviceRecycler, Recycler
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.entries import collective, leave
+from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.collectives.plan import Plan
@@ -104,7 +104,7 @@ class Reductions:
         channel = planned.channel
         if channel is None:
             return planned.repeat(value, out, seconds)
-        if channel.broken or channel.elsewhere is not None:
+        if channel.failures.broken or channel.elsewhere is not None:
             return None
         # No other thread runs between the look and the assignment.
         outer, thread = channel.running, get_ident()
@@ -114,7 +114,7 @@ class Reductions:
         try:
             return planned.repeat(value, out, seconds)
         except BaseException as error:
-            leave(channel, what, error, entered)
+            channel.failures.leave(what, error, entered)
             raise
         finally:
             channel.running = outer

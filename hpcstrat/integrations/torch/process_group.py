@@ -542,7 +542,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         """End all calls of the group's ranks, without waiting for them."""
         if self.strategy is not None and self.collectives.channel is not None:
             error = RuntimeError("the program called abort")
-            self.collectives.channel.break_off("the process group", error)
+            self.collectives.channel.failures.break_off("the process group", error)
 
 
 def _listed(tensors: Any) -> Any:

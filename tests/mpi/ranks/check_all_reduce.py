@@ -308,7 +308,7 @@ def test_a_failure_while_several_reductions_are_under_way_ends_the_strategy(
         assert "several started calls" in str(error)
         channel = strategy.collectives.channel
         assert not channel.pending
-        channel.broken = ""
+        channel.failures.broken = ""
         channel.rings.restart()
 
 
@@ -351,7 +351,7 @@ def test_an_interrupted_started_reduction_gives_no_result(
             started.advance(waits=True)
         with pytest.raises(KeyboardInterrupt):
             started.wait()
-        assert "interrupted" in channel.broken
+        assert "interrupted" in channel.failures.broken
         # The ranks have told each other: nothing can be closed together any more.
         strategy.abandon()
 

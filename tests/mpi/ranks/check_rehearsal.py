@@ -59,13 +59,12 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
         monkeypatch.setattr(owner, name, noting)
 
-    def announced(channel: Channel, *_: Any) -> Announced | None:
-        # With values it is noted already.
-        with_values = channel.wire is not None and channel.wire.carried is not None
-        return None if with_values else Announced(0)
+    def announced(
+        _: Channel, __: Any, ___: Any = None, carried: Any = None
+    ) -> Announced:
+        return Announced(0 if carried is None else carried.nbytes)
 
     note(Channel, "agree", announced)
-    note(Channel, "agree_on", lambda _, values, *__: Announced(values.nbytes))
     note(Channel, "step", lambda *_: Stepped())
     note(
         InterruptibleComm,
