@@ -250,8 +250,8 @@ MUTANTS = (
     _m(
         "inlined: a sum replaces values that are to be added once more",
         "4:inlined",
-        "if self._load is not None and not self._flags:",
-        "if self._load is not None:",
+        "if load is not None and finishes:",
+        "if load is not None:",
     ),
     # What one rank could not do.
     _m(

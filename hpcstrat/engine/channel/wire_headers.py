@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +55,6 @@ _MOST_KEPT = 256
 
 # Buffers that MPI may still write to.
 _left: list[Any] = []
-
-# Stages of the comparison of a header on a rank.
-_INSIDE, _ACROSS, _TOLD, _DONE = range(4)
-
 
 def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
     """Return the most bytes of values of each worker that a header carries.
@@ -95,13 +91,9 @@ class WireHeaders:
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        comm: Any,
-        segment: SegmentHeaders,
-        places: SharedRings,
+        self, topology: Topology, comm: Any, segment: SegmentHeaders, rings: SharedRings
     ) -> None:
-        self._comm, self._segment, self._rings = comm, segment, places
+        self._comm, self._segment, self._rings = comm, segment, rings
         self.alone = topology.worker_comm.size == 1
         self._leads = topology.worker_comm.rank == 0
         # The first replica of each worker, in the order of the workers.
@@ -135,17 +127,12 @@ class WireHeaders:
         ]
         # By the bytes of each worker's values, for each step.
         self._kept: dict[int, list[_Messages]] = {}
-        self._messages = self._make_messages(0)
-        # Values that travel in the header that is under way.
-        self._load: HeaderPayload | None = None
+        self._make_messages(0)
         self._sequence = 0
-        self._own, self._flags = b"", 0
-        self._phase, self._step, self._same = _DONE, 0, True
-        self._received: Any = None
-        self._sent: Any = None
-        # Whether the header of the step has been looked at; what else the step awaits.
-        self._looked = False
-        self._behind: list[Any] = []
+        # The comparison of a header; whether it has ended, whether messages are on
+        # their way, and whether all headers so far are the same.
+        self._steps: Iterator[None] = iter(())
+        self._done, self._travels, self._same = True, False, True
 
     def _make_messages(self, nbytes: int) -> list[_Messages]:
         """Make the messages of all steps, for so many bytes of each worker's values."""
@@ -163,13 +150,6 @@ class WireHeaders:
         self._kept[nbytes] = found
         return found
 
-    def _messages_of(self, nbytes: int) -> list[_Messages]:
-        """Return them, new ones or kept; where none is under way."""
-        if nbytes not in self._kept and len(self._kept) > _MOST_KEPT:
-            self._forget()
-            self._make_messages(0)
-        return self._kept.get(nbytes) or self._make_messages(nbytes)
-
     def _forget(self) -> None:
         """Free the messages of all sizes."""
         for messages in itertools.chain.from_iterable(self._kept.values()):
@@ -183,27 +163,28 @@ class WireHeaders:
         """Announce this rank's header, and values; does not wait."""
         self._sequence = sequence = self._sequence + 1
         nbytes = 0 if load is None else load.nbytes
-        self._own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
-        self._load, self._flags, self._same = load, flags, True
+        own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
+        self._done, self._same = False, True
+        # A flag has all ranks agree once more, on the same values.
+        self._steps = self._compare(own, load, finishes=not flags)
         if self.alone:
-            self._begin()
-            return
-        self._phase = _INSIDE
-        # Each worker has its own rings, whose places its own ranks compare.
-        self._segment.post(run, digest ^ self._rings.next, flags)
+            next(self._steps, None)
+        else:
+            # Each worker has its own rings, whose places its own ranks compare.
+            self._segment.post(run, digest ^ self._rings.next, flags)
 
     def agreed(self) -> bool:
         """Whether all ranks have announced the same; False while some are missing."""
-        return (self._phase == _DONE or self._came()) and self._same
+        return (self._done or self._came()) and self._same
 
     def missing(self) -> list[int]:
         """Return ``[-1]`` while ranks are missing: it is not known which."""
-        return [] if self._phase == _DONE or self._came() else [-1]
+        return [] if self._done or self._came() else [-1]
 
     def close(self) -> None:
         """Free the requests; not collective."""
-        if self._phase == _ACROSS:
-            # Left in the midst of one: a message may still come.
+        if self._travels:
+            # Left in the midst of a header: a message may still come.
             _left.append(self)
             return
         self._forget()
@@ -213,111 +194,78 @@ class WireHeaders:
 
     def _came(self) -> bool:
         """Go as far as that can be without waiting; whether that is to the end."""
-        if self._phase == _INSIDE:
-            self._compare_inside()
-        if self._phase == _ACROSS:
-            self._compare_across()
-        if self._phase == _TOLD:
-            self._hear()
-        return self._phase == _DONE
+        next(self._steps, None)
+        return self._done
 
-    def _compare_inside(self) -> None:
-        if not self._stepped():
-            return
+    def _compare(
+        self, own: bytes, load: HeaderPayload | None, *, finishes: bool
+    ) -> Iterator[None]:
+        """Compare headers, step by step; yields where it has to wait."""
+        if not self.alone:
+            yield from self._compare_inside()
         if self._leads:
-            self._begin()
-        else:
-            self._segment.post(0, 0, 0)
-            self._phase = _TOLD
-
-    def _stepped(self) -> bool:
-        """Whether the worker's ranks have come; takes note where they differ."""
-        segment = self._segment
-        if not segment.agreed():
-            if segment.missing():
-                return False
-            # They may have come between the two looks.
-            self._same = self._same and segment.agreed()
-        return True
-
-    def _begin(self) -> None:
-        """Begin to tell the other workers."""
-        nbytes = 0
-        if not self._same:
-            self._own, self._load = _DIFFERENT, None
-        elif self._load is not None:
-            self._load.gather()
-            nbytes = self._load.nbytes
-        self._messages = self._messages_of(nbytes)
-        self._header[:] = self._own
-        self._phase, self._step = _ACROSS, 0
-        self._send()
-
-    def _send(self) -> None:
-        step = self._step
-        messages = self._messages[step]
-        self._sent = messages.first
-        self._sent.Start()
-        self._received = self._receives[step]
-        self._received.Start()
-        self._looked = False
-        if messages.sends:
-            _start(messages.sends, self._behind)
-
-    def _compare_across(self) -> None:
-        # The next message is laid out in the memory that this one is sent from.
-        while self._received.Test() and self._sent.Test():
-            step = self._step
-            if not self._looked:
-                self._look()
-            if self._behind and not self._all_came():
-                return
-            self._step = step + 1
-            if self._step == len(self._peers):
-                self._end()
-                return
-            if self._load is not None:
-                self._load.take(step)
-            self._send()
-
-    def _look(self) -> None:
-        """Look at the header that has come, and receive what follows it."""
-        self._looked, step, header = True, self._step, self._reads[self._step]()
-        messages = self._messages
-        if self._same and header != self._own:
-            self._same, self._load = False, None
-            self._header[:] = _DIFFERENT
-        if not self._same:
-            # From here on only headers are sent, but what follows another one must not
-            # be left for the next.
-            self._messages = self._kept[0]
-            nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
-            messages = self._kept.get(nbytes) or self._make_messages(nbytes)
-        if messages[step].receives:
-            _start(messages[step].receives, self._behind)
-
-    def _all_came(self) -> bool:
-        behind = self._behind
-        if type(behind[0]).Testall(behind):
-            self._behind = behind = []
-        return not behind
-
-    def _end(self) -> None:
-        # A flag has all ranks agree once more, on the same values.
-        if self._load is not None and not self._flags:
-            self._load.finish()
-        if self.alone:
-            self._phase = _DONE
-        else:
+            if not self._same:
+                own, load = _DIFFERENT, None
+            self._travels = True
+            load = yield from self._compare_across(own, load)
+            self._travels = False
+            if load is not None and finishes:
+                load.finish()
+        if not self.alone:
             self._segment.post(0, 0, int(not self._same))
-            self._phase = _TOLD
+            yield from self._compare_inside()
+        self._done = True
 
-    def _hear(self) -> None:
-        if self._stepped():
-            self._phase = _DONE
+    def _compare_inside(self) -> Iterator[None]:
+        """Wait for the worker's ranks, and take note where they differ."""
+        segment = self._segment
+        while not segment.agreed():
+            if not segment.missing():
+                # They may have come between the two looks.
+                self._same = self._same and segment.agreed()
+                return
+            yield
+
+    def _compare_across(
+        self, own: bytes, load: HeaderPayload | None
+    ) -> Generator[None, None, HeaderPayload | None]:
+        """Tell the other workers; returns the values, where all have the same call."""
+        nbytes = 0
+        if load is not None:
+            load.gather()
+            nbytes = load.nbytes
+        if nbytes not in self._kept and len(self._kept) > _MOST_KEPT:
+            self._forget()
+            self._make_messages(0)
+        every = self._kept.get(nbytes) or self._make_messages(nbytes)
+        self._header[:] = own
+        for step, receive in enumerate(self._receives):
+            messages = every[step]
+            messages.first.Start()
+            receive.Start()
+            behind = _started(messages.sends)
+            # The next message is laid out in the memory that this one is sent from.
+            while not (receive.Test() and messages.first.Test()):
+                yield
+            header = self._reads[step]()
+            if self._same and header != own:
+                self._same, load = False, None
+                self._header[:] = _DIFFERENT
+            if not self._same:
+                # From here on only headers are sent, but what follows another one must
+                # not be left for the next.
+                every = self._kept[0]
+                nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
+                messages = (self._kept.get(nbytes) or self._make_messages(nbytes))[step]
+            behind += _started(messages.receives)
+            while behind and not type(behind[0]).Testall(behind):
+                yield
+            if load is not None:
+                load.take(step)
+        return load
 
 
-def _start(requests: Sequence[Any], started: list[Any]) -> None:
+def _started(requests: Sequence[Any]) -> list[Any]:
     for request in requests:
         request.Start()
-    started.extend(requests)
+    return list(requests)
