@@ -10,8 +10,8 @@ import time
 from types import FrameType
 from typing import Any
 
-from hpcstrat.engine.channel.arrivals import Arrivals
 from hpcstrat.engine.logs import get_logger
+from hpcstrat.engine.observe.arrivals import Arrivals
 from hpcstrat.engine.settings import Settings
 
 __all__ = ["conclude", "forget", "watch"]

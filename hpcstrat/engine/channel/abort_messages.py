@@ -41,10 +41,9 @@ class AbortMessages:
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._turn = 0
         self._point: _Point = _NOWHERE
+        # What this rank tells; empty while all is well. Who has not been told yet.
         self._text = ""
-        # Ranks that have to hear of the break, and ranks that have been told.
-        self._asks: set[int] = set()
-        self._told: set[int] = set()
+        self._untold: set[int] = set()
         self._came: _Came = {}
         # Messages of ranks that went on before this one, and left another call.
         self._ahead: _Came = {}
@@ -57,26 +56,20 @@ class AbortMessages:
         ``point`` is the number of the call at which this rank has entered what it has
         left, and of the one after which it did, where it is in none.
         """
-        self._text, self._point = text, point
-        self._asks, self._told = set(self._others), set()
-        self.finish()
+        self._text, self._point, self._untold = text, point, set(self._others)
+        self._finish()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Tell the ranks that were not told: also that can be interrupted."""
-        for rank in sorted(self._asks - self._told):
-            self._send(rank)
-            self._told.add(rank)
-
-    def _send(self, rank: int) -> None:
         data = _HEAD.pack(self._turn, *self._point)
         data += self._text.encode(errors="replace")
-        # An error of MPI: the rank has died, or all of MPI has.
-        with contextlib.suppress(Exception):
-            request = self._comm.Isend(
-                [data[:_MOST_BYTES], self._mpi.BYTE], dest=rank, tag=_TAG
-            )
-            # Nobody waits for it.
-            keep([request])
+        message = [data[:_MOST_BYTES], self._mpi.BYTE]
+        for rank in sorted(self._untold):
+            # An error of MPI: the rank has died, or all of MPI has.
+            with contextlib.suppress(Exception):
+                # Nobody waits for it.
+                keep([self._comm.Isend(message, dest=rank, tag=_TAG)])
+            self._untold.discard(rank)
 
     def look(self, call: int | None = None, *, for_data: bool = False) -> str:
         """Return what other ranks have told, empty for nothing; drives MPI's progress.
@@ -100,9 +93,9 @@ class AbortMessages:
                 self._ahead[status.source] = told
         for point, text in self._came.values():
             if call is None or self._ends(point[1], call, for_data):
-                if not self._asks:
-                    self._text, self._asks = text, set(self._others)
-                self.finish()
+                if not self._text:
+                    self._text, self._untold = text, set(self._others)
+                self._finish()
                 return text
         return ""
 
@@ -132,6 +125,5 @@ class AbortMessages:
     def forget(self) -> None:
         """Begin anew, after all ranks have."""
         self._turn += 1
-        self._text, self._point = "", _NOWHERE
-        self._asks, self._told = set(), set()
+        self._text, self._point, self._untold = "", _NOWHERE, set()
         self._came, self._ahead = self._ahead, {}

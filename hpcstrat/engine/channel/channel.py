@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcstrat.engine.channel.arrivals import Arrivals
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
 from hpcstrat.engine.channel.failures import Failures
@@ -37,6 +36,7 @@ from hpcstrat.engine.channel.waitable import (
 )
 from hpcstrat.engine.channel.waiting import Waiter, Waiting
 from hpcstrat.engine.channel.wire_headers import WireHeaders
+from hpcstrat.engine.observe.arrivals import Arrivals
 from hpcstrat.engine.observe.timeline import active
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import CollectiveError
@@ -92,8 +92,8 @@ class Channel:
             else KernelHeaders(topology, self.kernel)
         )
         self.rings = SharedRings(topology, self.kernel)
-        self.waiter = Waiter(topology, self.failures.look, self.steps)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
+        self.waiter = Waiter(topology, self.failures.look, self.steps, self.arrivals)
         # Headers between workers, which carry the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
@@ -226,7 +226,7 @@ class Channel:
 
     def wait_header(self, call: Call, timeout_seconds: float | None) -> bool:
         """Wait for the headers of all ranks; whether all have announced the same."""
-        came = self.arrivals.wait(self.waiter, self.headers, call, timeout_seconds)
+        came = self.waiter.wait_header(self.headers, call, timeout_seconds)
         self.last_call = call
         return came
 
@@ -272,7 +272,7 @@ class Channel:
 
     def _await(self, message: Waitable) -> None:
         call = self.exchanging or self.last_call or _NO_CALL
-        self.arrivals.wait_data(self.waiter, message, call)
+        self.waiter.wait_data(message, call)
 
     def step(self, call: Call) -> Waitable:
         """Tell this worker's ranks that this one has come to the next step of a call.
@@ -294,7 +294,7 @@ class Channel:
         for _ in range(self.waiter.quick_looks):
             if agreed():
                 return
-        if not self.arrivals.wait_data(self.waiter, awaited, call):
+        if not self.waiter.wait_data(awaited, call):
             raise CollectiveError(
                 f"expected every rank in the same step of {call.text}, found "
                 "another call's; end the program on every rank"

@@ -307,7 +307,7 @@ class Failures:
         """
         channel, broken, self._resuming = self._channel, self.broken, True
         try:
-            met: bool = channel.arrivals.wait(channel.waiter, self.aborts, call, None)
+            met: bool = channel.waiter.wait_header(self.aborts, call)
             # A rank that has told once is not asked again.
             self.between_calls = False
             if met:

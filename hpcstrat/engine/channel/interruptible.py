@@ -63,15 +63,12 @@ class Exchange:
 
 
 class InterruptibleComm:
-    """A communicator whose calls are awaited by ``wait``, which takes a `Waitable`.
-
-    ``plain`` is the communicator itself, for calls of MPI that return at once.
-    """
+    """A communicator whose calls are awaited by ``wait``, which takes a `Waitable`."""
 
     def __init__(
         self, comm: Any, topology: Topology, wait: Callable[[Any], Any]
     ) -> None:
-        self._comm = self.plain = comm
+        self._comm = comm
         self._topology = topology
         self.mpi = topology.mpi
         self._wait = wait
@@ -124,13 +121,10 @@ class InterruptibleComm:
         """Exchange objects with ranks, which make the same call; not collective."""
         data = np.frombuffer(pickle.dumps(value, 5), np.uint8)
         sent, came = np.array([data.size], np.int64), np.empty(1, np.int64)
-        self._swap(sent, dest, came, source)
+        self.exchange({dest: sent}, {source: came}, _TAG)
         found = np.empty(int(came[0]), np.uint8)
-        self._swap(data, dest, found, source)
+        self.exchange({dest: data}, {source: found}, _TAG)
         return pickle.loads(found.data)
-
-    def _swap(self, sent: Any, dest: int, received: Any, source: int) -> None:
-        self.exchange({dest: sent}, {source: received}, _TAG)
 
     def exchange(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
@@ -142,21 +136,16 @@ class InterruptibleComm:
     def start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> Exchange:
-        """Start to send bytes to ranks, and to receive those of others; in order.
+        """Start to send arrays of uint8 to ranks, and to receive those of others.
 
-        Not collective. Arrays of uint8, of which both ranks know the sizes. What two
-        ranks exchange with a tag is matched in the order in which they start it.
+        Not collective. Both ranks know their sizes. What two ranks exchange with a tag
+        is matched in the order in which they start it.
         """
         return self._start(sent, received, tag, EAGER_BYTES)
 
     def _start(
-        self,
-        sent: Mapping[int, Any],
-        received: Mapping[int, Any],
-        tag: int,
-        most: int,
+        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int, most: int
     ) -> Exchange:
-        """Start messages of at most so many bytes."""
         exchange = Exchange(sent, received)
         calls = (self._comm.Irecv, received), (self._comm.Isend, sent)
         for call, arrays in calls:
@@ -222,10 +211,9 @@ class InterruptibleComm:
     def cast(self, data: bytes, root: int) -> Any:
         """Give all ranks one rank's bytes."""
         size = np.array([len(data)], np.int64)
-        self._done(self._comm.Ibcast(size, root))
-        if self.rank == root:
-            buffer = np.frombuffer(data, np.uint8)
-        else:
+        self.Bcast(size, root)
+        buffer: Any = np.frombuffer(data, np.uint8)
+        if self.rank != root:
             buffer = np.empty(int(size[0]), np.uint8)
         self.cast_array(buffer, root)
         return buffer.data
@@ -241,10 +229,10 @@ class InterruptibleComm:
         sends = self.rank == root
         parts = [pickle.dumps(v, 5) for v in values or ()] if sends else []
         sizes = np.array([len(p) for p in parts] or [0] * self.size, np.int64)
-        self._done(self._comm.Ibcast(sizes, root))
-        byte = self.mpi.BYTE
-        every = np.frombuffer(b"".join(parts), np.uint8) if sends else None
-        own = np.empty(int(sizes[self.rank]), np.uint8)
-        sent = [every, sizes, byte] if sends else None
+        self.Bcast(sizes, root)
+        byte, own = self.mpi.BYTE, np.empty(int(sizes[self.rank]), np.uint8)
+        sent = (
+            [np.frombuffer(b"".join(parts), np.uint8), sizes, byte] if sends else None
+        )
         self._done(self._comm.Iscatterv(sent, [own, byte], root), own.nbytes)
         return values[root] if sends and values is not None else pickle.loads(own.data)

@@ -32,36 +32,27 @@ class RankLoss:
         loss. ``error`` is of a call that moves data, or waits: of ``what``.
         """
         topology = self._topology
-        known: set[int] = set()
+        known, comm = set[int](), self._comm if topology.survives else None
         if isinstance(error, RankLostError):
             known.update(error.ranks)
-        elif not is_loss(
-            topology.mpi, error, self._comm if topology.survives else None
-        ):
+        elif not is_loss(topology.mpi, error, comm):
             return None
         if self.error is not None:
             return self.again(what)
+        advice = "start the job again, and restore a checkpoint"
         if topology.survives:
             self.wake()
             known.update(self._told(bool(known)))
             advice = "leave this strategy, and form one of the ranks that are left"
-        else:
-            advice = "start the job again, and restore a checkpoint"
         ranks = sorted(known)
-        who = f"the processes of ranks {ranks} have died" if ranks else "a rank has"
-        text = (
-            f"expected all ranks in {what}, found that {who}"
-            f"{'' if ranks else ' died'}; {advice}"
-        )
+        who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
+        text = f"expected all ranks in {what}, found that {who} died; {advice}"
         # Kept without a traceback, whose frames would hold the program's arrays.
         self.error = RankLostError(text, ranks)
         return RankLostError(text, ranks)
 
     def wake(self) -> None:
-        """Make all ranks of the topology raise an error in every call of MPI.
-
-        Does nothing unless the loss of ranks is survived.
-        """
+        """Make every call of MPI an error on all ranks, where a loss is survived."""
         if self._topology.survives:
             revoke([self._comm])
             self._topology.revoke()

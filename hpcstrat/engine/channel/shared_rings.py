@@ -56,18 +56,14 @@ class SharedRings:
         return int(self._counter.next)
 
     def place_bytes(self, nbytes: int) -> int:
-        """Return the size of a place for some bytes: a power of two.
-
-        At most ``slot_bytes``, as are the bytes.
-        """
+        """Return the size of a place for at most ``slot_bytes``: a power of two."""
         wanted = max(_SMALLEST_PLACE_BYTES, 1 << (nbytes - 1).bit_length())
         return min(wanted, self.slot_bytes)
 
     def take(self, place_bytes: int) -> int:
         """Return where the next place begins in each rank's ring, in bytes.
 
-        Logically collective over ``topology.worker_comm``. ``place_bytes`` comes from
-        the method of that name; the place begins at a multiple of it.
+        Logically collective over ``topology.worker_comm``.
         """
         start = (self.next + place_bytes - 1) // place_bytes * place_bytes
         if start >= self.ring_bytes:
@@ -84,18 +80,15 @@ class SharedRings:
         self._counter.next = 0
 
     def close(self) -> None:
-        """Let go of the memory.
-
-        Not collective.
-        """
+        """Let go of the memory; not collective."""
         self._typed.clear()
         self._rows.clear()
         self._bytes = np.empty((0, 0), np.uint8)
 
     def of(self, dtype: np.dtype[Any]) -> Array:
-        """Return the rings as arrays of a type, whose size divides 64 bytes.
+        """Return the rings as an array of a type whose size divides 64 bytes.
 
-        Shared memory, writable, of shape (ranks of the worker, elements of a ring).
+        Its shape is (ranks of the worker, elements of a ring).
         """
         typed = self._typed.get(dtype)
         if typed is None:
@@ -103,10 +96,7 @@ class SharedRings:
         return typed
 
     def rows(self, run: Run, place: int) -> list[Array]:
-        """Return the memory of a run of a piece, for each rank of the worker.
-
-        ``place`` is the piece's, from `take`.
-        """
+        """Return the memory of a run of a piece in a place, for each rank."""
         key = run.dtype, place, run.start, run.size
         rows = self._rows.get(key)
         if rows is None:
@@ -118,9 +108,9 @@ class SharedRings:
         return rows
 
     def scratch(self, dtype: np.dtype[Any]) -> Array:
-        """Return memory of this rank alone, which the next caller overwrites.
+        """Return memory of this rank alone, as long as the largest place.
 
-        As long as the largest place.
+        The next caller overwrites it.
         """
         kept = self._scratch.get(dtype)
         if kept is None:

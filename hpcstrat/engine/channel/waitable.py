@@ -73,7 +73,7 @@ class HeaderStep:
         self.carried = carried
 
     def agreed(self) -> bool:
-        """Refuse: it is awaited by `Channel.agree`, or posted by a `PendingCall`."""
+        """Refuse: `Channel.agree` awaits it, or a `PendingCall` posts it."""
         raise AssertionError("an algorithm yields its header once, before all else")
 
     def missing(self) -> list[int]:

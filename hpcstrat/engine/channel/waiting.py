@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.headers import SegmentHeaders
 from hpcstrat.engine.channel.waitable import Waitable
+from hpcstrat.engine.observe.arrivals import Arrivals
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import CollectiveError, RankLostError
 
@@ -106,14 +107,17 @@ class Waiter:
     """Waits for the other ranks of a channel.
 
     ``look`` drives MPI's progress, and raises where another rank has ended all calls;
-    ``steps`` knows the processes of this worker.
+    ``steps`` knows the processes of this worker; ``arrivals`` counts the waits.
     """
 
     def __init__(
-        self, topology: Topology, look: Callable[[], None], steps: SegmentHeaders
+        self,
+        topology: Topology,
+        look: Callable[[], None],
+        steps: SegmentHeaders,
+        arrivals: Arrivals,
     ) -> None:
-        self._look = look
-        self._steps = steps
+        self._look, self._steps, self._arrivals = look, steps, arrivals
         # This rank waits so long for others, where a call has no limit of its own.
         self.limit_seconds = _LIMIT_SECONDS
         # The wait that is under way, once it takes longer than a moment.
@@ -122,7 +126,7 @@ class Waiter:
         self.watched = False
         # Until when this rank had said that it would be slow.
         self.slow_until = -math.inf
-        # Ranks that were missing at the last look; see `arrivals`.
+        # Ranks that were missing at the last look.
         self.late: list[int] = []
         # Interval between looks for dead processes; survivors of a loss are in a hurry.
         self._look_seconds = 0.05 if topology.survives else 1.0
@@ -141,6 +145,25 @@ class Waiter:
             return self.quick_looks
         looks = int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND)
         return min(looks, _MOST_KERNEL_LOOKS)
+
+    def wait_header(
+        self, awaited: Waitable, call: Call, timeout_seconds: float | None = None
+    ) -> bool:
+        """Wait for the headers of late ranks, as `wait` does, and count it."""
+        start = self._arrivals.begin(call.text)
+        try:
+            self.late = awaited.missing() if self._arrivals.looks_early else []
+            return self.wait(awaited, call, timeout_seconds)
+        finally:
+            self._arrivals.end(start, call.text, self.late)
+
+    def wait_data(self, awaited: Waitable, call: Call) -> bool:
+        """Wait for data, as `wait` does, and count it."""
+        start = time.perf_counter()
+        try:
+            return self.wait(awaited, call)
+        finally:
+            self._arrivals.count_data(start, call.text)
 
     def wait(
         self, awaited: Waitable, call: Call, timeout_seconds: float | None = None

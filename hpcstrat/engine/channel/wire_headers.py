@@ -56,6 +56,7 @@ _MOST_KEPT = 256
 # Buffers that MPI may still write to.
 _left: list[Any] = []
 
+
 def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
     """Return the most bytes of values of each worker that a header carries.
 

@@ -97,8 +97,8 @@ class KernelSum(Plan):
         """Wait for what the kernel has not seen; return the results."""
         channel: Any = self.channel
         try:
-            if found == _HEADER_AWAITED and not channel.arrivals.wait(
-                channel.waiter, channel.steps, self.call, timeout_seconds
+            if found == _HEADER_AWAITED and not channel.waiter.wait_header(
+                channel.steps, self.call, timeout_seconds
             ):
                 found = _DIFFERS
             channel.last_call = self.call

@@ -1,7 +1,7 @@
 """Statistics of lateness: how long this rank has waited for the others.
 
 A call in which all ranks meet within the first quick looks costs nothing here. Only a
-rank that waits longer takes the time, while it has nothing else to do.
+rank that waits longer takes the time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpcstrat.engine.channel.call import Call
-from hpcstrat.engine.channel.waitable import Waitable
-from hpcstrat.engine.channel.waiting import Waiter
 from hpcstrat.engine.observe.arrival_report import (
     BINS,
     ROW_BYTES,
@@ -30,9 +27,6 @@ __all__ = ["Arrivals"]
 # workers it is left to the long waits.
 _MOST_LOOKED_AT = 16
 _PUBLISH_SECONDS = 0.1
-# Waits that end this soon, in quick looks, are counted with some others.
-_FURTHER_LOOKS = 2
-_MOST_ENDED = 64
 _GATHER_SECONDS = 5.0
 # A writer takes some microseconds.
 _READ_ATTEMPTS = 50
@@ -50,18 +44,17 @@ class _Waits:
         self.longest_call = ""
         self.histogram = [0] * BINS
 
-    def add(self, seconds: float, call: Call) -> None:
+    def add(self, seconds: float, call: str) -> None:
         """Count a wait; not collective."""
         self.count += 1
         self.seconds += seconds
         if seconds > self.longest:
-            self.longest = seconds
-            self.longest_call = call.text
+            self.longest, self.longest_call = seconds, call
         self.histogram[min(int(seconds * 1e6).bit_length(), BINS - 1)] += 1
 
 
 class Arrivals:
-    """The waiting of one channel's rank.
+    """The waits of one channel's rank.
 
     Collective over ``topology.replica_comm``. ``count`` returns the number of
     collective calls.
@@ -74,89 +67,54 @@ class Arrivals:
         # numbers of channels with others.
         self.number: int = comm.bcast(secrets.randbits(31))
         self._count = count
-        self._replicas = topology.worker_replicas
         self._start = time.perf_counter()
         self._header, self._data = _Waits(), _Waits()
-        self._awaited = dict.fromkeys(self._replicas, 0.0)
-        self._looks = topology.num_workers == 1 < topology.worker_comm.size
-        self._looks_early = self._looks and len(self._replicas) <= _MOST_LOOKED_AT
+        replicas, own = topology.worker_replicas, topology.worker_comm.rank
+        self._awaited = dict.fromkeys(replicas, 0.0)
+        # Whether it is known who is late, and whether also of short waits.
+        self._knows = topology.num_workers == 1 < topology.worker_comm.size
+        self.looks_early = self._knows and len(replicas) <= _MOST_LOOKED_AT
         self._host = platform.node()
-        own = topology.worker_comm.rank
         # Whether this is the first replica of its worker.
         self.leads = own == 0
-        self._pages = [
-            topology.status(index)[:ROW_BYTES] for index in range(len(self._replicas))
-        ]
+        self._pages = [topology.status(n)[:ROW_BYTES] for n in range(len(replicas))]
         self._page = self._pages[own]
         self._publish_at = 0.0
-        self._ended: list[tuple[float, float, Call, Sequence[int]]] = []
-        self._waiting: tuple[float, Call] | None = None
+        self._waiting: tuple[float, str] | None = None
         self.publish()
 
-    def wait(
-        self,
-        waiter: Waiter,
-        awaited: Waitable,
-        call: Call,
-        timeout_seconds: float | None = None,
-    ) -> bool:
-        """Let a waiter wait for the headers of late ranks, and take the time.
-
-        Collective over ``topology.replica_comm``; returns as `Waiter.wait`.
-        """
-        start, agreed = time.perf_counter(), awaited.agreed
-        for _ in range(_FURTHER_LOOKS * waiter.quick_looks):
-            if agreed():
-                self._ended.append((start, time.perf_counter(), call, ()))
-                if len(self._ended) >= _MOST_ENDED:
-                    self._settle()
-                return True
+    def begin(self, call: str) -> float:
+        """Take note that this rank waits for late ranks; returns the time for `end`."""
+        now = time.perf_counter()
         # There is nothing else to do now, which there will be once all have come.
-        self._settle()
-        if start > self._publish_at:
-            self._publish_at = start + _PUBLISH_SECONDS
+        if now > self._publish_at:
+            self._publish_at = now + _PUBLISH_SECONDS
             self.publish()
-        waiter.late = awaited.missing() if self._looks_early else []
-        self._waiting = start, call
-        try:
-            return waiter.wait(awaited, call, timeout_seconds)
-        finally:
-            self._ended.append((start, time.perf_counter(), call, waiter.late))
-            self._waiting = None
+        self._waiting = now, call
+        return now
 
-    def _settle(self) -> None:
-        """Count the waits that have ended."""
-        ended, self._ended = self._ended, []
-        for start, end, call, late in ended:
-            self._header.add(end - start, call)
+    def end(self, start: float, call: str, late: Sequence[int]) -> None:
+        """Count a wait; the last ranks to come were ``late``."""
+        self._waiting, seconds = None, time.perf_counter() - start
+        self._header.add(seconds, call)
+        if self._knows:
             # The rank that came last is the one that the others waited for.
-            if self._looks and late:
-                share = (end - start) / len(late)
-                for replica in late:
-                    self._awaited[replica] += share
+            for replica in late:
+                self._awaited[replica] += seconds / len(late)
 
-    def wait_data(self, waiter: Waiter, awaited: Waitable, call: Call) -> bool:
-        """Let a waiter wait for data, and take the time.
-
-        Collective over ``topology.replica_comm``, or what is awaited of it; returns as
-        `Waiter.wait`.
-        """
-        start = time.perf_counter()
-        try:
-            return waiter.wait(awaited, call, None)
-        finally:
-            self._data.add(time.perf_counter() - start, call)
+    def count_data(self, start: float, call: str) -> None:
+        """Count a wait for data, which began at a time of ``time.perf_counter``."""
+        self._data.add(time.perf_counter() - start, call)
 
     def own(self) -> ReplicaArrivals:
         """Return this replica's numbers up to now, also of a wait that goes on."""
-        self._settle()
         header, data, now = self._header, self._data, time.perf_counter()
         waited, longest, text = header.seconds, header.longest, header.longest_call
         if self._waiting is not None:
             start, call = self._waiting
             waited += now - start
             if now - start > longest:
-                longest, text = now - start, call.text
+                longest, text = now - start, call
         awaited = sorted(self._awaited.items(), key=lambda pair: -pair[1])
         return ReplicaArrivals(
             replica=self.topology.replica_id,
@@ -171,16 +129,11 @@ class Arrivals:
             data_waits=data.count,
             data_seconds=data.seconds,
             data_longest_seconds=data.longest,
-            awaited=tuple(
-                (replica, seconds) for replica, seconds in awaited if seconds
-            ),
+            awaited=tuple(pair for pair in awaited if pair[1]),
         )
 
     def publish(self) -> None:
-        """Show this replica's numbers to its worker.
-
-        Not collective.
-        """
+        """Show this replica's numbers to its worker; not collective."""
         self._page[:] = self.own().packed()
 
     def of_worker(self) -> ArrivalReport:
@@ -219,10 +172,7 @@ class Arrivals:
         return ArrivalReport(tuple(row for row in found if row is not None))
 
     def close(self) -> None:
-        """Let go of the shared memory.
-
-        Not collective.
-        """
+        """Let go of the shared memory; not collective."""
         for page in self._pages:
             page.release()
         self._pages = []
