@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.position import Position
-from hpcstrat.engine.channel.shared_rings import SharedRings
-from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import CollectiveError
 
 __all__ = ["ClosedChannel"]
@@ -30,22 +29,22 @@ class ClosedChannel:
         self.failures = self
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> Any:
         """Refuse: the communicators are gone."""
-        raise self._error("a call")
+        raise _closed("a call")
 
     @property
-    def rings(self) -> SharedRings:
+    def rings(self) -> Any:
         """Refuse: the shared memory is gone."""
-        raise self._error("a call")
+        raise _closed("a call")
 
     def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
         """Refuse a call."""
-        raise self._error(call.text)
+        raise _closed(call.text)
 
     def refuse(self, call: Call) -> None:
         """Refuse a call that is to be started."""
-        raise self._error(call.text)
+        raise _closed(call.text)
 
     def forget_done(self) -> None:
         """Keep nothing."""
@@ -60,8 +59,9 @@ class ClosedChannel:
     def leave(self, what: str, error: BaseException, entered: int) -> None:
         """Tell nobody, likewise."""
 
-    def _error(self, what: str) -> CollectiveError:
-        return CollectiveError(
-            f"expected an open strategy for {what}, found one that is closed; create a "
-            "new one"
-        )
+
+def _closed(what: str) -> CollectiveError:
+    return CollectiveError(
+        f"expected an open strategy for {what}, found one that is closed; create a new "
+        "one"
+    )

@@ -19,11 +19,8 @@ __all__ = [
     "Announcement",
     "Failure",
     "announce_error",
-    "class_names",
-    "common_class",
     "explain",
     "only_fingerprints_differ",
-    "origin",
     "same_call",
 ]
 
@@ -54,7 +51,7 @@ class Announcement:
     text: str
     # The error of a rank that failed.
     reason: str = ""
-    # Its class, and the bases of that, as of `class_names`.
+    # Its class, and the bases of that, as of `_class_names`.
     classes: tuple[str, ...] = ()
     # Whether the error only tells of another rank's.
     secondary: bool = False
@@ -84,13 +81,13 @@ def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
         # The class may be a program's own and faulty.
         reason = type(error).__name__
     return Announcement(
-        *(rank, FAILED, what, reason, class_names(error)),
+        *(rank, FAILED, what, reason, _class_names(error)),
         secondary=isinstance(error, ReplicaError),
         site=_error_site(error),
     )
 
 
-def class_names(error: BaseException) -> tuple[str, ...]:
+def _class_names(error: BaseException) -> tuple[str, ...]:
     """Return the names of an error's class and its bases, the nearest first.
 
     Module and qualified name, with a colon between them.
@@ -102,13 +99,10 @@ def class_names(error: BaseException) -> tuple[str, ...]:
     )
 
 
-def origin(announcements: Sequence[Announcement]) -> Announcement | None:
-    """Return the announcement of the first rank that failed by itself.
-
-    Else of the first that failed at all; None where no rank did.
-    """
+def _failed(announcements: Sequence[Announcement]) -> list[Announcement]:
+    """Return the announcements of ranks that failed by themselves; else at all."""
     failed = [a for a in announcements if a.flags & FAILED]
-    return next((a for a in failed if not a.secondary), failed[0] if failed else None)
+    return [a for a in failed if not a.secondary] or failed
 
 
 def same_call(announcements: Sequence[Announcement]) -> bool:
@@ -125,43 +119,42 @@ def only_fingerprints_differ(announcements: Sequence[Announcement]) -> bool:
 
 def explain(announcements: Sequence[Announcement]) -> CollectiveError:
     """Return the error that all ranks raise; its text is the same on every rank."""
-    failed = [a for a in announcements if a.flags & FAILED]
-    failed = [a for a in failed if not a.secondary] or failed
-    left = [a for a in announcements if a.flags & LEFT]
+    failed = _failed(announcements)
     if failed:
         words = "; ".join(
             f"rank {a.rank} failed in {a.text}{_at(a)}: {a.reason}" for a in failed
         )
-        kind: type[ReplicaError] = _replica_error_class(common_class(failed[0].classes))
-        return kind(
+        kind = _common_class(failed[0].classes)
+        return _replica_error_class(kind)(  # type: ignore[no-any-return]
             f"expected every replica to go on, found that {words}; handle the error on "
             "that rank, or skip this step on all",
             [a.rank for a in failed],
         )
-    calls = _group([a for a in announcements if not a.flags & LEFT])
+    left = [a for a in announcements if a.flags & LEFT]
+    calls = _calls(a for a in announcements if not a.flags & LEFT)
+    steps = _steps(announcements)
     if left:
         return CollectiveError(
             f"expected all ranks in one call, found that {calls}, while "
-            f"{_ranks(left)} had left the program{_steps(announcements)}; make the "
-            "same calls on every rank until the end",
+            f"{_ranks(left)} had left the program{steps}; make the same calls on every "
+            "rank until the end",
             [a.rank for a in left],
         )
-    steps = _steps(announcements)
-    if len({a.text for a in announcements}) == 1:
-        if not steps:
-            return CollectiveError(
-                "expected all ranks at the same point of the program, found that "
-                f"{calls}, but that a rank was interrupted in an earlier call, or "
-                "left it out; make the same calls on every rank"
-            )
+    if len({a.text for a in announcements}) > 1:
         return CollectiveError(
-            f"expected all ranks at the same point of the program, found that {calls}"
-            f"{steps}; a rank has left out a step, or made one too many: end the "
-            "program, restore a checkpoint or make a new strategy, on every rank"
+            f"expected all ranks in one call, found that {calls}{steps}; make the same "
+            "calls with the same shapes and dtypes, in the same order, on every rank"
         )
+    why = (
+        "; a rank has left out a step, or made one too many: end the program, restore "
+        "a checkpoint or make a new strategy, on every rank"
+        if steps
+        else ", but that a rank was interrupted in an earlier call, or left it out; "
+        "make the same calls on every rank"
+    )
     return CollectiveError(
-        f"expected all ranks in one call, found that {calls}{steps}; make the same "
-        "calls with the same shapes and dtypes, in the same order, on every rank"
+        "expected all ranks at the same point of the program, found that "
+        f"{calls}{steps}{why}"
     )
 
 
@@ -176,9 +169,9 @@ class Failure:
         self, error: CollectiveError, announcements: Sequence[Announcement]
     ) -> None:
         self.error = error
-        cause = origin(announcements)
-        self._names = () if cause is None else cause.classes
-        self._kind = common_class(self._names)
+        causes = _failed(announcements)
+        self._names = causes[0].classes if causes else ()
+        self._kind = _common_class(self._names)
         innermost = min(a.depth for a in announcements)
         # Started calls of which nobody knows whether the others have started them end
         # with the section that they belong to.
@@ -202,18 +195,18 @@ class Failure:
         elif self._kind is not None and isinstance(error, self._kind):
             keeps = True
         else:
-            keeps = class_names(error)[:1] == self._names[:1]
+            keeps = _class_names(error)[:1] == self._names[:1]
         if keeps or error is self.error:
             return error
         self.error.__cause__ = error
         return self.error
 
 
-def common_class(names: Sequence[str]) -> Any:
-    """Return the nearest class of an error that errors on other ranks can have, too.
+def _common_class(names: Sequence[str]) -> Any:
+    """Return the nearest class of `_class_names` that other ranks' errors can have.
 
-    ``names`` are from `class_names`. A common built-in class, or a class of the program
-    that adds no constructor to one; None where there is none.
+    A common built-in class, or a class of the program that adds no constructor to one;
+    None where there is none.
     """
     for name in names:
         module, _, path = name.partition(":")
@@ -280,7 +273,7 @@ def _ranks(announcements: Sequence[Announcement]) -> str:
     return f"ranks {', '.join(map(str, numbers))}"
 
 
-def _group(announcements: Sequence[Announcement]) -> str:
+def _calls(announcements: Iterable[Announcement]) -> str:
     """Name each different call once, with the ranks that made it."""
     groups = _grouped((a.text + _at(a), a) for a in announcements)
     return " and ".join(f"{_ranks(g)} called {text}" for text, g in groups.items())

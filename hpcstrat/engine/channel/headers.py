@@ -51,23 +51,19 @@ class SegmentHeaders:
         self._size = self._comm.size
         self._replicas = topology.worker_replicas
         # Processes of other containers cannot be looked up by their numbers.
+        told = self._comm.allgather(_process_identity(os.getpid()))
         self._processes = {
-            rank: identity
-            for rank, identity in enumerate(
-                self._comm.allgather(_process_identity(os.getpid()))
-            )
-            if identity[1] not in ("", _UNKNOWN)
-            and identity == _process_identity(identity[0])
+            rank: (pid, start)
+            for rank, (pid, start) in enumerate(told)
+            if start not in ("", _UNKNOWN) and (pid, start) == _process_identity(pid)
         }
         span = RECORD_BYTES * self._size
         buffer = topology.segment.buffer
         self._halves = (buffer[:span], buffer[span : 2 * span])
-        own = slice(
-            self._comm.rank * RECORD_BYTES, (self._comm.rank + 1) * RECORD_BYTES
-        )
-        self._owns = (self._halves[0][own], self._halves[1][own])
+        start = self._comm.rank * RECORD_BYTES
+        self._owns = [half[start : start + RECORD_BYTES] for half in self._halves]
         # Much faster than a comparison of the memory itself.
-        self._reads = (self._halves[0].tobytes, self._halves[1].tobytes)
+        self._reads = [half.tobytes for half in self._halves]
         self._read = self._reads[0]
         self._wanted = b""
         self._window, self._barrier = _memory_barrier(topology.mpi)
@@ -98,13 +94,12 @@ class SegmentHeaders:
 
     def missing(self) -> list[int]:
         """Return the ranks whose headers have not come."""
-        late = []
-        records = enumerate(self.records(self.tick))
-        for rank, (tick, run, digest, flags, check) in records:
-            complete = check == hash((tick, run, digest, flags))
-            if tick != self.tick or not complete:
-                late.append(self._replicas[rank])
-        return late
+        return [
+            self._replicas[rank]
+            for rank, (*header, check) in enumerate(self.records(self.tick))
+            # One that is half-written counts as missing.
+            if header[0] != self.tick or check != hash(tuple(header))
+        ]
 
     def dead(self) -> list[int]:
         """Return the ranks whose processes have ended without leaving.

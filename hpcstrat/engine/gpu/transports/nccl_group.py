@@ -26,13 +26,17 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.error_on_any_rank import error_on_any_rank
-from hpcstrat.engine.channel.waitable import EveryRankError, Message, WaitSteps
+from hpcstrat.engine.channel.waitable import (
+    EveryRankError,
+    Message,
+    Waitable,
+    WaitSteps,
+)
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.gpu.streams import Lane, Mark
 from hpcstrat.engine.gpu.transports.nccl_trial import (
@@ -46,6 +50,8 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["NcclGroup", "kernels_wait_since", "look_at_kernels", "nccl_failure"]
 
 _ADVICE = "set NCCL_DEBUG=INFO to see why"
+# Of a problem that one rank tells the others.
+_TEXT_BYTES = 512
 # NCCL has no complex numbers: each is a pair of floats.
 _TYPES = {
     "int32": ("NCCL_INT32", 1),
@@ -156,7 +162,7 @@ class NcclGroup:
 
     def _raise_on_all(self, problem: str) -> WaitSteps:
         if self.size > 1:
-            problem = yield from error_on_any_rank(self._mpi, self._mpi_comm, problem)
+            problem = yield from _error_on_any_rank(self._mpi, self._mpi_comm, problem)
         if problem:
             raise EveryRankError(
                 f"expected NCCL to join {self.size} ranks, found on one of them: "
@@ -352,3 +358,22 @@ def _library() -> Any:
             "whichever the driver's CUDA is)"
         )
     return nccl
+
+
+def _error_on_any_rank(
+    mpi: Any, comm: Any, problem: str
+) -> Generator[Waitable, None, str]:
+    """Return the problem of the last rank that has one, the same on all ranks.
+
+    Collective over ``comm``. ``problem`` is this rank's, empty where there is none.
+    """
+    last = np.array([comm.rank if problem else -1], np.int64)
+    yield Message(comm.Iallreduce(mpi.IN_PLACE, last, op=mpi.MAX))
+    if last[0] < 0:
+        return ""
+    text = np.zeros(_TEXT_BYTES, np.uint8)
+    own = problem.encode(errors="replace")[:_TEXT_BYTES]
+    if last[0] == comm.rank:
+        text[: len(own)] = np.frombuffer(own, np.uint8)
+    yield Message(comm.Ibcast(text, int(last[0])))
+    return text.tobytes().rstrip(b"\0").decode(errors="replace")
