@@ -7,7 +7,7 @@ be made.
 from __future__ import annotations
 
 import enum
-from typing import Any, NoReturn
+from typing import Any
 
 from hpcstrat.cluster_resolver.resolver import ClusterResolver
 from hpcstrat.cluster_resolver.spec import ClusterSpec
@@ -26,10 +26,10 @@ class _Cloud(ClusterResolver):
     found = ""
     advice = ""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(
             f"expected machines that a launcher of MPI has started, found "
-            f"{cls.__name__}, {cls.found}; {cls.advice}"
+            f"{type(self).__name__}, {self.found}; {self.advice}"
         )
 
     def cluster_spec(self) -> ClusterSpec:

@@ -28,23 +28,17 @@ class _ServerSlot(Variable):
     """State of one kind, of all shards of a variable; read and assigned as a whole."""
 
     is_remote = True
-    _variable: ServerVariable
-    _place: tuple[int, str]
-    _initial: float
 
-    @classmethod
-    def of(
-        cls, optimizer: Optimizer, kind: str, variable: ServerVariable
-    ) -> _ServerSlot:
-        """Return the state of a variable, also where no step has made it yet."""
-        self = object.__new__(cls)
+    def __init__(
+        self, optimizer: Optimizer, kind: str, variable: ServerVariable
+    ) -> None:
+        """Stand for state of a variable, also where no step has made it yet."""
         self.name, self.trainable = f"{kind}/{variable.name}", False
         self.aggregation = variable.aggregation
         self.synchronization = variable.synchronization
         self._strategy, self._component = variable._strategy, variable._component
         self._variable, self._initial = variable, optimizer.state[kind]
         self._place = optimizer.key, kind
-        return self
 
     def pieces(self) -> Pieces:
         """Return what reads and writes it piece by piece."""
@@ -85,7 +79,7 @@ class ServerSlots:
             for number in self._client.ask(server, "stateful", optimizer.key)
         }
         slots = [
-            _ServerSlot.of(optimizer, kind, variable)
+            _ServerSlot(optimizer, kind, variable)
             for variable in list(self._variables.values())
             if any(shard.number in there for shard in variable._shards)
             for kind in optimizer.state
@@ -119,7 +113,7 @@ class ServerSlots:
             for kind in optimizer.state:
                 value = optimizer.take_restored(f"{kind}/{variable.name}")
                 if value is not None:
-                    _ServerSlot.of(optimizer, kind, variable).assign(value)
+                    _ServerSlot(optimizer, kind, variable).assign(value)
 
     def find(self, optimizer: Optimizer, name: str) -> Variable | None:
         """Return the state of a name, whose variable is there; also before any step."""
@@ -127,7 +121,7 @@ class ServerSlots:
         names = rest, unescaped(name).partition("/")[2]
         found = [v for v in list(self._variables.values()) if v.name in names]
         known = kind in optimizer.state and found
-        return _ServerSlot.of(optimizer, kind, found[0]) if known else None
+        return _ServerSlot(optimizer, kind, found[0]) if known else None
 
     def restored(self, optimizer: Optimizer) -> None:
         """Let servers count steps on from those that the optimizer has made."""

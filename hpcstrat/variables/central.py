@@ -15,7 +15,7 @@ from hpcstrat.engine.collectives.slices import lay_out, slice_of, write_between
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import Adopted, HostValue
 from hpcstrat.variables.replicated import MirroredVariable
-from hpcstrat.variables.variable import apply_into, scatter_into, view_of
+from hpcstrat.variables.variable import apply_into, scatter_into
 
 __all__ = ["CentralVariable"]
 
@@ -116,14 +116,10 @@ class CentralVariable(MirroredVariable):
         steps = write_between(own, call, channel)
         channel.drive(steps, call, collectives.timeout_seconds)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CentralVariable:
-        """Copy the variable with its value; collective over the strategy's replicas."""
-        other: CentralVariable = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
+    def _copied(self) -> Array:
+        """Return memory of the worker; collective over the strategy's replicas."""
         what, lay = f"copy of variable {self.name!r}", self._laid_out
-        other._component = self._strategy.collectives.call(
+        own: Array = self._strategy.collectives.call(
             what, functools.partial(lay, self._component, what, sends=False)
         )
-        other._view = view_of(other._component)
-        memo[id(self)] = other
-        return other
+        return own

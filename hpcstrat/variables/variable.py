@@ -658,11 +658,16 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         kind, number = self._component.__dlpack_device__()
         return int(kind), int(number)
 
+    def _copied(self) -> Array:
+        """Return memory of its own with the component's value, for a copy."""
+        own: Array = self._component.copy()
+        return own
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """Copy the variable with its value; the strategy is shared."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._keep(self._component.copy())
+        other._keep(self._copied())
         memo[id(self)] = other
         return other
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -66,12 +68,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def _waiter() -> Waiter:
-    waiter = object.__new__(Waiter)
-    waiter._steps, waiter._look = _Nobody(), lambda: None  # type: ignore[assignment]
-    waiter._look_seconds, waiter._shares_cores = 1.0, False
-    waiter.limit_seconds, waiter.waiting = 60.0, None
-    waiter._spin, waiter._on_wire = Spin(), False
-    return waiter
+    worker_comm = SimpleNamespace(size=2)
+    topology: Any = SimpleNamespace(
+        survives=False, num_workers=1, num_cores=2, worker_comm=worker_comm
+    )
+    steps: Any = _Nobody()
+    return Waiter(topology, lambda: None, steps)
 
 
 def test_a_rank_that_waits_long_soon_leaves_its_core_to_others(

@@ -5,7 +5,7 @@ The names are there so that programs which ask for them by ``isinstance`` run.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from hpcstrat.strategies import Strategy
 
@@ -17,13 +17,20 @@ class TPUStrategy(Strategy):
 
     Not collective.
 
+    Parameters
+    ----------
+    *args : object
+        Not used.
+    **kwargs : object
+        Not used.
+
     Raises
     ------
     NotImplementedError
         Always.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to be made."""
         raise NotImplementedError(
             "expected replicas on CPUs or GPUs, found TPUStrategy, and no TPU is "
@@ -42,7 +49,7 @@ class PreemptionWatcher:
         Always.
     """
 
-    def __new__(cls) -> NoReturn:
+    def __init__(self) -> None:
         """Refuse to be made."""
         raise NotImplementedError(
             "expected a PreemptionCheckpointHandler, which takes notice of signals and "

@@ -23,7 +23,7 @@ def _refuse(what: str) -> NoReturn:
 class Server:
     """Functions that clients call: an error that says what to use instead."""
 
-    def __new__(cls) -> NoReturn:
+    def __init__(self) -> None:
         """Refuse to be made."""
         _refuse("Server")
 
@@ -51,7 +51,7 @@ class Server:
 class Client:
     """Calls functions of a server: an error that says what to use instead."""
 
-    def __new__(cls) -> NoReturn:
+    def __init__(self) -> None:
         """Refuse to be made."""
         _refuse("Client")
 

@@ -108,12 +108,13 @@ class ClusterCoordinator:
 
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
         """Return the strategy's coordinator."""
-        if type(strategy) is not ParameterServerStrategy:
+        known = isinstance(strategy, ParameterServerStrategy)
+        if not known or strategy.roles.between_graph:
             raise TypeError(
                 f"expected a ParameterServerStrategy, found {strategy!r:.80}; make one"
             )
         if strategy.coordinator is None:
-            self = object.__new__(cls)
+            self = super().__new__(cls)
             self._strategy, self.lock = strategy, strategy.client.lock
             if strategy._cluster.coordinates:
                 self._begin(strategy)

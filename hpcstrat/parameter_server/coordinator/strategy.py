@@ -189,9 +189,7 @@ class Server:
                 f"expected a rank other than the coordinator, found rank {cluster.rank}"
                 "; make a ParameterServerStrategy there"
             )
-        strategy = object.__new__(ParameterServerStrategy)
-        strategy._begin(cluster, None)
-        cluster.serve(strategy)
+        cluster.serve(_ServedStrategy(cluster))
 
     def __repr__(self) -> str:
         """Show how many ranks do what."""
@@ -565,6 +563,13 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             f"ParameterServerStrategy({len(roles.servers)} parameter servers, "
             f"{len(roles.workers)} workers{spares})"
         )
+
+
+class _ServedStrategy(ParameterServerStrategy):
+    """The strategy of a rank that serves until `Server.join` returns."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._begin(cluster, None)
 
 
 def _end_at_exit(strategy: ParameterServerStrategy) -> None:

@@ -32,8 +32,15 @@ class _Distributed:
     # Attribute of the optimizer's own class.
     param_groups: list[dict[str, Any]]
 
-    def _begin(self, named: dict[str, torch.Tensor] | None, **options: Any) -> None:
-        """Hook the gradients of all parameters."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named: dict[str, torch.Tensor] | None,
+        **options: Any,
+    ) -> None:
+        """Take over all that an optimizer has, and hook its parameters' gradients."""
+        # But for what a scheduler of the old one has put in the place of its step.
+        vars(self).update({k: v for k, v in vars(optimizer).items() if k != "step"})
         self.backward_passes_per_step = options["passes"]
         self._compression = options["compression"]
         self._op, self._predivide = options["op"], options["predivide"]
@@ -272,10 +279,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         named = _checked_names(optimizer, named)
     kind = type(optimizer)
     # A subclass, as schedulers ask for an Optimizer; of the same name, as in Horovod.
-    made: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
-    # But for what a scheduler of the old one has put in the place of its step.
-    vars(made).update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    made._begin(
+    distributed: Any = type(kind.__name__, (_Distributed, kind), {})
+    return distributed(
+        optimizer,
         named,
         passes=backward_passes_per_step,
         compression=compression,
@@ -283,4 +289,3 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         predivide=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
     )
-    return made
