@@ -250,8 +250,11 @@ sys.meta_path.insert(0, OldPaths())
 if "mpi4py.MPI" in sys.modules or any(
     os.environ.get(name, "1") != "1"
     for name in (
-        *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
-        *("FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE"),
+        "OMPI_COMM_WORLD_SIZE",
+        "PMI_SIZE",
+        "SLURM_STEP_NUM_TASKS",
+        "FLUX_JOB_SIZE",
+        "JSM_NAMESPACE_SIZE",
     )
 ):
     importlib.import_module("hpcstrat.safety.start.early").begin()

@@ -206,7 +206,8 @@ class HostListClusterResolver(AllocationClusterResolver):
         placement = Placement(launch.rank, hosts, block_places(counts))
         self._check_host(placement, platform.node() if host is None else host)
         super().__init__(
-            *(placement, jobs),
+            placement,
+            jobs,
             port_base=port_base,
             gpus_on_node=gpus_per_node,
             gpus_per_task=gpus_per_task,

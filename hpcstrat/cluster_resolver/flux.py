@@ -79,7 +79,8 @@ class FluxClusterResolver(AllocationClusterResolver):
         if gpus_per_node is None:
             gpus_per_node = _gpus(resources["R_lite"])[places[int(rank)][0]]
         super().__init__(
-            *(placement, jobs),
+            placement,
+            jobs,
             port_base=port_base,
             gpus_on_node=gpus_per_node,
             gpus_per_task=gpus_per_task,

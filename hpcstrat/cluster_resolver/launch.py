@@ -26,19 +26,25 @@ _LAUNCHERS = (
     ),
     # jsrun of LSF; see its manual, "Environment variables".
     (
-        *("jsrun", f"{_JSRUN}RANK", f"{_JSRUN}SIZE"),
+        "jsrun",
+        f"{_JSRUN}RANK",
+        f"{_JSRUN}SIZE",
         (f"{_JSRUN}LOCAL_RANK",),
         (f"{_JSRUN}LOCAL_SIZE",),
     ),
     # Cray's PALS, mpiexec beside PBS, gives the last ones.
     (
-        *(_MPIEXEC, "PMI_RANK", "PMI_SIZE"),
+        _MPIEXEC,
+        "PMI_RANK",
+        "PMI_SIZE",
         ("MPI_LOCALRANKID", "SLURM_LOCALID", "FLUX_TASK_LOCAL_ID", "PMI_LOCAL_RANK"),
         ("MPI_LOCALNRANKS", _SLURM_TASKS, "PMI_LOCAL_SIZE"),
     ),
     ("flux run", _FLUX, "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",), ()),
     (
-        *("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
         ("SLURM_LOCALID",),
         (_SLURM_TASKS,),
     ),
@@ -100,7 +106,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
             found = (_EVERYWHERE.fullmatch(env.get(count, "")) for count in counts)
             here = next((int(match[1]) for match in found if match), None)
             return Launch(
-                *(started, int(env[rank]), int(env[size]), next(local, None), here)
+                started, int(env[rank]), int(env[size]), next(local, None), here
             )
     return Launch()
 

@@ -78,7 +78,8 @@ class SlurmClusterResolver(AllocationClusterResolver):
             stated = self._variables.get("SLURM_GPUS_ON_NODE", "")
             gpus_per_node = int(stated) if stated.isdecimal() else 0
         super().__init__(
-            *(Placement(self._rank, nodes, self._lay_out(counts)), jobs),
+            Placement(self._rank, nodes, self._lay_out(counts)),
+            jobs,
             port_base=port_base,
             gpus_on_node=gpus_per_node,
             gpus_per_task=gpus_per_task,

@@ -13,8 +13,17 @@ from types import ModuleType
 __all__ = ["OldPaths"]
 
 _IN_ENGINE = (
-    *("arrays", "context", "logs", "observe", "options", "reduction", "settings"),
-    *("topology", "tree", "typing", "values"),
+    "arrays",
+    "context",
+    "logs",
+    "observe",
+    "options",
+    "reduction",
+    "settings",
+    "topology",
+    "tree",
+    "typing",
+    "values",
 )
 _NEW = {name: f"engine.{name}" for name in _IN_ENGINE} | {
     "bench": "tools.bench",

@@ -100,8 +100,15 @@ class Adam(Optimizer):
         if rules is None:
             return False
         factors = (
-            *(self.beta_1, 1 - self.beta_1, self.beta_2, 1 - self.beta_2),
-            *(self._root(step), self.epsilon, self._bias(step), step.rate, kept),
+            self.beta_1,
+            1 - self.beta_1,
+            self.beta_2,
+            1 - self.beta_2,
+            self._root(step),
+            self.epsilon,
+            self._bias(step),
+            step.rate,
+            kept,
         )
         taken: bool = rules.adam(arrays, factors)
         return taken
@@ -220,7 +227,10 @@ class AdamW(AdamWithDecay):
         **options: Unpack[CommonOptions],
     ) -> None:
         super().__init__(
-            *(learning_rate, weight_decay, beta_1, beta_2),
+            learning_rate,
+            weight_decay,
+            beta_1,
+            beta_2,
             epsilon=epsilon,
             exclude=exclude,
             **options,

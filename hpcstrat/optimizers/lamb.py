@@ -61,7 +61,10 @@ class LAMB(AdamWithDecay):
         **options: Unpack[CommonOptions],
     ) -> None:
         super().__init__(
-            *(learning_rate, weight_decay, beta_1, beta_2),
+            learning_rate,
+            weight_decay,
+            beta_1,
+            beta_2,
             epsilon=epsilon,
             exclude=exclude,
             **options,

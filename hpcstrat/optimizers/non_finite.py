@@ -67,7 +67,9 @@ class NonFinite:
             if strategy.replica_id == 0:
                 get_logger("optimizers").warning(
                     "%s (step %d of this kind, %s)",
-                    *(message, self._steps, "left out" if skips else "applied"),
+                    message,
+                    self._steps,
+                    "left out" if skips else "applied",
                 )
         return skips
 

@@ -51,8 +51,16 @@ _handles = itertools.count()
 
 # Attributes that belong to one process, or to its variables.
 _STATEFUL = (
-    *("_slots", "_current", "_accumulation", "_buffers", "_labels", "_filling"),
-    *("_routine", "_non_finite", "iterations", "learning_rate"),
+    "_slots",
+    "_current",
+    "_accumulation",
+    "_buffers",
+    "_labels",
+    "_filling",
+    "_routine",
+    "_non_finite",
+    "iterations",
+    "learning_rate",
 )
 
 

@@ -38,9 +38,12 @@ __all__ = [
     "own_registry",
 ]
 
-IMPORTED, STARTS, CREATES, MADE, FAILED, LEFT = (
-    *("imported", "starts MPI", "creates", "made", "failed", "left"),
-)
+IMPORTED = "imported"
+STARTS = "starts MPI"
+CREATES = "creates"
+MADE = "made"
+FAILED = "failed"
+LEFT = "left"
 """What a rank says of itself: that it has imported the library; waits for MPI to start;
 waits in the creation of a strategy; has made it; was left by an error; has ended."""
 
@@ -54,7 +57,12 @@ _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
 # Names as the kernel cuts them: what starts the ranks of one job on one host, each.
 _DAEMONS = (
-    *("hydra_pmi_proxy", "pmi_proxy", "slurmstepd", "prted", "prterun", "orted"),
+    "hydra_pmi_proxy",
+    "pmi_proxy",
+    "slurmstepd",
+    "prted",
+    "prterun",
+    "orted",
     "flux-shell",
 )
 _ATTEMPTS = 3
@@ -294,8 +302,10 @@ def _num_local(launch: Launch) -> int | None:
     """Return how many of the ranks this host has; None where that is not said."""
     env = os.environ
     for name in (
-        *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-        *("JSM_NAMESPACE_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+        "PMI_LOCAL_SIZE",
     ):
         if env.get(name, "").isdecimal():
             return int(env[name])

@@ -34,8 +34,15 @@ _OF_PYTEST = re.compile(
 _PATIENCE_SECONDS = 5.0
 # pytest's own options that a rank needs, beside those of the project's conftest.py.
 _OPTIONS_OF_PYTEST = (
-    *("verbose", "tbstyle", "showlocals", "fulltrace", "capture", "assertmode"),
-    *("runxfail", "log_level", "color"),
+    "verbose",
+    "tbstyle",
+    "showlocals",
+    "fulltrace",
+    "capture",
+    "assertmode",
+    "runxfail",
+    "log_level",
+    "color",
 )
 
 

@@ -90,10 +90,18 @@ class ReplicaArrivals:
         """
         some = [*self.awaited, *[(-1, 0.0)] * _MOST_AWAITED][:_MOST_AWAITED]
         numbers = _NUMBERS.pack(
-            *(self.replica, _cut(self.host, 48), self.elapsed_seconds),
-            *(self.calls, self.waits, self.waited_seconds, self.longest_seconds),
-            *(_cut(self.longest_call, 112), *self.histogram),
-            *(self.data_waits, self.data_seconds, self.data_longest_seconds),
+            self.replica,
+            _cut(self.host, 48),
+            self.elapsed_seconds,
+            self.calls,
+            self.waits,
+            self.waited_seconds,
+            self.longest_seconds,
+            _cut(self.longest_call, 112),
+            *self.histogram,
+            self.data_waits,
+            self.data_seconds,
+            self.data_longest_seconds,
             *(replica for replica, _ in some),
             *(seconds for _, seconds in some),
         )

@@ -31,7 +31,10 @@ __all__ = [
 ]
 
 GARBLED: tuple[type[Exception], ...] = (
-    *(EOFError, MemoryError, OverflowError, pickle.UnpicklingError),
+    EOFError,
+    MemoryError,
+    OverflowError,
+    pickle.UnpicklingError,
 )
 """What an exchange of objects raises on a survivor that MPI gave success, and half of
 the bytes; seen with Open MPI 5.0."""

@@ -16,8 +16,13 @@ __all__ = ["StopTogether", "Together", "chosen", "is_watched"]
 
 # Those that write, and change nothing on which the replicas must agree.
 _NAMES = (
-    *("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint"),
-    *("ProgbarLogger", "RemoteMonitor", "TensorBoard"),
+    "BackupAndRestore",
+    "CSVLogger",
+    "ModelCheckpoint",
+    "OrbaxCheckpoint",
+    "ProgbarLogger",
+    "RemoteMonitor",
+    "TensorBoard",
 )
 _WRITERS = tuple(
     found for name in _NAMES if (found := getattr(keras.callbacks, name, None))

@@ -125,7 +125,7 @@ class State:
         given = [self._changes(own) for own in self.replica_values(self._moving)]
         *changes, counts = self._summed(given, "moving means")
         for variable, common, change, count in zip(
-            *(self._moving, self._common, changes, counts), strict=True
+            self._moving, self._common, changes, counts, strict=True
         ):
             if count:
                 common[...] += (change / count).astype(common.dtype)

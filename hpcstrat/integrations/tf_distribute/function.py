@@ -15,8 +15,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _EXPERIMENTAL = frozenset(
     f"experimental_{word}"
     for word in (
-        *("implements", "autograph_options", "attributes", "relax_shapes"),
-        *("compile", "follow_type_hints"),
+        "implements",
+        "autograph_options",
+        "attributes",
+        "relax_shapes",
+        "compile",
+        "follow_type_hints",
     )
 )
 

@@ -40,10 +40,17 @@ _HOST_CHARACTERS = 48
 
 _ROW = np.dtype(
     [
-        *(("worker", "<i4"), ("port", "<i4"), ("signal", "<i4"), ("handle", "<i4")),
-        *(("pid", "<i8"), ("start", "<u8"), ("main", "<u8")),
-        *(("net", "<u8"), ("pids", "<u8")),
-        *(("addresses", "<u4", (_MOST_ADDRESSES,)), ("host", f"S{_HOST_CHARACTERS}")),
+        ("worker", "<i4"),
+        ("port", "<i4"),
+        ("signal", "<i4"),
+        ("handle", "<i4"),
+        ("pid", "<i8"),
+        ("start", "<u8"),
+        ("main", "<u8"),
+        ("net", "<u8"),
+        ("pids", "<u8"),
+        ("addresses", "<u4", (_MOST_ADDRESSES,)),
+        ("host", f"S{_HOST_CHARACTERS}"),
     ]
 )
 

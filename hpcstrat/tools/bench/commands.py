@@ -88,7 +88,8 @@ _MODELS = tuple(MODELS)
 
 @bench.command(context_settings={"show_default": True})
 @click.option(
-    *("-o", "--output"),
+    "-o",
+    "--output",
     default="scaling-{n}.json",
     help="File of the run; {n} is the number of replicas.",
 )
@@ -98,7 +99,8 @@ _MODELS = tuple(MODELS)
 @click.option("--parts", default=",".join(PARTS), callback=_listed(PARTS), help="What.")
 @click.option("--sizes", default=_SIZES, callback=_sizes, help="Of all-reduce.")
 @click.option(
-    *("--gradients", "models"),
+    "--gradients",
+    "models",
     default=",".join(_MODELS),
     callback=_listed(_MODELS),
     help="Whose are summed in one call.",
@@ -198,10 +200,11 @@ def _tell(line: str) -> None:
 @bench.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path())
 @click.option(
-    *("-o", "--output"), default="report.html", show_default=True, help="The page."
+    "-o", "--output", default="report.html", show_default=True, help="The page."
 )
 @click.option(
-    *("--expected", "expected_paths"),
+    "--expected",
+    "expected_paths",
     multiple=True,
     type=click.Path(),
     help="What was expected, instead of a simple model.",

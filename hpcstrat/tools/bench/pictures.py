@@ -197,7 +197,9 @@ def _draw_line(axes: Any, series: Series, label: str, color: str, what: str) -> 
     # A median of resampled medians may lie on either side of the median itself.
     spread = np.maximum([values - low, high - values], 0) * factor
     axes.errorbar(
-        *(places, values * factor, spread),
+        places,
+        values * factor,
+        spread,
         color=color,
         marker="o",
         markersize=5,
@@ -323,7 +325,7 @@ def _draw_rates(files: Sequence[Series]) -> Any:
         spread = np.abs(rates * medians / ends[::-1] - rates)
         color = _LINES[number % len(_LINES)]
         axes.errorbar(
-            *(places, rates, spread), color=color, marker="o", capsize=4, label=label
+            places, rates, spread, color=color, marker="o", capsize=4, label=label
         )
     for name, axes in places_of.items():
         axes.set_title(f"{name}: all replicas together, with quartiles")

@@ -192,7 +192,10 @@ def _show(kind: str, points: Sequence[ForecastPoint]) -> None:
     console = new_console()
     console.print(f"{kind}: {points[-1].network or 'one node'}")
     table = new_table(
-        *("nodes", "replicas", "step ms", "efficiency"),
+        "nodes",
+        "replicas",
+        "step ms",
+        "efficiency",
         *(f"{words} ms" for words in PARTS.values()),
     )
     for point in points:

@@ -23,12 +23,26 @@ __all__ = ["Held", "JobRanks", "NoSuchRankError", "RankProcess", "choose", "find
 # Variables that tell the rank, innermost launcher first: mpirun inside of a Slurm job
 # passes on what Slurm has told its daemon.
 _RANKS = (
-    *("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
-    *("FLUX_TASK_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID"),
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "FLUX_TASK_RANK",
+    "JSM_NAMESPACE_RANK",
+    "SLURM_PROCID",
 )
 _LAUNCHERS = (
-    *("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prted", "orterun", "orted"),
-    *("hydra_pmi_proxy", "hydra_bstrap_pr", "srun", "slurmstepd", "palsd"),
+    "mpirun",
+    "mpiexec",
+    "mpiexec.hydra",
+    "prterun",
+    "prted",
+    "orterun",
+    "orted",
+    "hydra_pmi_proxy",
+    "hydra_bstrap_pr",
+    "srun",
+    "slurmstepd",
+    "palsd",
     "flux-shell",
 )
 

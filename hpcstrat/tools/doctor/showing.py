@@ -186,7 +186,7 @@ def _show_measured(measured: JobMeasures) -> None:
     kinds = {host.folder.kind for host in measured.hosts if host.folder}
     _row("folder", f"{measured.path} ({', '.join(sorted(kinds)) or 'not looked at'})")
     table = new_table(
-        *("host", "one copies", "all copy", "file flushed", "locks", "clock, ms")
+        "host", "one copies", "all copy", "file flushed", "locks", "clock, ms"
     )
     # JSON has all of them.
     for host in measured.hosts[:_MOST_HOSTS]:

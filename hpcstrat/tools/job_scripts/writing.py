@@ -115,11 +115,11 @@ def _sge(plan: JobPlan) -> dict[str, str]:
 
 SCHEDULERS = {
     "slurm": _Scheduler(
-        *("#SBATCH ", "sbatch {}", "--account=", "--partition=", _slurm, "sbatch")
+        "#SBATCH ", "sbatch {}", "--account=", "--partition=", _slurm, "sbatch"
     ),
     "pbs": _Scheduler("#PBS ", "qsub {}", "-A ", "-q ", _pbs, "pbs"),
     "flux": _Scheduler(
-        *("# flux: ", "flux batch {}", "--bank=", "--queue=", _flux, "flux")
+        "# flux: ", "flux batch {}", "--bank=", "--queue=", _flux, "flux"
     ),
     "lsf": _Scheduler("#BSUB ", "bsub <{}", "-P ", "-q ", _lsf, "lsf"),
     "sge": _Scheduler("#$ ", "qsub {}", "-P ", "-q ", _sge, "sge"),

@@ -77,7 +77,9 @@ def _fat_tree(network: Network, num_nodes: int) -> Platform:
     )
     size = math.prod(down)
     return _switched(
-        *(network, num_nodes, words),
+        network,
+        num_nodes,
+        words,
         topology="FAT_TREE",
         parameters=parameters,
         size=size,
@@ -98,7 +100,9 @@ def _dragonfly(network: Network, num_nodes: int) -> Platform:
         "links for half of their traffic, minimal routes"
     )
     return _switched(
-        *(network, num_nodes, words),
+        network,
+        num_nodes,
+        words,
         topology="DRAGONFLY",
         parameters=parameters,
         size=groups * each,
