@@ -69,7 +69,7 @@ def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
             f"expected the first worker to save and restore, found another of "
             f"{strategy!r}; make the manager on worker 0 alone"
         )
-    if size == 1 or strategy.distributes or strategy.update_backend == "servers":
+    if size == 1 or not strategy.ranks_are_independent:
         return
     found, advice = f"those of {strategy!r}", "use MultiWorkerMirroredStrategy"
     if strategy.is_default:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
-from hpcstrat.engine.options import ReduceOp, VariableSynchronization
+from hpcstrat.engine.options import ReduceOp, VariableOptions
 from hpcstrat.engine.typing import Replicas, Tree
 
 __all__ = [
@@ -56,9 +56,6 @@ class CurrentStrategy(Replicas, Protocol):
     @property
     def extended(self) -> Any: ...
 
-    @property
-    def update_backend(self) -> str: ...
-
     def scope(self) -> AbstractContextManager[Any]: ...
 
     def _require_cross(self, what: str) -> None: ...
@@ -77,7 +74,7 @@ class CurrentStrategy(Replicas, Protocol):
 
     def experimental_local_results(self, value: Tree) -> tuple[Any, ...]: ...
 
-    def variable_class(self, synchronization: VariableSynchronization) -> Any: ...
+    def variable_class(self, options: VariableOptions) -> Any: ...
 
     # Variables lie above this module.
     def variable_made(self, variable: Any) -> None: ...

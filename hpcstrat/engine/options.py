@@ -19,6 +19,7 @@ __all__ = [
     "RunOptions",
     "ValueContext",
     "VariableAggregation",
+    "VariableOptions",
     "VariableSynchronization",
 ]
 
@@ -147,6 +148,15 @@ class VariableAggregation(_NamedEnum):
     SUM = 1
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
+
+
+@dataclass(frozen=True, slots=True)
+class VariableOptions:
+    """Arguments of a `Variable` by which a strategy chooses its class."""
+
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO
+    aggregation: VariableAggregation = VariableAggregation.NONE
+    trainable: bool = True
 
 
 class CommunicationImplementation(_NamedEnum):

@@ -65,9 +65,6 @@ class Replicas(Protocol):
     @property
     def puts_on_gpu(self) -> bool: ...
 
-    @property
-    def update_backend(self) -> str: ...
-
     # The classes of these three lie above this module.
     @property
     def collectives(self) -> Any: ...

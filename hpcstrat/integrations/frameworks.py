@@ -15,7 +15,26 @@ from typing import Any
 
 from hpcstrat.engine.call_sites import pass_over
 
-__all__ = ["meeting_place", "refuse_logical_replicas", "require", "run_program"]
+__all__ = [
+    "meeting_place",
+    "refuse_logical_replicas",
+    "require",
+    "require_sums_each_step",
+    "run_program",
+]
+
+
+def require_sums_each_step(strategy: Any, what: str) -> None:
+    """Refuse a strategy that does not sum gradients in each step, as frameworks do.
+
+    Not collective, and the same on every rank: NotImplementedError.
+    """
+    if not strategy.sums_each_step:
+        raise NotImplementedError(
+            f"expected a strategy whose replicas are in sync for {what}, found "
+            f"{strategy!r}; use MultiWorkerMirroredStrategy, or make the model "
+            "outside of the scope"
+        )
 
 
 def refuse_logical_replicas(strategy: Any, what: str, advice: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -161,22 +161,23 @@ def sum_of_squares(array: Array) -> Any:
 
 
 def clip_to_norm(
-    arrays: Sequence[Array], limit: float, norm: float | None = None
+    arrays: Sequence[Array],
+    limit: float,
+    total: Callable[[Any], Any] = lambda squares: squares,
 ) -> Any:
     """Scale arrays in place to a norm over all of them, and return the norm before.
 
     Of arrays on a GPU the norm is there, too.
 
-    ``norm`` is that, where it is known, as of arrays of which other ranks have parts.
-    Where it is not finite, all elements become NaN, so that a broken step is seen, as
+    ``total`` adds up the squares of all ranks that have other arrays. Where the norm is
+    not finite, all elements become NaN, so that a broken step is seen, as
     tf.clip_by_global_norm does. Pascanu, Mikolov and Bengio, On the difficulty of
     training recurrent neural networks, ICML 2013, arXiv:1211.5063.
     """
-    if norm is None:
-        squares: Any = sum(sum_of_squares(array) for array in arrays)
-        if is_device(squares) and all(map(is_device, arrays)):
-            return _clip_on_device(arrays, limit, squares)
-        norm = math.sqrt(squares)
+    squares: Any = total(sum(sum_of_squares(array) for array in arrays))
+    if is_device(squares) and all(map(is_device, arrays)):
+        return _clip_on_device(arrays, limit, squares)
+    norm = math.sqrt(squares)
     # Also where it is NaN.
     if not norm <= limit:
         scale(arrays, limit / norm if math.isfinite(norm) else math.nan)

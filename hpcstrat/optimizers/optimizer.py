@@ -20,28 +20,25 @@ from hpcstrat.engine.options import ReduceOp, VariableAggregation
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.optimizers.accumulation import Accumulation
-from hpcstrat.optimizers.backends import Backend, backend_of, shards
 from hpcstrat.optimizers.gradients import (
     Filling,
     Gradient,
     Pairs,
     checked,
     clip_to_norm,
+    merged_rows,
     require_gradients,
     require_names,
     scale,
 )
 from hpcstrat.optimizers.non_finite import NonFinite, all_finite, are_finite, is_finite
-from hpcstrat.optimizers.parameters import (
-    LearningRate,
-    Step,
-    Target,
-    require_options,
-)
+from hpcstrat.optimizers.parameters import LearningRate, Step, require_options
 from hpcstrat.optimizers.routine import Routine
 from hpcstrat.optimizers.rules import has_two_stages, is_of_elements
+from hpcstrat.optimizers.sharding import Parts, shards
 from hpcstrat.optimizers.slots import Slots, spellings, unescaped
 from hpcstrat.strategies import get_strategy
+from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import HostValue, Variable, class_for_state
 
 __all__ = ["Optimizer"]
@@ -309,9 +306,16 @@ class Optimizer(AnnouncesInitErrors, ABC):
             If a combined gradient is NaN or infinite, with the setting
             ``non_finite="raise"``; nothing has changed. On every replica.
         """
-        strategy, entry = get_strategy(), current()
-        if strategy.update_backend == "servers":
-            return strategy.apply_gradients(self, grads_and_vars)
+        return get_strategy().apply_gradients(self, grads_and_vars)
+
+    def apply_here(
+        self, strategy: Any, grads_and_vars: Iterable[tuple[Any, Variable]]
+    ) -> bool:
+        """Make a step on the ranks that call, by the strategy's update backend.
+
+        Collective over the strategy's replicas. For the library's own modules.
+        """
+        entry = current()
         if entry is not None and not entry.replica_context:
             raise RuntimeError(
                 "expected apply_gradients in replica context, found cross-replica "
@@ -367,7 +371,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
                 routine = self._planned(given[0], label)
             parts = [[gradient for gradient, _ in pairs] for pairs in given]
             rate = self._rate(strategy.collectives)
-            reduced = strategy.reduce_parts(self._op, parts, label, routine.sums)
+            reduced = routine.backend.reduce(parts, routine.sums)
             updated = self._update_with(reduced, given, routine, rate)
             dense = not any(isinstance(g, IndexedSlices) for g in parts[0])
             self._routine = routine if dense and not self._fills else None
@@ -416,7 +420,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             In central storage, whose ranks update slices of sums that they make.
         """
         strategy = get_strategy()
-        if strategy.update_backend == "slices" and strategy.num_replicas_in_sync > 1:
+        if not strategy.update_backend().sums_whole:
             raise NotImplementedError(
                 "expected apply_gradients in central storage, found apply_combined; "
                 "pass each replica's own gradients to apply_gradients"
@@ -466,7 +470,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def _planned(self, pairs: Pairs, label: str) -> Routine:
         """Return what is to be done with gradients of these kinds."""
         strategy = get_strategy()
-        backend = backend_of(strategy, pairs, label, self._op, self)
+        kind = Parts if shards(self, strategy) else strategy.update_backend()
+        by_elements = is_of_elements(type(self))
+        backend = kind(strategy, pairs, label, self._op, by_elements=by_elements)
         return Routine(strategy, pairs, backend)
 
     def _combine_and_update(
@@ -474,7 +480,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     ) -> bool:
         rate = self._rate(collectives)
         gradients: list[Any] = [gradient for gradient, _ in pairs]
-        reduced = routine.backend.reduce(gradients, routine.sums)
+        reduced = routine.backend.reduce([gradients], routine.sums)
         return self._update_with(reduced, [pairs], routine, rate)
 
     @without_fp_warnings
@@ -487,14 +493,22 @@ class Optimizer(AnnouncesInitErrors, ABC):
         """
         backend = routine.backend
         if not routine.begun:
-            reduced = backend.merge(reduced)
+            reduced = [
+                merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
+            ]
         if routine.non_finite != "off" and self._refuses(reduced, given, routine):
             return False
-        reduced = backend.gradients_here(self, reduced)
+        self._condition(reduced, backend)
+        reduced = backend.gradients_here(reduced)
         if not routine.begun:
             # The first step makes the state, after the first agreement of the ranks.
-            targets = [self._target(v, backend.sharded) for _, v in given[0]]
-            routine.begin(self, backend.arrays_here(targets), reduced)
+            sharded = isinstance(backend, Parts)
+            wholes = [self._arrays(v, sharded) for _, v in given[0]]
+            targets = [
+                (Step(0.0, 0, given[0][index][1].name), arrays)
+                for index, arrays in backend.arrays_here(wholes)
+            ]
+            routine.begin(self, targets, reduced)
         # A rule sees the step that it makes, as Adam's bias correction counts from 1.
         number = int(self.iterations.component) + 1
         for step in routine.steps:
@@ -515,7 +529,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             finite = all_finite(reduced)
         else:
             finite = is_finite(routine.flat)
-        if backend.all_finite(finite):
+        if not backend.total(0.0 if finite else 1.0):
             return False
         # All of them, to say which it is.
         reduced = backend.gather_whole(reduced, [gradient for gradient, _ in given[0]])
@@ -542,7 +556,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         """Update a variable by what the first stage has made of its gradient."""
         raise NotImplementedError
 
-    def _update_parts(self, gradients: list[Any], routine: Routine) -> None:
+    def update_here(self, gradients: list[Any], routine: Routine) -> None:
+        """Update what this rank does; for the library's own modules."""
         for bundle in routine.bundles:
             bundle.update(self, gradients)
         for index in routine.apart:
@@ -560,7 +575,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         calls = max(1, self._accumulation.calls)
         return 1 / calls if self._op is ReduceOp.MEAN else 1.0
 
-    def _condition(self, gradients: Sequence[Gradient], backend: Backend) -> None:
+    def _condition(self, gradients: Sequence[Gradient], backend: UpdateBackend) -> None:
         """Scale and clip combined gradients, in place."""
         mean = self._mean
         if self._limit is None and mean == 1:
@@ -568,15 +583,15 @@ class Optimizer(AnnouncesInitErrors, ABC):
         arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
         scale(arrays, mean)
         if self._limit is not None:
-            clip_to_norm(arrays, self._limit, backend.norm(arrays))
+            clip_to_norm(arrays, self._limit, backend.total)
 
-    def _target(self, variable: Variable, sharded: bool) -> Target:
+    def _arrays(self, variable: Variable, sharded: bool) -> list[Array]:
         """Return the arrays of a variable and its state, which is made if need be."""
         state = [
             self._slots.get(kind, variable, initial, sharded=sharded).component
             for kind, initial in self.state.items()
         ]
-        return Step(0.0, 0, variable.name), [variable.component, *state]
+        return [variable.component, *state]
 
     def _update_one(self, step: Step, gradient: Gradient, wholes: list[Array]) -> None:
         if not isinstance(gradient, IndexedSlices):

@@ -10,9 +10,9 @@ import numpy as np
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.arrays.packing import side_by_side
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.optimizers.backends import Backend
 from hpcstrat.optimizers.parameters import Step, Target
 from hpcstrat.optimizers.rules import is_of_elements
+from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import Variable
 
 __all__ = ["Bundle", "Routine"]
@@ -90,7 +90,7 @@ class Routine:
         self,
         strategy: Replicas,
         pairs: Sequence[tuple[Any, Variable]],
-        backend: Backend,
+        backend: UpdateBackend,
     ) -> None:
         self._strategy = strategy
         self._expected = [

@@ -17,7 +17,11 @@ import numpy as np
 
 from hpcstrat.engine.arrays.kinds import array_module, is_device, to_device
 from hpcstrat.engine.context import pop, push
-from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
+from hpcstrat.engine.options import (
+    VariableAggregation,
+    VariableOptions,
+    VariableSynchronization,
+)
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_for_state
 
@@ -161,8 +165,8 @@ class Slots:
             )
         del self._waiting[found]
         same = saved.dtype == array.dtype and saved.distribute_strategy is strategy
-        # Each replica has the state that waited; central variables lie elsewhere.
-        stays = each_has or strategy is None or strategy.update_backend != "slices"
+        # Each replica has what waited; other state may be kept elsewhere.
+        stays = each_has or type(saved) is _class_of_state(strategy)
         if same and stays and not is_device(array):
             return saved
         value = saved.component.astype(array.dtype, copy=False)
@@ -248,6 +252,14 @@ class Slots:
             slots = [slot for _, slot in self.of_kind(kind)]
             for slot in (*slots, *self.waiting(kind).values()):
                 slot.component[...] = 0
+
+
+def _class_of_state(strategy: Any) -> type[Variable]:
+    """Return the class of the state that is the same on all replicas."""
+    if strategy is None:
+        return Variable
+    kind: type[Variable] = strategy.variable_class(VariableOptions(trainable=False))
+    return kind
 
 
 def _made(

@@ -46,6 +46,7 @@ from hpcstrat.engine.options import (
     ReduceOp,
     RunOptions,
     ValueContext,
+    VariableOptions,
     VariableSynchronization,
     check_on_error,
 )
@@ -68,6 +69,7 @@ from hpcstrat.strategies.extended import StrategyExtended
 from hpcstrat.strategies.keras_models import watch_keras
 from hpcstrat.strategies.older_methods import OlderMethods
 from hpcstrat.strategies.split import Split
+from hpcstrat.strategies.update_backends import Copies, UpdateBackend
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 
 if TYPE_CHECKING:
@@ -401,15 +403,19 @@ class Strategy(OlderMethods):
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
     """
 
+    # What a kind of strategy says of itself; so do `variable_class`, `update_backend`,
+    # `variable_made` and `apply_gradients`.
     is_default = False
+    # Whether there are several replicas, or may be: values are then distributed ones.
     distributes = True
+    # Whether each rank of a job runs a program of its own, with variables of its own.
+    ranks_are_independent = False
+    # Whether gradients are summed over the replicas in each step, as PyTorch, JAX and
+    # Keras are made to do; else the calls for these refuse the strategy.
+    sums_each_step = True
     # Whether variables and batches are put on this replica's GPU, wherever their first
     # values come from.
     puts_on_gpu = False
-    # The name of the class of `hpcstrat.optimizers.backends` that makes an optimizer's
-    # steps: on "copies" of variables on each rank, on "slices" of one copy in each
-    # worker, or on "servers".
-    update_backend = "copies"
     # Whether this rank may have a CheckpointManager.
     saves_checkpoints = True
 
@@ -545,24 +551,28 @@ class Strategy(OlderMethods):
         """
 
     def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
-        """Make an optimizer's step where the variables are.
+        """Make an optimizer's step where the variables are: here, or on other ranks.
 
-        Not collective. For the library's own modules.
+        Collective over the strategy's replicas. For the library's own modules.
         """
-        raise RuntimeError(
-            f"expected a strategy that keeps variables on servers, found {self!r}; "
-            "call optimizer.apply_gradients"
-        )
+        return bool(optimizer.apply_here(self, grads_and_vars))
 
-    def variable_class(self, synchronization: VariableSynchronization) -> Any:
+    def variable_class(self, options: VariableOptions) -> Any:
         """Return the class of variables made in this strategy's scope.
 
         Not collective. For the library's own modules.
         """
         if not self.distributes:
             return Variable
-        on_read = synchronization is VariableSynchronization.ON_READ
+        on_read = options.synchronization is VariableSynchronization.ON_READ
         return SyncOnReadVariable if on_read else MirroredVariable
+
+    def update_backend(self) -> type[UpdateBackend]:
+        """Return the class that makes an optimizer's steps on such variables.
+
+        Not collective. For the library's own modules.
+        """
+        return Copies
 
     @contextmanager
     def scope(self) -> Iterator[Self]:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat.engine.collectives.slices import SegmentPool
-from hpcstrat.engine.options import CommunicationOptions, VariableSynchronization
+from hpcstrat.engine.options import CommunicationOptions, VariableOptions
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.settings import Settings
 from hpcstrat.strategies.devices import parse_device
 from hpcstrat.strategies.on_mpi import MpiStrategy
+from hpcstrat.strategies.step_slices import StepSlices
+from hpcstrat.strategies.update_backends import Copies, UpdateBackend
 from hpcstrat.variables import CentralVariable
 
 if TYPE_CHECKING:
@@ -65,7 +67,6 @@ class CentralStorageStrategy(MpiStrategy):
         If a rank is lost meanwhile, with ``on_lost_rank="raise"``.
     """
 
-    update_backend = "slices"
     parameter_devices = ("CPU:0",)
 
     def __init__(
@@ -122,12 +123,19 @@ class CentralStorageStrategy(MpiStrategy):
             names = [names[replica] for replica in self.topology.worker_replicas]
         self._bind(names)
 
-    def variable_class(self, synchronization: VariableSynchronization) -> Any:
+    def variable_class(self, options: VariableOptions) -> Any:
         """Return the class of variables made in this strategy's scope.
 
         Not collective. For the library's own modules.
         """
         return CentralVariable
+
+    def update_backend(self) -> type[UpdateBackend]:
+        """Return the class that makes an optimizer's steps on such variables.
+
+        Not collective. For the library's own modules.
+        """
+        return Copies if self.num_replicas_in_sync == 1 else StepSlices
 
     def _local_results(
         self, value: Any, parts: list[Any], distributed: bool

@@ -16,6 +16,7 @@ class SingleReplicaStrategy(Strategy):
     """One replica: variables and values are plain, and everything passes through."""
 
     distributes = False
+    ranks_are_independent = True
 
     def reduce(
         self,

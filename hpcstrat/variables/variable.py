@@ -21,7 +21,11 @@ from hpcstrat.engine.arrays.kinds import (
 from hpcstrat.engine.arrays.row_updates import apply_at, replace_at
 from hpcstrat.engine.context import AnnouncesInitErrors, current
 from hpcstrat.engine.html import table
-from hpcstrat.engine.options import VariableAggregation, VariableSynchronization
+from hpcstrat.engine.options import (
+    VariableAggregation,
+    VariableOptions,
+    VariableSynchronization,
+)
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import (
     Adopted,
@@ -105,13 +109,11 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
             strategy = entry.strategy
         if cls is Variable and strategy is not None:
             # `__init__` parses it again, and tells all replicas of a wrong argument.
-            synchronization = VariableSynchronization.AUTO
+            options = VariableOptions()
             with contextlib.suppress(ValueError):
-                synchronization = VariableSynchronization.parse(
-                    kwargs.get("synchronization", synchronization)
-                )
+                options = _options(*args[1:2], **kwargs)
             # Here, as the class must be known before `__init__` runs.
-            kind = strategy.variable_class(synchronization)
+            kind = strategy.variable_class(options)
         self = object.__new__(kind)
         self._strategy = None if kind is Variable else strategy
         return self
@@ -127,8 +129,10 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> None:
         self.name = name or "Variable"
-        self.aggregation = VariableAggregation.parse(aggregation)
-        self.synchronization = VariableSynchronization.parse(synchronization)
+        options = _options(trainable, synchronization, aggregation)
+        self.aggregation = options.aggregation
+        self.synchronization = options.synchronization
+        self.trainable = options.trainable
         distributed = self._strategy is not None
         if distributed:
             self._require_place()
@@ -137,9 +141,6 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
                 f"expected synchronization AUTO, ON_WRITE or ON_READ for variable "
                 f"{self.name!r}, found NONE; leave it out for the default"
             )
-        on_read = self.synchronization is VariableSynchronization.ON_READ
-        # As in tf.distribute: parts of a total have no gradient.
-        self.trainable = (not on_read) if trainable is None else bool(trainable)
         self._keep(self._initialize(initial_value, dtype))
         self._made()
 
@@ -695,6 +696,22 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
             "this replica's value": self._component,
         }
         return table(f"{type(self).__name__} {self.name}", rows)
+
+
+def _options(
+    trainable: Any = None,
+    synchronization: Any = VariableSynchronization.AUTO,
+    aggregation: Any = VariableAggregation.NONE,
+    **_: Any,
+) -> VariableOptions:
+    """Parse arguments of a variable; ValueError for a wrong one."""
+    aggregation = VariableAggregation.parse(aggregation)
+    on = VariableSynchronization.parse(synchronization)
+    # As in tf.distribute: parts of a total have no gradient.
+    default = on is not VariableSynchronization.ON_READ
+    return VariableOptions(
+        on, aggregation, default if trainable is None else bool(trainable)
+    )
 
 
 def apply_into(component: Array, method: str, array: Array) -> None:

@@ -205,7 +205,7 @@ class Machine:
             self.workers = None
         if self.groups is not None:
             self.groups.close()
-        elif self.strategy is not None and self.strategy.update_backend == "servers":
+        elif isinstance(self.strategy, hs.ParameterServerStrategy):
             self.strategy.close()
         elif self.strategy is not None:
             settle(self.strategy, self.comm)
@@ -392,7 +392,7 @@ class Machine:
 
     def _differ(self, op: Op) -> None:
         """Write into one rank's copy, and look whether that is found."""
-        if self.strategy.update_backend == "slices":
+        if isinstance(self.strategy, hs.CentralStorageStrategy):
             # The ranks of a worker have one copy, which they may not write.
             return
         component = self.variables[op.var].component

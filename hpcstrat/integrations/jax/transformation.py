@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Tree
+from hpcstrat.integrations.frameworks import require_sums_each_step
 from hpcstrat.integrations.jax.exchanges import all_reduce
 
 __all__ = ["GradientTransformation", "cross_replica"]
@@ -47,6 +48,11 @@ def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransfo
         so that what follows sees the same gradients on all replicas. Optax is not
         needed: ``init(params)`` and ``update(gradients, state)`` are all there is.
 
+    Raises
+    ------
+    NotImplementedError
+        For a strategy whose replicas are not in sync.
+
     Examples
     --------
     >>> import jax.numpy as jnp
@@ -56,6 +62,8 @@ def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransfo
     >>> print(gradients["w"])
     [1. 1.]
     """
+
+    require_sums_each_step(strategy, "gradients of JAX")
 
     def init(params: Tree) -> tuple[()]:
         del params

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpcstrat.integrations.frameworks import require_sums_each_step
 from hpcstrat.integrations.keras.distributed import Distributed
 from hpcstrat.integrations.keras.logical import LogicalDistributed
 from hpcstrat.integrations.keras.replicas import (
@@ -53,7 +54,8 @@ def distribute(model: Any, strategy: Strategy) -> Any:
         For a model that is not compiled, or has no weights yet; for a strategy of
         another library; where TensorFlow is to compile with XLA.
     NotImplementedError
-        For layers with ``synchronized=True``; for a backend that trains no models.
+        For layers with ``synchronized=True``; for a backend that trains no models; for
+        a strategy whose replicas are not in sync.
     RuntimeError
         Where Keras would combine gradients by itself: with a distribution of its own,
         or, from 3.16 on, over a process group of torch.distributed.
@@ -75,6 +77,7 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     ['loss']
     """
     require_strategy(strategy)
+    require_sums_each_step(strategy, "a model of Keras")
     return strategy.collectives.call("distribute", put_on, model, strategy)
 
 

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from hpcstrat.data import Dataset
+from hpcstrat.integrations.frameworks import require_sums_each_step
 from hpcstrat.integrations.keras.batches import Batches, columns_of
 from hpcstrat.integrations.keras.dealt_batches import DealtBatches, dealt
 from hpcstrat.integrations.keras.distribution import put_on
@@ -15,6 +16,8 @@ from hpcstrat.strategies.keras_models import strategy_of
 
 __all__ = ["distribute_with", "owner_of"]
 
+_WHAT = "a model of Keras"
+
 
 def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> None:
     """Distribute a model before its first call with some data; builds it by them.
@@ -22,7 +25,7 @@ def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> Non
     Collective over the strategy's replicas. Of ``data``, the arguments of the call by
     their names, ``x`` is replaced where its first batch had to be read.
     """
-    _require_replicas(strategy)
+    require_sums_each_step(strategy, _WHAT)
     if not all(layer.built for layer in model._flatten_layers()):
         data["x"] = dealt(data["x"], strategy)
         batch = _first(data, strategy)
@@ -41,18 +44,9 @@ def owner_of(model: Any) -> Strategy:
     owner, known = strategy_of(model), strategies.get(model)
     if known is not None or owner is None:
         return known or get_strategy()
-    _require_replicas(owner)
+    require_sums_each_step(owner, _WHAT)
     _distribute(model, owner)
     return owner
-
-
-def _require_replicas(strategy: Strategy) -> None:
-    if strategy.update_backend == "servers":
-        raise NotImplementedError(
-            "expected a strategy whose replicas are in sync for a model of Keras, "
-            f"found {strategy!r}; use MultiWorkerMirroredStrategy, or make the model "
-            "outside of the scope"
-        )
 
 
 def _distribute(model: Any, strategy: Strategy) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from hpcstrat.engine.channel.closed import ClosedChannel
 from hpcstrat.engine.options import ReduceOp
+from hpcstrat.integrations.frameworks import require_sums_each_step
 from hpcstrat.integrations.torch.logical import LogicalReplicated
 from hpcstrat.integrations.torch.replicated import Replicated, broadcast
 from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
@@ -93,6 +94,8 @@ def replicate(
         For an unknown ``op`` or ``buffers``, a negative size, or another ``op`` than
         that of a replicated module that shares parameters; the other replicas raise
         ReplicaError.
+    NotImplementedError
+        For a strategy whose replicas are not in sync.
     CollectiveError
         If the replicas' modules differ. On every replica. Later, ``backward()`` raises
         it where replicas do different things, or have begun different numbers of
@@ -107,6 +110,7 @@ def replicate(
     >>> model.weight.grad
     tensor([[3., 3.]])
     """
+    require_sums_each_step(strategy, "a module of PyTorch")
     given = module, strategy, op, buffers, bucket_bytes
     strategy.collectives.call("replicate", _replicate, *given)
     return module

@@ -15,7 +15,7 @@ from hpcstrat.cluster_resolver import (
     ClusterSpec,
     SimpleClusterResolver,
 )
-from hpcstrat.engine.options import InputContext, InputOptions, VariableSynchronization
+from hpcstrat.engine.options import InputContext, InputOptions, VariableOptions
 from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import UnavailableError
 from hpcstrat.optimizers.optimizer import Optimizer
@@ -244,7 +244,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         On the other ranks, once the coordinator has ended.
     """
 
-    update_backend = "servers"
+    ranks_are_independent = False
+    sums_each_step = False
 
     def __init__(
         self,
@@ -303,7 +304,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         """
         return float(self.settings.warn_seconds or 0)
 
-    def variable_class(self, synchronization: VariableSynchronization) -> Any:
+    def variable_class(self, options: VariableOptions) -> Any:
         """Return the class of variables made in this strategy's scope.
 
         Not collective; on the coordinator. For the library's own modules.

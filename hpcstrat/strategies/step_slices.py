@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,10 +13,7 @@ from hpcstrat.engine.arrays.packing import Bucket, Run, plan, spans_of, wire_dty
 from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.collectives.slices import SlicedPiece, reduce_slices, slice_of
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.engine.typing import Array
-from hpcstrat.optimizers.gradients import Gradient, merged_rows, sum_of_squares
-from hpcstrat.optimizers.parameters import Step, Target
-from hpcstrat.strategies import Strategy
+from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.variables import Variable
 
 __all__ = ["StepSlices"]
@@ -35,16 +31,16 @@ class StepSlices:
     The elements of all variables of a type, one variable behind the other, are divided
     between the ranks; where a rule is not ``by_elements``, at the ends of variables. Of
     rows, each rank has those of a range of indices. Workers of unequal sizes have as
-    many slices as the smallest has ranks. The same on every worker. A
-    `hpcstrat.optimizers.backends.Backend`.
+    many slices as the smallest has ranks. The same on every worker. An
+    `hpcstrat.strategies.update_backends.UpdateBackend`.
     """
 
-    sharded = False
+    sums_whole = False
     sums_in_place = False
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: Replicas,
         pairs: Sequence[tuple[Any, Variable]],
         label: str,
         op: ReduceOp,
@@ -144,28 +140,25 @@ class StepSlices:
             elif number % self._count == self._rank:
                 yield index, slice(0, count)
 
-    def arrays_here(self, targets: Sequence[Target]) -> list[Target]:
+    def arrays_here(self, wholes: list[list[Array]]) -> list[tuple[int, list[Array]]]:
         """Return this rank's slices of variables and their state."""
-        own: list[Target] = []
+        own: list[tuple[int, list[Array]]] = []
         for index, start, stop, _ in self._own:
-            step, wholes = targets[index]
-            parts = [whole.reshape(-1)[start:stop] for whole in wholes]
+            parts = [whole.reshape(-1)[start:stop] for whole in wholes[index]]
             if not self._by_elements:
                 parts = [part.reshape(self._shapes[index]) for part in parts]
-            own.append((Step(0.0, 0, step.name), parts))
+            own.append((index, parts))
         for index, rows in self._rows():
-            step, wholes = targets[index]
-            own.append((Step(0.0, 0, step.name), [whole[rows] for whole in wholes]))
+            own.append((index, [whole[rows] for whole in wholes[index]]))
         return own
 
-    def reduce(
-        self, gradients: Sequence[Gradient], out: list[Array] | None = None
-    ) -> list[Any]:
+    def reduce(self, gradients: list[Any], out: list[Array] | None = None) -> list[Any]:
         """Return the combined gradients of this rank's slices, in the order of `cut`.
 
         Collective over the strategy's replicas. They are overwritten by the next call.
         """
         del out
+        [gradients] = gradients
         channel, combined = self._channel, list[Any]()
         if self._sparse:
             rows: list[Any] = [gradients[index] for index in self._sparse]
@@ -188,7 +181,7 @@ class StepSlices:
             channel.drive(steps, self._call, self._collectives.timeout_seconds)
         for total, narrow in self._narrowed:
             call_without_fp_warnings(assign, narrow, ..., total)
-        own: list[Gradient] = []
+        own: list[Any] = []
         for index, _, _, part in self._own:
             own.append(part if self._by_elements else part.reshape(self._shapes[index]))
         by_index = dict(zip(self._sparse, combined, strict=True))
@@ -201,19 +194,17 @@ class StepSlices:
         return self._collectives.size if self._op is ReduceOp.MEAN else 0
 
     def _own_rows(self, gradient: IndexedSlices, rows: slice) -> IndexedSlices:
-        merged = merged_rows(gradient)
-        kept = (merged.indices >= rows.start) & (merged.indices < rows.stop)
-        shape = (rows.stop - rows.start, *merged.values.shape[1:])
-        indices = merged.indices[kept] - rows.start
-        return IndexedSlices(merged.values[kept], indices, shape)
+        kept = (gradient.indices >= rows.start) & (gradient.indices < rows.stop)
+        shape = (rows.stop - rows.start, *gradient.values.shape[1:])
+        indices = gradient.indices[kept] - rows.start
+        return IndexedSlices(gradient.values[kept], indices, shape)
 
-    def merge(self, reduced: list[Any]) -> list[Any]:
-        """Return what is given: rows were merged before they were divided."""
-        return reduced
-
-    def all_finite(self, finite: bool) -> bool:
-        """Whether the gradients of all slices are finite."""
-        return not self._total(float(not finite))
+    def total(self, value: Any) -> float:
+        """Return the sum of a number over all slices."""
+        # Each worker has all slices: the first one's count.
+        own = np.array(0.0 if self._worker_id else value, np.float64)
+        what = f"{self._label}: a number of all slices"
+        return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
 
     def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
         """Return combined gradients of all elements."""
@@ -221,33 +212,17 @@ class StepSlices:
         found: list[Any] = self._collectives.batch_reduce(self._op, own, self._label)
         return found
 
-    def gradients_here(self, optimizer: Any, reduced: list[Any]) -> list[Any]:
+    def gradients_here(self, reduced: list[Any]) -> list[Any]:
         """Return what is given."""
-        del optimizer
         return reduced
-
-    def norm(self, arrays: Sequence[Array]) -> float | None:
-        """Return the norm over all slices."""
-        return math.sqrt(self._total(sum(map(sum_of_squares, arrays))))
 
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
         """Update this rank's slices, and wait for the others."""
         # The others wait for this rank's slice.
         with self._collectives.all_raise(self._label):
-            optimizer._condition(gradients, self)
-            optimizer._update_parts(gradients, routine)
+            optimizer.update_here(gradients, routine)
         call = describe_call(f"end of {self._label}")
         self._channel.agree(call, self._collectives.timeout_seconds)
-
-    def _total(self, value: float) -> float:
-        """Return the sum of a number over all slices.
-
-        Collective over the strategy's replicas.
-        """
-        # Each worker has all slices: the first one's count.
-        own = np.array(0.0 if self._worker_id else value, np.float64)
-        what = f"{self._label}: a number of all slices"
-        return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
 
 
 def _flat(gradient: Any) -> Array:
