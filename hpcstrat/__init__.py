@@ -111,8 +111,8 @@ if TYPE_CHECKING:
     from hpcstrat.strategies import get_strategy as get_strategy
     from hpcstrat.strategies import has_strategy as has_strategy
     from hpcstrat.strategies import in_cross_replica_context as _in_cross
-    from hpcstrat.strategies.base import ReplicaContext as ReplicaContext
     from hpcstrat.strategies.extended import StrategyExtended as StrategyExtended
+    from hpcstrat.strategies.replica_context import ReplicaContext as ReplicaContext
     from hpcstrat.tools import chaos as chaos
     from hpcstrat.variables import CentralVariable as CentralVariable
     from hpcstrat.variables import MirroredVariable as MirroredVariable
@@ -205,7 +205,7 @@ _NAMES = {
         "has_strategy",
         "in_cross_replica_context",
     ),
-    "strategies.base": ("ReplicaContext",),
+    "strategies.replica_context": ("ReplicaContext",),
     "strategies.extended": ("StrategyExtended",),
     "engine.observe.timeline": ("trace",),
     "engine.topology.topology": ("Topology",),

@@ -198,7 +198,7 @@ class _Elements:
         parts = [self._empty if part is None else part for part in parts]
         if len(parts) == 1:
             return tree_map(PerReplica, parts[0])
-        return self._strategy.joined(parts, "a batch")
+        return self._strategy.replicas.joined(parts, "a batch")
 
     def _end(self) -> StopIteration:
         """Return what ends the loop, and go on to the next epoch."""

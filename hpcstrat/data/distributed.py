@@ -306,7 +306,7 @@ class _Batches:
             if not self._placer.leaves_on_host:
                 pieces = [self._placer.place(piece) for piece in pieces]
             if len(pieces) > 1:
-                return strategy.joined(pieces, "a batch")
+                return strategy.replicas.joined(pieces, "a batch")
             several = strategy.num_replicas_in_sync > 1
             return tree_map(PerReplica, pieces[0]) if several else pieces[0]
 

@@ -54,7 +54,7 @@ class PipelinePlace:
                 self.comm, ranks = topology.worker_comm, topology.worker_replicas
                 self.num_workers = topology.num_workers
                 self.worker_id = topology.worker_id
-            blocks = [strategy.replicas_of(rank) for rank in ranks]
+            blocks = [strategy.replicas.order.block(rank) for rank in ranks]
             self.replicas = [replica for block in blocks for replica in block]
             self.counts = [len(block) for block in blocks]
             self.leads = self.comm.rank == 0

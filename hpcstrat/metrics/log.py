@@ -24,7 +24,7 @@ from hpcstrat.strategies import (
     get_strategy,
     has_strategy,
 )
-from hpcstrat.strategies.base import ReplicaContext
+from hpcstrat.strategies.replica_context import ReplicaContext
 from hpcstrat.variables import Variable
 
 __all__ = ["Log"]

@@ -1,11 +1,7 @@
-"""The strategy, and what a replica function sees of it: the two sides of a program.
-
-They stand in one module because each returns the other.
-"""
+"""The strategy, as all of its kinds share it."""
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import platform
@@ -18,29 +14,12 @@ import numpy as np
 from hpcstrat.data import DealtDataset, distribute_dataset, distribute_from_function
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.pending_calls import PendingCall
-from hpcstrat.engine.context import (
-    ContextEntry,
-    current,
-    own_index,
-    pop,
-    push,
-    second_strategy,
-)
-from hpcstrat.engine.logical.meetings import (
-    EndedReduction,
-    Listener,
-    Meetings,
-    joined,
-    run_listened,
-)
-from hpcstrat.engine.logical.replica_sums import ReplicaSums, require_no_wire_dtype
-from hpcstrat.engine.logical.tree_order import TreeOrder
+from hpcstrat.engine.context import current, own_index, pop, push, second_strategy
+from hpcstrat.engine.logical.meetings import joined
 from hpcstrat.engine.observe import job_timeline
 from hpcstrat.engine.observe.arrival_report import ArrivalReport, ReplicaArrivals
 from hpcstrat.engine.observe.timeline import active, trace
 from hpcstrat.engine.options import (
-    CommunicationOptions,
     InputContext,
     InputOptions,
     ReduceOp,
@@ -52,22 +31,18 @@ from hpcstrat.engine.options import (
 )
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.settings import Settings
-from hpcstrat.engine.tree import flatten, is_leaf, tree_map, unflatten
+from hpcstrat.engine.tree import is_leaf, tree_map
 from hpcstrat.engine.typing import Tree
-from hpcstrat.engine.values import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    localize,
-    part_of,
-)
+from hpcstrat.engine.values import DistributedValues, PerReplica, part_of
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.safety.divergence.equality import check_equal
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.strategies import value_reduction
 from hpcstrat.strategies.extended import StrategyExtended
 from hpcstrat.strategies.keras_models import watch_keras
+from hpcstrat.strategies.local_replicas import LocalReplicas
 from hpcstrat.strategies.older_methods import OlderMethods
+from hpcstrat.strategies.replica_context import OPERATIONS
 from hpcstrat.strategies.split import Split
 from hpcstrat.strategies.update_backends import Copies, UpdateBackend
 from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
@@ -75,290 +50,7 @@ from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 if TYPE_CHECKING:
     from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["ReplicaContext", "Strategy"]
-
-
-# Types that name an operation, and can be looked up.
-_OPERATIONS = str, ReduceOp
-
-
-class ReplicaContext:
-    """One replica's side of a running replica function.
-
-    Made by the strategy; valid inside ``run`` only.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        The strategy that runs the function.
-    replica_id_in_sync_group : int
-        Which replica this is, from 0 to ``num_replicas_in_sync - 1``.
-    collectives : Collectives or Meetings
-        The calls between replicas, as this one makes them.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        replica_id_in_sync_group: int,
-        collectives: Collectives | Meetings,
-    ) -> None:
-        self._strategy = strategy
-        self._replica_id = replica_id_in_sync_group
-        self.collectives = collectives
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that runs the function."""
-        return self._strategy
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The number of this replica."""
-        return self._replica_id
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas."""
-        return self._strategy.num_replicas_in_sync
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """This replica's device."""
-        return (self._strategy.device_of(self._replica_id),)
-
-    def _require_current(self, what: str) -> None:
-        entry = current()
-        active = None if entry is None else entry.replica_context
-        # The default strategy's context is what stands outside everything.
-        if active is not self and not (entry is None and self._strategy.is_default):
-            raise RuntimeError(
-                f"expected {what} inside the replica function of {self._strategy!r}, "
-                "found another context; call get_replica_context() inside strategy.run"
-            )
-
-    def merge_call(
-        self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Leave replica context together with all replicas, for one function.
-
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        merge_fn : callable
-            Takes the strategy, then the arguments as distributed values; runs in
-            cross-replica context.
-        args : sequence
-            This replica's positional arguments.
-        kwargs : mapping, optional
-            This replica's keyword arguments.
-
-        Returns
-        -------
-        object
-            What ``merge_fn`` returned, distributed values replaced by this replica's
-            part.
-
-        Raises
-        ------
-        CollectiveError
-            If another replica made another call. On every replica.
-        ReplicaError
-            With ``on_error="raise"``, if ``merge_fn`` failed on another replica.
-        RuntimeError
-            Outside the replica function.
-        """
-        name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        # Part of the header: replicas that merge different functions are told apart.
-        what = f"merge_call of {name}"
-        meetings = self._strategy.meetings
-        if meetings is not None:
-            self._require_current("merge_call")
-            act = functools.partial(self._strategy.merge, what, merge_fn)
-            return meetings.meet(what, act, (args, kwargs or {}))
-        # Outside of `together`: what this raises is raised on every replica anyway.
-        merged, named = self._merged(what, args, kwargs)
-        strategy = self._strategy
-        with strategy.together(what):
-            token = push(strategy.cross_entry)
-            try:
-                result = merge_fn(strategy, *merged, **named)
-            finally:
-                pop(token)
-            return localize(result)
-
-    @collective
-    def _merged(self, what: str, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """Meet all replicas, and return the arguments of a merged function."""
-        self._require_current("merge_call")
-        strategy = self._strategy
-        strategy.collectives.barrier(what)
-        named = {k: strategy.distributed(v) for k, v in (kwargs or {}).items()}
-        return [strategy.distributed(argument) for argument in args], named
-
-    def all_reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Tree,
-        options: CommunicationOptions | None = None,
-        *,
-        experimental_hints: CommunicationOptions | None = None,
-        out: Tree = None,
-    ) -> Tree:
-        """Combine the replicas' values; every replica gets the result.
-
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
-        value : tree of array or IndexedSlices, each of shape (...)
-            This replica's part: same structure, shapes and dtypes on every replica.
-        options : CommunicationOptions, optional
-            For this call.
-        experimental_hints : CommunicationOptions, optional
-            The older name of ``options``.
-        out : tree of ndarray, optional
-            Where the results go: of the structure, shapes and dtypes of the result,
-            writable, in any memory order; no two share memory. The value itself reduces
-            in place. An array of another library in host memory will do, such as a
-            tensor of PyTorch, if it shares its memory by DLPack. Only for arrays, not
-            for IndexedSlices.
-
-        Returns
-        -------
-        tree
-            ``out``, or arrays of their own; equal bit for bit on every replica.
-            ``MEAN`` of integers is float64.
-
-        Raises
-        ------
-        CollectiveError
-            If replicas disagree. On every replica.
-        ValueError
-            For an unknown operation, a type that has no sum, or an ``out`` that does
-            not fit.
-        RuntimeError
-            Outside the replica function.
-        """
-        options = options or experimental_hints
-        if options is None and type(reduce_op) in _OPERATIONS:
-            entry = current()
-            if entry is not None and entry.replica_context is self:
-                repeat = self.collectives.repeat
-                result = repeat("all_reduce", reduce_op, value, out)
-                if result is not None:
-                    return result
-        return self._all_reduce(reduce_op, value, options, out)
-
-    @collective
-    def _all_reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Tree,
-        options: CommunicationOptions | None,
-        out: Tree,
-    ) -> Tree:
-        # The one look that every call pays; the words for the message come later.
-        entry = current()
-        if entry is None or entry.replica_context is not self:
-            self._require_current("all_reduce")
-        op = ReduceOp.parse(reduce_op)
-        if options is not None and self._strategy.logical:
-            require_no_wire_dtype(options)
-        return self.collectives.reduce_in_call(
-            op, value, "all_reduce", options, out=out
-        )
-
-    @collective
-    def start_all_reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Tree,
-        options: CommunicationOptions | None = None,
-        *,
-        out: Tree = None,
-    ) -> PendingCall | EndedReduction:
-        """Start an `all_reduce`, whose result is awaited later.
-
-        Collective over the strategy's replicas; does not wait for them.
-
-        Several may be under way; they end in the order in which they were started.
-        Messages between workers travel meanwhile, as far as the network carries them by
-        itself; every call of the strategy, and ``test``, takes the reduction further.
-        Inside a worker the ranks themselves move the data, during those calls.
-
-        Parameters
-        ----------
-        reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
-        value : tree of array, each of shape (...)
-            As in `all_reduce`, without IndexedSlices; not to be written before the end.
-        options : CommunicationOptions, optional
-            For this call.
-        out : tree of ndarray, optional
-            As in `all_reduce`; not to be read or written before the end.
-
-        Returns
-        -------
-        Started or EndedReduction
-            ``test()`` says whether it has ended, ``wait()`` returns what `all_reduce`
-            would have returned.
-
-        Raises
-        ------
-        ValueError
-            As in `all_reduce`. A disagreement of the replicas is raised by ``wait``.
-        RuntimeError
-            Outside the replica function.
-        """
-        what = "start_all_reduce"
-        self._require_current(what)
-        op = ReduceOp.parse(reduce_op)
-        return self.collectives.start_in_call(op, value, what, options, out=out)
-
-    @collective
-    def all_gather(
-        self, value: Tree, axis: int, options: CommunicationOptions | None = None
-    ) -> Tree:
-        """Concatenate the replicas' values along an axis; every replica gets them.
-
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        value : tree of array, each of shape (...)
-            This replica's part; the lengths along ``axis`` may differ.
-        axis : int
-            At least 0, below the number of dimensions.
-        options : CommunicationOptions, optional
-            Accepted for tf.distribute's sake.
-
-        Returns
-        -------
-        tree of ndarray
-            Fresh arrays, in replica order.
-
-        Raises
-        ------
-        ValueError
-            For scalars, or an axis out of range.
-        CollectiveError
-            If replicas disagree on another dimension. On every replica.
-        RuntimeError
-            Outside the replica function.
-        """
-        del options
-        self._require_current("all_gather")
-        return self.collectives.all_gather(value, axis, "all_gather")
-
-    def __repr__(self) -> str:
-        """Show the replica's place."""
-        return (
-            f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
-        )
+__all__ = ["Strategy"]
 
 
 class Strategy(OlderMethods):
@@ -397,8 +89,6 @@ class Strategy(OlderMethods):
         Whether a process may have several replicas, which are not bound to it.
     meetings : Meetings or None
         The calls between logical replicas; None where those of processes do as well.
-    listeners : list of Listener
-        What is told which replica runs.
     raises_together : bool
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
     """
@@ -433,33 +123,12 @@ class Strategy(OlderMethods):
         self.rank, self.num_ranks = rank, self._ranks.size
         self.device = device
         self.extended = StrategyExtended(self)
-        # Made once, as every `run` and merged function pushes one of them.
-        self.cross_entry = ContextEntry(self)
         self.logical = logical_replicas is not None
-        self._num_replicas = logical_replicas or self._ranks.size
-        self.meetings: Meetings | None = None
-        self._sums = ReplicaSums(
-            self._ranks, TreeOrder(self._num_replicas, self._ranks.size), rank
-        )
-        self.local_replicas = self._sums.block
-        # Objects that keep state for each replica that runs.
-        self.listeners: list[Listener] = []
-        # The sum of two ranks is the same in any order: they need no other way.
-        plain = self._num_replicas == self._ranks.size <= 2
-        if logical_replicas is not None and not plain:
-            self.meetings = Meetings(
-                self._ranks, self._sums, self.cross_entry, self.listeners
-            )
-        inside = self.meetings or self._ranks
-        self.replica_entries = [
-            ContextEntry(self, ReplicaContext(self, replica, inside), index=index)
-            for index, replica in enumerate(self.local_replicas)
-        ]
-        self.replica_entry = self.replica_entries[0]
-        self.update_entries = [
-            ContextEntry(self, updating=True, index=index)
-            for index in range(len(self.local_replicas))
-        ]
+        # What runs as this process's replicas; for the library's own modules.
+        self.replicas = LocalReplicas(self, self._ranks, rank, logical_replicas)
+        self.local_replicas = self.replicas.block
+        self.meetings = self.replicas.meetings
+        self.cross_entry = self.replicas.cross_entry
         self.raises_together = on_error == "raise"
         # Writes a digest at each entry into `run`, on one rank, where it is wanted.
         self.digests: StepDigests | None = None
@@ -472,7 +141,7 @@ class Strategy(OlderMethods):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas, those of this one's group where they form groups."""
-        return self._num_replicas
+        return self.replicas.num_replicas
 
     @property
     def replica_id(self) -> int:
@@ -495,13 +164,6 @@ class Strategy(OlderMethods):
             if entry is not None and entry.strategy is self and entry.replica_context:
                 return entry.replica_context.collectives
         return self._ranks
-
-    def replicas_of(self, rank: int) -> range:
-        """Return the replicas of a process.
-
-        Not collective. For the library's own modules.
-        """
-        return self._sums.order.block(rank)
 
     def device_of(self, replica: int) -> str:
         """Return the device of a replica of this process.
@@ -688,87 +350,13 @@ class Strategy(OlderMethods):
                         "expected a list or tuple of arguments, found "
                         f"{type(args).__name__}; write args=(value,)"
                     )
-                if self.meetings is not None or self.listeners:
-                    result = self._run_all(fn, args, kwargs or {})
-                else:
-                    result = self._run_one(self.replica_entry, fn, args, kwargs)
-                    result = None if result is None else self.distributed(result)
+                result = self.replicas.run(fn, args, kwargs)
         except BaseException:
             self._end_run(failed=True)
             raise
         if self.run_ends:
             self._end_run(failed=False)
         return result
-
-    def _run_one(
-        self, entry: ContextEntry, fn: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Call a function as one replica."""
-        token = push(entry)
-        try:
-            if args:
-                args = [localize(argument) for argument in args]
-            named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
-            return fn(*args, **named)
-        finally:
-            pop(token)
-
-    def _run_all(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function as each of this process's replicas, which take turns."""
-        functions = [
-            functools.partial(self._run_one, entry, fn, args, kwargs)
-            for entry in self.replica_entries
-        ]
-        one_by_one = None if self.meetings is None else self.meetings.take_turns
-        results = run_listened(functions, self.listeners, one_by_one)
-        return self.joined(results, "the results of run")
-
-    def joined(
-        self, trees: list[Tree], what: str, wrap: Callable[..., Any] | None = None
-    ) -> Tree:
-        """Make distributed values of the values of this process's replicas.
-
-        Not collective. For the library's own modules. ``wrap`` makes one of the leaves
-        of all; default: as in the results of `run`. ValueError if their structures
-        differ.
-        """
-        if len(trees) == 1:
-            return self.distributed(trees[0])
-        flats = [flatten(tree) for tree in trees]
-        for replica, (_, structure) in zip(self.local_replicas, flats, strict=True):
-            if structure != flats[0][1]:
-                raise ValueError(
-                    f"expected one structure in {what} on all replicas, found "
-                    f"{flats[0][1]} on replica {self.local_replicas[0]} and "
-                    f"{structure} on replica {replica}; return the same on all"
-                )
-        columns = zip(*(leaves for leaves, _ in flats), strict=True)
-        return unflatten(flats[0][1], [(wrap or _wrap)(*column) for column in columns])
-
-    def merge(
-        self, what: str, merge_fn: Callable[..., Any], given: list[Any]
-    ) -> list[Any]:
-        """Call a merged function once, with what each of this process's replicas gave.
-
-        Collective over the strategy's replicas. For the library's own modules.
-        """
-        self._ranks.barrier(what)
-        with self.together(what):
-            count, names = len(given[0][0]), given[0][1].keys()
-            if any(len(a) != count or k.keys() != names for a, k in given):
-                raise ValueError(
-                    f"expected the same arguments in {what} on all replicas, found "
-                    "other numbers or names of them; give the same on all"
-                )
-            merged = [
-                self.joined([args[i] for args, _ in given], what) for i in range(count)
-            ]
-            named = {
-                name: self.joined([kwargs[name] for _, kwargs in given], what)
-                for name in names
-            }
-            result = merge_fn(self, *merged, **named)
-            return [part_of(result, index) for index in range(len(given))]
 
     def _end_run(self, failed: bool) -> None:
         # Taken off first: a function that raises must not be called by the next run.
@@ -842,61 +430,6 @@ class Strategy(OlderMethods):
                 np.copyto(component, old)
             raise
 
-    def distributed(self, tree: Tree) -> Tree:
-        """Wrap what a replica function returned.
-
-        Not collective. For the library's own modules.
-        """
-        if self.meetings is not None and own_index() is not None:
-
-            def act(trees: list[Tree]) -> list[Tree]:
-                return [self.joined(trees, "an output")] * len(trees)
-
-            return self.meetings.meet("output of a step", act, tree)
-        return tree if self.num_replicas_in_sync == 1 else tree_map(_wrap, tree)
-
-    def mirrored(self, value: Any) -> Mirrored:
-        """Return a value that is the same on all replicas, of which it is a part.
-
-        Not collective. For the library's own modules.
-        """
-        return Mirrored(*[value] * len(self.local_replicas))
-
-    def parts(self, tree: Tree) -> list[Tree]:
-        """Return the part of each of this process's replicas; what is plain is in all.
-
-        Not collective. For the library's own modules.
-        """
-        count = len(self.local_replicas)
-        return [part_of(tree, index, variables=True) for index in range(count)]
-
-    def reduce_parts(
-        self,
-        op: ReduceOp,
-        trees: list[Tree],
-        what: str,
-        out: Tree = None,
-        *,
-        are_roots: bool = False,
-    ) -> Tree:
-        """Combine a tree of arrays of each of this process's replicas, over all.
-
-        Collective over the strategy's replicas, in cross-replica context. For the
-        library's own modules. With ``are_roots`` those of this process have been added
-        up already, as ``tree_order.merges`` says.
-        """
-        if self.meetings is None:
-            return self._ranks.reduce_in_call(op, trees[0], what, out=out)
-        return self._sums.reduce(op, trees, what, out=out, are_roots=are_roots)
-
-    @property
-    def merges(self) -> list[int]:
-        """The number of pairs to add once each replica of this process has come.
-
-        See `TreeOrder.merges`. For the library's own modules.
-        """
-        return self._sums.order.merges(self.rank)
-
     def reduce(
         self,
         reduce_op: ReduceOp | str,
@@ -945,7 +478,7 @@ class Strategy(OlderMethods):
             In replica context.
         """
         plain = self.meetings is None and axis is None
-        if plain and type(reduce_op) in _OPERATIONS:
+        if plain and type(reduce_op) in OPERATIONS:
             entry = current()
             if entry is None or (
                 entry.strategy is self and entry.replica_context is None
@@ -969,7 +502,7 @@ class Strategy(OlderMethods):
             # Most calls are of this kind; each further look costs a microsecond.
             op = ReduceOp.parse(reduce_op)
             return self.collectives.reduce_in_call(op, value, "reduce", out=out)
-        return value_reduction.reduce(self, reduce_op, value, axis, out)
+        return value_reduction.reduce(self.replicas, reduce_op, value, axis, out)
 
     @collective
     def gather(self, value: Tree, axis: int) -> Tree:
@@ -1001,7 +534,7 @@ class Strategy(OlderMethods):
             In replica context.
         """
         self._require_cross("gather")
-        own = joined(self.parts(value), axis, "gather", self.local_replicas)
+        own = joined(self.replicas.parts(value), axis, "gather", self.local_replicas)
         return self._ranks.all_gather(own, axis, "gather")
 
     def local_value(self, tree: Tree) -> Tree:
@@ -1042,7 +575,7 @@ class Strategy(OlderMethods):
             no structure.
         """
         distributed = not is_leaf(value) or isinstance(value, DistributedValues)
-        return self._local_results(value, self.parts(value), distributed)
+        return self._local_results(value, self.replicas.parts(value), distributed)
 
     def _local_results(
         self, value: Any, parts: list[Any], distributed: bool
@@ -1073,7 +606,7 @@ class Strategy(OlderMethods):
                 for replica in self.local_replicas
             ]
         if len(values) > 1:
-            return self.joined(values, what, PerReplica)
+            return self.replicas.joined(values, what, PerReplica)
         return tree_map(PerReplica, values[0]) if self.distributes else values[0]
 
     @collective
@@ -1239,7 +772,7 @@ class Strategy(OlderMethods):
                 f"replicas, found {root}; choose one of them"
             )
         if self.meetings is not None and own_index() is None:
-            root = self._sums.order.owner(root)
+            root = self.replicas.order.owner(root)
         return self.collectives.broadcast_object(value, root, "broadcast_object")
 
     def arrivals(self) -> ArrivalReport:
@@ -1371,13 +904,3 @@ _ALONE = nullcontext()
 def _only(leaf: Any) -> Any:
     # Raises where there are several.
     return leaf._local if isinstance(leaf, DistributedValues) else leaf
-
-
-def _wrap(*leaves: Any) -> Any:
-    # None says that there is nothing, on this replica or on all.
-    first = leaves[0]
-    if isinstance(first, (Variable, DistributedValues)):
-        return first
-    if all(leaf is None for leaf in leaves):
-        return None
-    return PerReplica(*leaves)

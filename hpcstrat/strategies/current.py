@@ -8,8 +8,9 @@ from typing import Any
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.engine.context import ContextEntry, current, push
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.strategies.base import ReplicaContext, Strategy
+from hpcstrat.strategies.base import Strategy
 from hpcstrat.strategies.default import DefaultStrategy
+from hpcstrat.strategies.replica_context import ReplicaContext
 
 __all__ = [
     "experimental_set_strategy",
@@ -81,7 +82,7 @@ def get_replica_context() -> ReplicaContext | None:
     """
     entry = current()
     context: ReplicaContext | None = (
-        get_strategy().replica_entry if entry is None else entry
+        get_strategy().replicas.entries[0] if entry is None else entry
     ).replica_context
     return context
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.data import Dataset
 from hpcstrat.engine.arrays.kinds import is_device
-from hpcstrat.engine.context import CurrentStrategy, current, pop, push
+from hpcstrat.engine.context import CurrentStrategy, current
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.tree import flatten, tree_map
 from hpcstrat.engine.typing import Array, Tree
-from hpcstrat.engine.values import (
-    ONE_OF_MANY,
-    DistributedValues,
-    PerReplica,
-    localize,
-)
+from hpcstrat.engine.values import ONE_OF_MANY, DistributedValues, PerReplica
 from hpcstrat.errors import OutOfRangeError
-from hpcstrat.strategies.own_reductions import SumsBy, call_in_cross_replica
+from hpcstrat.strategies import value_reduction
+from hpcstrat.strategies.own_reductions import call_in_cross_replica
 from hpcstrat.strategies.steps import MultiStepContext
 from hpcstrat.variables import MirroredVariable, Variable
 
@@ -110,7 +107,7 @@ class StrategyExtended:
     def _for(self, destinations: Any, result: Any) -> Any:
         several = self._strategy.num_replicas_in_sync > 1
         if several and isinstance(destinations, DistributedValues):
-            return self._strategy.mirrored(result)
+            return self._strategy.replicas.mirrored(result)
         return result
 
     def batch_reduce_to(
@@ -168,8 +165,20 @@ class StrategyExtended:
         Collective over the strategy's replicas. For the library's own modules.
         """
         self._strategy._require_cross("a reduction by a CrossDeviceOps")
-        sums = SumsBy(self._strategy, ops, options)
-        results = sums.reduce(reduce_op, [value for value, _ in pairs])
+        strategy, replicas = self._strategy, self._strategy.replicas
+
+        def combine(
+            op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
+        ) -> Tree:
+            if strategy.meetings is not None:
+                # Sums of logical replicas have an order of their own.
+                return replicas.reduce_parts(op, trees, what, out)
+            reductions = strategy.collectives.reductions_by(ops)
+            return reductions.reduce_in_call(op, trees[0], what, options, out=out)
+
+        by_algorithm = partial(value_reduction.reduce, replicas, combine=combine)
+        values = [value for value, _ in pairs]
+        results = strategy.collectives.call("reduce", by_algorithm, reduce_op, values)
         return [
             self._for(destinations, result)
             for result, (_, destinations) in zip(results, pairs, strict=True)
@@ -208,9 +217,9 @@ class StrategyExtended:
         Collective over the strategy's replicas. For the library's own modules.
         """
         strategy = self._strategy
-        own = strategy.parts(tensor)[0]
+        own = strategy.replicas.parts(tensor)[0]
         array = strategy.collectives.broadcast(own, 0, "broadcast_to")
-        return strategy.mirrored(array) if strategy.distributes else array
+        return strategy.replicas.mirrored(array) if strategy.distributes else array
 
     def update(
         self,
@@ -259,39 +268,28 @@ class StrategyExtended:
                 _update_in_merge, (var, fn, *args), dict(kwargs or {}, group=group)
             )
         strategy._require_cross("update")
-        named = kwargs or {}
         # Apart from the change itself: what is refused here leaves no component to
         # put back.
         with strategy.together("update"):
-            self._check_update(var, [*args, *named.values()])
+            self._check_update(var, args, kwargs)
         # One array of a mirrored variable serves all replicas of this process.
         mirrored = isinstance(var, MirroredVariable)
-        entries = strategy.update_entries[: 1 if mirrored else None]
-        results = []
+        replicas = strategy.replicas
+        entries = replicas.update_entries[: 1 if mirrored else None]
         with strategy.all_or_none(var, "update"):
-            for update_entry in entries:
-                token = push(update_entry)
-                try:
-                    result = fn(
-                        var,
-                        *[localize(argument) for argument in args],
-                        **{k: localize(v) for k, v in named.items()},
-                    )
-                finally:
-                    pop(token)
-                results.append(result)
+            results = [replicas.call(own, fn, [var, *args], kwargs) for own in entries]
         if not group:
             # As many as there are replicas, also of one that has served them all.
-            missing = len(strategy.update_entries) - len(results)
+            missing = len(replicas.update_entries) - len(results)
             return tuple(results + results[:1] * missing)
         if strategy.num_replicas_in_sync == 1:
             return results[0]
         if len(results) > 1:
-            return strategy.joined(results, "update")
+            return replicas.joined(results, "update")
         # Components of a SyncOnRead variable differ, and so do results made of them.
-        return _grouped(results[0], strategy.mirrored if mirrored else PerReplica)
+        return _grouped(results[0], replicas.mirrored if mirrored else PerReplica)
 
-    def _check_update(self, var: Any, arguments: list[Any]) -> None:
+    def _check_update(self, var: Any, args: Any, kwargs: Any) -> None:
         strategy = self._strategy
         owner = var._strategy if isinstance(var, Variable) else self
         if owner is not (strategy if strategy.distributes else None):
@@ -300,13 +298,18 @@ class StrategyExtended:
                 "of another strategy object or of none; create it in the strategy's "
                 "scope"
             )
-        if not isinstance(var, MirroredVariable) or strategy.num_replicas_in_sync == 1:
-            return
-        if any(type(leaf) is PerReplica for leaf in flatten(arguments)[0]):
+        if isinstance(var, MirroredVariable):
+            what = f"the mirrored variable {var.name!r}"
+            self._require_same(args, kwargs, what, "its copies")
+
+    def _require_same(self, args: Any, kwargs: Any, what: str, found: str) -> None:
+        """Refuse arguments of an update that differ between replicas."""
+        leaves = flatten([*args, *(kwargs or {}).values()])[0]
+        several = self._strategy.num_replicas_in_sync > 1
+        if several and any(type(leaf) is PerReplica for leaf in leaves):
             raise ValueError(
-                f"expected the same arguments on all replicas to update the mirrored "
-                f"variable {var.name!r}, found a PerReplica, with which its copies "
-                f"would come to differ; {ONE_OF_MANY}"
+                f"expected the same arguments on all replicas to update {what}, found "
+                f"a PerReplica, with which {found} would come to differ; {ONE_OF_MANY}"
             )
 
     @contextmanager
@@ -531,27 +534,14 @@ class StrategyExtended:
             In replica context.
         """
         del colocate_with
-        strategy, named = self._strategy, kwargs or {}
+        strategy, replicas = self._strategy, self._strategy.replicas
         strategy._require_cross("update_non_slot")
-        several = strategy.num_replicas_in_sync > 1
-        leaves = flatten([*args, *named.values()])[0]
-        if several and any(type(leaf) is PerReplica for leaf in leaves):
-            raise ValueError(
-                "expected the same arguments on all replicas to update state that they "
-                "share, found a PerReplica, with which it would come to differ; "
-                f"{ONE_OF_MANY}"
-            )
-        token = push(strategy.update_entries[0])
-        try:
-            result = fn(
-                *[localize(argument) for argument in args],
-                **{key: localize(value) for key, value in named.items()},
-            )
-        finally:
-            pop(token)
+        self._require_same(args, kwargs, "state that they share", "it")
+        result = replicas.call(replicas.update_entries[0], fn, args, kwargs)
         if not group:
-            return (result,) * len(strategy.update_entries)
-        return _grouped(result, strategy.mirrored) if several else result
+            return (result,) * len(replicas.update_entries)
+        several = strategy.num_replicas_in_sync > 1
+        return _grouped(result, replicas.mirrored) if several else result
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Tree, session: Any = None

@@ -167,7 +167,7 @@ class MpiStrategy(Strategy):
         if self.logical and self.topology.gpu is not None:
             from hpcstrat.engine.gpu.replica_device import ReplicaDevice
 
-            self.listeners.append(ReplicaDevice(self.topology.gpu.index))
+            self.replicas.listeners.append(ReplicaDevice(self.topology.gpu.index))
         # A GPU that was found by itself serves the program's arrays that are there
         # already; only one that was asked for takes variables and batches.
         named = names is not None or self.settings.device == "gpu"
@@ -194,7 +194,7 @@ class MpiStrategy(Strategy):
     def _worker_replicas(self) -> list[int]:
         """Return the logical replicas of the ranks of this worker."""
         ranks = self.topology.worker_replicas
-        return [n for rank in ranks for n in self._sums.order.block(rank)]
+        return [n for rank in ranks for n in self.replicas.order.block(rank)]
 
     @property
     def settings(self) -> Settings:

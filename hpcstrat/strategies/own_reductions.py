@@ -13,16 +13,15 @@ from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import is_device, to_reducible
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.context import CurrentStrategy, push
+from hpcstrat.engine.context import push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Tree
 from hpcstrat.engine.values import PerReplica, localize
-from hpcstrat.strategies import value_reduction
 
-__all__ = ["HookedCollectives", "SumsBy", "call_in_cross_replica"]
+__all__ = ["HookedCollectives", "call_in_cross_replica"]
 
 
 def call_in_cross_replica(
@@ -133,39 +132,3 @@ class HookedCollectives(Collectives):
         return array.astype(
             dtype, casting="same_kind", copy=np.may_share_memory(array, given)
         )
-
-
-class SumsBy:
-    """A strategy's sums, by an algorithm that the program calls by itself."""
-
-    def __init__(
-        self,
-        strategy: CurrentStrategy,
-        ops: CrossDeviceOps,
-        options: CommunicationOptions,
-    ) -> None:
-        self._strategy = strategy
-        self._ops = ops
-        self._options = options
-        self.num_replicas_in_sync = strategy.num_replicas_in_sync
-        self.parts = strategy.parts
-
-    @property
-    def collectives(self) -> Any:
-        """The calls between the replicas; see `hpcstrat.engine.channel.entries`."""
-        return self._strategy.collectives
-
-    @collective
-    def reduce(self, op: ReduceOp, values: list[Any]) -> list[Any]:
-        """Combine values, by the rules of `Strategy.reduce`; collective."""
-        return list(value_reduction.reduce(self, op, values, None))
-
-    def reduce_parts(
-        self, op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
-    ) -> Tree:
-        """Combine a tree of each of this process's replicas; collective."""
-        if self._strategy.meetings is not None:
-            # Sums of logical replicas have an order of their own.
-            return self._strategy.reduce_parts(op, trees, what, out)
-        reductions = self.collectives.reductions_by(self._ops)
-        return reductions.reduce_in_call(op, trees[0], what, self._options, out=out)

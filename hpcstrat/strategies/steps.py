@@ -69,7 +69,7 @@ class MultiStepContext:
             if reduce_op is not None:
                 value = self._strategy.reduce(reduce_op, output, axis=None)
         elif reduce_op is None:
-            value = self._strategy.distributed(output)
+            value = self._strategy.replicas.distributed(output)
         else:
             value = replica_context.all_reduce(reduce_op, output)
         self.last_step_outputs[name] = value

@@ -100,7 +100,7 @@ class Copies:
 
     def reduce(self, gradients: list[Any], out: list[Array] | None) -> list[Any]:
         """Combine gradients over replicas."""
-        reduced: list[Any] = self._strategy.reduce_parts(
+        reduced: list[Any] = self._strategy.replicas.reduce_parts(
             self._op, gradients, self._label, out
         )
         return reduced

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,56 +13,58 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.tree import flatten, is_leaf, unflatten
 from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.engine.values import Mirrored
+from hpcstrat.strategies.local_replicas import LocalReplicas
 
 __all__ = ["reduce"]
 
 
-class Summing(Protocol):
-    """The calls that reduce the parts of this process's replicas; see `Strategy`."""
-
-    @property
-    def num_replicas_in_sync(self) -> int: ...
-
-    def parts(self, tree: Tree) -> list[Tree]: ...
-
-    def reduce_parts(
-        self, op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
-    ) -> Tree: ...
+Combine = Callable[..., Tree]
+"""As `LocalReplicas.reduce_parts`: of an operation, trees, what it is for, and out."""
 
 
 def reduce(
-    strategy: Summing, reduce_op: Any, value: Tree, axis: Any, out: Tree = None
+    replicas: LocalReplicas,
+    reduce_op: Any,
+    value: Tree,
+    axis: Any = None,
+    out: Tree = None,
+    *,
+    combine: Combine | None = None,
 ) -> Tree:
     """Combine the replicas' values; see `Strategy.reduce`.
 
-    Collective over ``topology.replica_comm``.
+    Collective over ``topology.replica_comm``. ``combine`` is for another algorithm than
+    the strategy's own.
     """
+    combine = combine or replicas.reduce_parts
     op = ReduceOp.parse(reduce_op)
     if axis is not None:
-        arrays, axes = _checked(strategy, value, axis)
+        arrays, axes = _checked(replicas, value, axis)
         if out is not None:
             raise ValueError(
                 f"expected no out in a reduction over axis {axis!r}, found one; leave "
                 "it out"
             )
-        return _over_axes(strategy, op, arrays, axes)
+        return _over_axes(combine, op, arrays, axes)
     # One value needs no list of leaves.
     if is_leaf(value) and not isinstance(value, Mirrored):
-        return strategy.reduce_parts(op, strategy.parts(value), "reduce", out)
-    return _structure(strategy, op, value, out)
+        return combine(op, replicas.parts(value), "reduce", out)
+    return _structure(replicas, op, value, out, combine)
 
 
-def _structure(strategy: Summing, op: ReduceOp, value: Tree, out: Tree) -> Tree:
+def _structure(
+    replicas: LocalReplicas, op: ReduceOp, value: Tree, out: Tree, combine: Combine
+) -> Tree:
     leaves, structure = flatten(value)
     mirrored = [isinstance(leaf, Mirrored) for leaf in leaves]
     if not any(mirrored):
-        return strategy.reduce_parts(op, strategy.parts(value), "reduce", out)
+        return combine(op, replicas.parts(value), "reduce", out)
     if out is not None:
         raise ValueError(
             "expected values that differ between replicas in a reduction with an out, "
             "found a Mirrored value; leave out away"
         )
-    count = strategy.num_replicas_in_sync
+    count = replicas.num_replicas
     if op is ReduceOp.SUM and any(mirrored) and count > 1:
         raise ValueError(
             "expected a value for each replica in the SUM over replicas, found a "
@@ -71,10 +74,8 @@ def _structure(strategy: Summing, op: ReduceOp, value: Tree, out: Tree) -> Tree:
     # Only what may differ travels: the mean of equal values is one of them.
     rest = [i for i in range(len(leaves)) if not mirrored[i]]
     if rest:
-        parts = strategy.parts([leaves[i] for i in rest])
-        for index, array in zip(
-            rest, strategy.reduce_parts(op, parts, "reduce"), strict=True
-        ):
+        parts = replicas.parts([leaves[i] for i in rest])
+        for index, array in zip(rest, combine(op, parts, "reduce"), strict=True):
             leaves[index] = array
     for index, same in enumerate(mirrored):
         if same:
@@ -84,7 +85,7 @@ def _structure(strategy: Summing, op: ReduceOp, value: Tree, out: Tree) -> Tree:
 
 
 def _checked(
-    strategy: Summing, value: Tree, axis: Any
+    replicas: LocalReplicas, value: Tree, axis: Any
 ) -> tuple[list[Array], tuple[int, ...]]:
     """Return the arrays of this rank's replicas and the axes, all of them from 0."""
     if not is_leaf(value):
@@ -100,7 +101,7 @@ def _checked(
             f"expected an integer or a tuple of integers as axis, found {axis!r}; "
             "change it"
         )
-    arrays = [to_reducible(part) for part in strategy.parts(value)]
+    arrays = [to_reducible(part) for part in replicas.parts(value)]
     array = arrays[0]
     if not all(-array.ndim <= a < array.ndim for a in axes):
         raise ValueError(
@@ -116,7 +117,7 @@ def _checked(
 
 
 def _over_axes(
-    strategy: Summing, op: ReduceOp, arrays: list[Array], axes: tuple[int, ...]
+    combine: Combine, op: ReduceOp, arrays: list[Array], axes: tuple[int, ...]
 ) -> Array:
     dtype = arrays[0].dtype
     label = f"reduce({op.name}, axis={axes if len(axes) > 1 else axes[0]})"
@@ -129,13 +130,13 @@ def _over_axes(
         sums = [as_array(array.sum(axis=axes, dtype=wide)) for array in arrays]
     if op is ReduceOp.SUM:
         sums = [rounded(own, dtype) for own in sums]
-        total: Array = strategy.reduce_parts(ReduceOp.SUM, sums, label)
+        total: Array = combine(ReduceOp.SUM, sums, label)
         return total
     # Lengths may differ between replicas: sum and count travel in one message, and
     # the mean is that of all elements, not of the replicas' means.
     counts = [np.prod([a.shape[i] for i in axes], dtype=np.int64) for a in arrays]
     parts = [[own, np.int64(n)] for own, n in zip(sums, counts, strict=True)]
-    total, count = strategy.reduce_parts(ReduceOp.SUM, parts, label)
+    total, count = combine(ReduceOp.SUM, parts, label)
     with np.errstate(all="ignore"):
         mean = as_array(total / int(count) if count else total * np.nan)
     return rounded(mean, dtype if is_half(dtype) else wide)

@@ -109,7 +109,7 @@ class _Reduced(AggregationRule):
     refused_methods = NOT_SUMMABLE
 
     def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
-        return strategy.reduce_parts(self.op, list(parts), what)
+        return strategy.replicas.reduce_parts(self.op, list(parts), what)
 
     def combine_saved(self, values: Array) -> Array:
         # In the order in which the replicas themselves would add them.

@@ -130,8 +130,9 @@ class DistributedVariable(Variable, DistributedValues):
 
     def _as_mirrored(self, result: Any) -> Any:
         # As in tf.distribute, where one replica gives bare values.
-        alone = self._strategy.num_replicas_in_sync == 1
-        return result if result is None or alone else self._strategy.mirrored(result)
+        if result is None or self._strategy.num_replicas_in_sync == 1:
+            return result
+        return self._strategy.replicas.mirrored(result)
 
 
 class MirroredVariable(DistributedVariable, Mirrored):

@@ -49,7 +49,9 @@ def plain_element(value: Any) -> Any:
 
 def _element(session: Session, element: Any) -> list[Any]:
     """Return the observation of one step of a data set."""
-    return [own(plain_element(part)) for part in session.strategy.parts(element)]
+    return [
+        own(plain_element(part)) for part in session.strategy.replicas.parts(element)
+    ]
 
 
 def _pull(session: Session, iterator: Iterator[Any], pull: int | None) -> list[Any]:
@@ -132,7 +134,7 @@ def _length(value: Any) -> int:
 
 def _op_dataset_loop(session: Session, frame: Frame, step: dict[str, Any]) -> Any:
     return [
-        [own(_length(part)) for part in session.strategy.parts(element)]
+        [own(_length(part)) for part in session.strategy.replicas.parts(element)]
         for element in _distributed(session, step)
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.strategies.base import ReplicaContext
+from hpcstrat.strategies.replica_context import ReplicaContext
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(path.name for path in (DOCS / "coming-from").glob("*.md"))

@@ -67,5 +67,5 @@ def let_replicas_meet(strategy: Strategy, wait: Callable[[], None]) -> str:
         )
     if strategy not in _known:
         _known[strategy] = _Turns(wait)
-        strategy.listeners.append(_known[strategy])
+        strategy.replicas.listeners.append(_known[strategy])
     return ""

@@ -295,7 +295,7 @@ class LogicalDistributed(Distributed):
         self._counts[key] = len(told[0])
         if not told[0]:
             return []
-        found: list[Array] = self.strategy.reduce_parts(
+        found: list[Array] = self.strategy.replicas.reduce_parts(
             ReduceOp.SUM, told, "weights of a batch"
         )
         return found
@@ -304,7 +304,7 @@ class LogicalDistributed(Distributed):
         given = [outcome.gradients or [] for outcome in outcomes]
         there = [i for i, gradient in enumerate(given[0]) if gradient is not None]
         parts = [[self._steps.array(own[i]) for i in there] for own in given]
-        found = self.strategy.reduce_parts(ReduceOp.MEAN, parts, "gradients")
+        found = self.strategy.replicas.reduce_parts(ReduceOp.MEAN, parts, "gradients")
         means: list[Any] = [None] * len(given[0])
         for index, mean in zip(there, found, strict=True):
             means[index] = keras.ops.convert_to_tensor(mean)

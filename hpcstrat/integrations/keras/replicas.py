@@ -159,5 +159,7 @@ class State:
             variable.assign(value / size if means else value)
 
     def _summed(self, values: list[list[Array]], what: str) -> list[Array]:
-        found: list[Array] = self.strategy.reduce_parts(ReduceOp.SUM, values, what)
+        found: list[Array] = self.strategy.replicas.reduce_parts(
+            ReduceOp.SUM, values, what
+        )
         return found

@@ -88,7 +88,7 @@ class LogicalReplicated(Replicated):
         self._stack.append(dense)
         self._sparse.append(sparse)
         # While they are in a cache; so there are never more than a few of them.
-        for _ in range(strategy.merges[place]):
+        for _ in range(strategy.replicas.merges[place]):
             upper = self._stack.pop()
             _add(self._stack[-1], upper)
 
@@ -153,7 +153,7 @@ class LogicalReplicated(Replicated):
         if marks is not None:
             for number, arrays in enumerate(parts):
                 arrays.append(np.zeros_like(marks) if number else marks)
-        found: list[Array] = self.strategy.reduce_parts(
+        found: list[Array] = self.strategy.replicas.reduce_parts(
             self.op, parts, _WHAT, are_roots=True
         )
         return found
@@ -180,7 +180,7 @@ class LogicalReplicated(Replicated):
             one = gradient.coalesce()
             values, indices = memory_of(one.values()), memory_of(one.indices()[0])
             parts.append(IndexedSlices(values, indices, shape))
-        rows = self.strategy.reduce_parts(self.op, parts, _WHAT)
+        rows = self.strategy.replicas.reduce_parts(self.op, parts, _WHAT)
         made: Any = torch.sparse_coo_tensor(
             as_tensor(rows.indices)[None].clone(),
             as_tensor(rows.values).clone(),
@@ -198,7 +198,7 @@ class LogicalReplicated(Replicated):
             # Counters and the like are no means, and stay each replica's own.
             floats = [i for i, b in enumerate(sets[0]) if b.is_floating_point()]
             parts = [[memory_of(each[i]) for i in floats] for each in sets]
-            found = self.strategy.reduce_parts(ReduceOp.MEAN, parts, "buffers")
+            found = self.strategy.replicas.reduce_parts(ReduceOp.MEAN, parts, "buffers")
             places = floats
         else:
             own = [memory_of(buffer) for buffer in sets[0]]
@@ -401,7 +401,7 @@ def _turns_of(strategy: Strategy) -> _Turns:
     found = _every.get(strategy)
     if found is None:
         found = _every[strategy] = _Turns(strategy)
-        strategy.listeners.append(found)
+        strategy.replicas.listeners.append(found)
     return found
 
 

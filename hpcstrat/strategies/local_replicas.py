@@ -1,0 +1,195 @@
+"""This process's replicas: contexts, calls of functions in them, and their values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat.engine.context import ContextEntry, own_index, pop, push
+from hpcstrat.engine.logical.meetings import Listener, Meetings, run_listened
+from hpcstrat.engine.logical.replica_sums import ReplicaSums
+from hpcstrat.engine.logical.tree_order import TreeOrder
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.reduction.replica_collectives import Collectives
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.typing import Tree
+from hpcstrat.engine.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    localize,
+    part_of,
+)
+from hpcstrat.strategies.replica_context import ReplicaContext
+from hpcstrat.variables import Variable
+
+__all__ = ["LocalReplicas"]
+
+
+class LocalReplicas:
+    """The replicas of this process, of which there are several with logical replicas.
+
+    ``ranks`` are the calls between the processes, of which this one is ``rank``;
+    ``count`` is the number of replicas of all of them, where they are logical.
+    """
+
+    def __init__(
+        self, strategy: Any, ranks: Collectives, rank: int, count: int | None
+    ) -> None:
+        self._strategy = strategy
+        self._ranks = ranks
+        self._rank = rank
+        self.num_replicas = count or ranks.size
+        self.order = TreeOrder(self.num_replicas, ranks.size)
+        self._sums = ReplicaSums(ranks, self.order, rank)
+        self.block = self._sums.block
+        # Objects that keep state for each replica that runs.
+        self.listeners: list[Listener] = []
+        # Made once, as every `run` and merged function pushes one of them.
+        self.cross_entry = ContextEntry(strategy)
+        self.meetings: Meetings | None = None
+        # The sum of two ranks is the same in any order: they need no other way.
+        plain = self.num_replicas == ranks.size <= 2
+        if count is not None and not plain:
+            self.meetings = Meetings(
+                ranks, self._sums, self.cross_entry, self.listeners
+            )
+        inside = self.meetings or ranks
+        self.entries = [
+            ContextEntry(
+                strategy, ReplicaContext(strategy, replica, inside), index=index
+            )
+            for index, replica in enumerate(self.block)
+        ]
+        self.update_entries = [
+            ContextEntry(strategy, updating=True, index=index)
+            for index in range(len(self.block))
+        ]
+
+    def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function as each replica; they take turns. Wraps the results."""
+        if self.meetings is None and not self.listeners:
+            result = self.call(self.entries[0], fn, args, kwargs)
+            return None if result is None else self.distributed(result)
+        functions = [
+            functools.partial(self.call, entry, fn, args, kwargs)
+            for entry in self.entries
+        ]
+        one_by_one = None if self.meetings is None else self.meetings.take_turns
+        results = run_listened(functions, self.listeners, one_by_one)
+        return self.joined(results, "the results of run")
+
+    @staticmethod
+    def call(
+        entry: ContextEntry, fn: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a function in a context, with the replica's part of each argument."""
+        token = push(entry)
+        try:
+            if args:
+                args = [localize(argument) for argument in args]
+            named = {k: localize(v) for k, v in kwargs.items()} if kwargs else {}
+            return fn(*args, **named)
+        finally:
+            pop(token)
+
+    def merge(
+        self, what: str, merge_fn: Callable[..., Any], given: list[Any]
+    ) -> list[Any]:
+        """Call a merged function once, with what each replica gave.
+
+        Collective over the strategy's replicas.
+        """
+        self._ranks.barrier(what)
+        with self._strategy.together(what):
+            count, names = len(given[0][0]), given[0][1].keys()
+            if any(len(a) != count or k.keys() != names for a, k in given):
+                raise ValueError(
+                    f"expected the same arguments in {what} on all replicas, found "
+                    "other numbers or names of them; give the same on all"
+                )
+            merged = [
+                self.joined([args[i] for args, _ in given], what) for i in range(count)
+            ]
+            named = {
+                name: self.joined([kwargs[name] for _, kwargs in given], what)
+                for name in names
+            }
+            result = merge_fn(self._strategy, *merged, **named)
+            return [part_of(result, index) for index in range(len(given))]
+
+    def joined(
+        self, trees: list[Tree], what: str, wrap: Callable[..., Any] | None = None
+    ) -> Tree:
+        """Make distributed values of a tree of each replica.
+
+        ``wrap`` makes one of the leaves of all; default: as in the results of `run`.
+        ValueError if their structures differ.
+        """
+        if len(trees) == 1:
+            return self.distributed(trees[0])
+        flats = [flatten(tree) for tree in trees]
+        for replica, (_, structure) in zip(self.block, flats, strict=True):
+            if structure != flats[0][1]:
+                raise ValueError(
+                    f"expected one structure in {what} on all replicas, found "
+                    f"{flats[0][1]} on replica {self.block[0]} and {structure} on "
+                    f"replica {replica}; return the same on all"
+                )
+        columns = zip(*(leaves for leaves, _ in flats), strict=True)
+        return unflatten(flats[0][1], [(wrap or _wrap)(*column) for column in columns])
+
+    def distributed(self, tree: Tree) -> Tree:
+        """Wrap what one replica has, such as the result of its function."""
+        if self.meetings is not None and own_index() is not None:
+
+            def act(trees: list[Tree]) -> list[Tree]:
+                return [self.joined(trees, "an output")] * len(trees)
+
+            return self.meetings.meet("output of a step", act, tree)
+        return tree if self.num_replicas == 1 else tree_map(_wrap, tree)
+
+    def mirrored(self, value: Any) -> Mirrored:
+        """Return a distributed value that is the same on all replicas."""
+        return Mirrored(*[value] * len(self.block))
+
+    def parts(self, tree: Tree) -> list[Tree]:
+        """Return the part of each replica; what is plain is in all."""
+        return [
+            part_of(tree, index, variables=True) for index in range(len(self.block))
+        ]
+
+    def reduce_parts(
+        self,
+        op: ReduceOp,
+        trees: list[Tree],
+        what: str,
+        out: Tree = None,
+        *,
+        are_roots: bool = False,
+    ) -> Tree:
+        """Combine a tree of arrays of each replica, over those of all processes.
+
+        Collective over the strategy's replicas, in cross-replica context. With
+        ``are_roots`` those of this process have been added up already, as ``merges``
+        says.
+        """
+        if self.meetings is None:
+            return self._ranks.reduce_in_call(op, trees[0], what, out=out)
+        return self._sums.reduce(op, trees, what, out=out, are_roots=are_roots)
+
+    @property
+    def merges(self) -> list[int]:
+        """The number of pairs to add once each replica has come; see `TreeOrder`."""
+        return self.order.merges(self._rank)
+
+
+def _wrap(*leaves: Any) -> Any:
+    # None says that there is nothing, on this replica or on all.
+    first = leaves[0]
+    if isinstance(first, (Variable, DistributedValues)):
+        return first
+    if all(leaf is None for leaf in leaves):
+        return None
+    return PerReplica(*leaves)
