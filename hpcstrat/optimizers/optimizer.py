@@ -417,13 +417,14 @@ class Optimizer(AnnouncesInitErrors, ABC):
         NonFiniteError
             As in `apply_gradients`.
         NotImplementedError
-            In central storage, whose ranks update slices of sums that they make.
+            In central storage, and wherever ranks do not have the whole sums.
         """
         strategy = get_strategy()
         if not strategy.update_backend().sums_whole:
             raise NotImplementedError(
-                "expected apply_gradients in central storage, found apply_combined; "
-                "pass each replica's own gradients to apply_gradients"
+                f"expected apply_gradients under {strategy!r}, whose ranks do not have "
+                "the whole sums of gradients, found apply_combined; pass each "
+                "replica's own gradients to apply_gradients"
             )
         pairs = checked(grads_and_vars)
         require_gradients(pairs)
@@ -529,7 +530,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             finite = all_finite(reduced)
         else:
             finite = is_finite(routine.flat)
-        if not backend.total(0.0 if finite else 1.0):
+        if backend.all_finite(finite):
             return False
         # All of them, to say which it is.
         reduced = backend.gather_whole(reduced, [gradient for gradient, _ in given[0]])

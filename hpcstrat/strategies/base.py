@@ -93,8 +93,8 @@ class Strategy(OlderMethods):
         Whether replicas leave ``run`` together, with ``on_error="raise"``.
     """
 
-    # What a kind of strategy says of itself; so do `variable_class`, `update_backend`,
-    # `variable_made` and `apply_gradients`.
+    # A kind of strategy says by these, and by the four methods after the constructor,
+    # what is different about it. No other module asks of which class a strategy is.
     is_default = False
     # Whether there are several replicas, or may be: values are then distributed ones.
     distributes = True
@@ -137,6 +137,35 @@ class Strategy(OlderMethods):
         # Division of the replicas into groups; None where they are in sync.
         self.split: Split | None = None
         self._settings: Settings | None = None
+
+    def variable_class(self, options: VariableOptions) -> Any:
+        """Return the class of variables made in this strategy's scope.
+
+        Not collective. For the library's own modules.
+        """
+        on_read = options.synchronization is VariableSynchronization.ON_READ
+        return SyncOnReadVariable if on_read else MirroredVariable
+
+    def variable_made(self, variable: MirroredVariable) -> None:
+        """Take a variable among those whose copies are compared.
+
+        Logically collective over the strategy's replicas. For the library's own
+        modules.
+        """
+
+    def update_backend(self) -> type[UpdateBackend]:
+        """Return the class that makes an optimizer's steps on such variables.
+
+        Not collective. For the library's own modules.
+        """
+        return Copies
+
+    def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
+        """Make an optimizer's step where the variables are: here, or on other ranks.
+
+        Collective over the strategy's replicas. For the library's own modules.
+        """
+        return bool(optimizer.apply_here(self, grads_and_vars))
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -204,37 +233,6 @@ class Strategy(OlderMethods):
         if self._settings is None:
             self._settings = Settings().resolved()
         return self._settings
-
-    def variable_made(self, variable: MirroredVariable) -> None:
-        """Take a variable among those whose copies are compared.
-
-        Logically collective over the strategy's replicas. For the library's own
-        modules.
-        """
-
-    def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
-        """Make an optimizer's step where the variables are: here, or on other ranks.
-
-        Collective over the strategy's replicas. For the library's own modules.
-        """
-        return bool(optimizer.apply_here(self, grads_and_vars))
-
-    def variable_class(self, options: VariableOptions) -> Any:
-        """Return the class of variables made in this strategy's scope.
-
-        Not collective. For the library's own modules.
-        """
-        if not self.distributes:
-            return Variable
-        on_read = options.synchronization is VariableSynchronization.ON_READ
-        return SyncOnReadVariable if on_read else MirroredVariable
-
-    def update_backend(self) -> type[UpdateBackend]:
-        """Return the class that makes an optimizer's steps on such variables.
-
-        Not collective. For the library's own modules.
-        """
-        return Copies
 
     @contextmanager
     def scope(self) -> Iterator[Self]:

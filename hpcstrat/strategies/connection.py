@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcstrat.engine.channel.call import Call, describe_call
@@ -28,7 +28,10 @@ __all__ = ["Connection", "StrategyRequest", "connect", "subset"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRequest:
-    """A strategy's arguments; see `MpiStrategy`. Not checked before `check`."""
+    """A strategy's arguments, in which all ranks must agree; see `MpiStrategy`.
+
+    Not checked before `check`.
+    """
 
     kind: str
     comm: Any
@@ -39,6 +42,8 @@ class StrategyRequest:
     settings: Any
     devices: Sequence[str] | None
     logical_replicas: Any = None
+    # Arguments of this kind alone, which its constructor has checked.
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def survives(self) -> bool:
@@ -64,6 +69,7 @@ class StrategyRequest:
             "on_error": self.on_error if self.on_error != "abort" else None,
             "on_lost_rank": "raise" if self.survives else None,
             "progress_thread": self.progress_thread or None,
+            **self.own,
         }
         # Settings are left out: replica 0's hold, see `_agree_on_settings`.
         given = [f"{name}={value!r}" for name, value in words.items() if value]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hpcstrat.engine.arrays.kinds import as_array
-from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.options import ReduceOp, VariableOptions
 from hpcstrat.engine.typing import Tree
 from hpcstrat.strategies.base import Strategy
+from hpcstrat.variables import Variable
 
 __all__ = ["DefaultStrategy", "SingleReplicaStrategy"]
 
@@ -17,6 +18,13 @@ class SingleReplicaStrategy(Strategy):
 
     distributes = False
     ranks_are_independent = True
+
+    def variable_class(self, options: VariableOptions) -> Any:
+        """Return the class of variables made in this strategy's scope.
+
+        Not collective. For the library's own modules.
+        """
+        return Variable
 
     def reduce(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,9 @@ class MpiStrategy(Strategy):
     """A strategy with one MPI rank per replica.
 
     Collective over ``comm``. `MultiWorkerMirroredStrategy` describes the arguments.
-    Subclasses add ``devices`` that the program has named, and a ``problem`` that they
-    have found on this rank: it is raised here, once the other ranks know.
+    Subclasses add ``devices`` that the program has named, ``own`` arguments, in which
+    all ranks must agree, and a ``problem`` that they have found on this rank: it is
+    raised here, once the other ranks know.
 
     Raises on every rank if the environment has a ``HPCSTRAT_`` variable that is unknown
     (ValueError), if another strategy over the same ranks is open with other settings
@@ -82,6 +83,7 @@ class MpiStrategy(Strategy):
         settings: Settings | None = None,
         devices: Sequence[str] | None = None,
         logical_replicas: int | None = None,
+        own: Mapping[str, Any] | None = None,
         problem: Exception | None = None,
     ) -> None:
         # Whatever is wrong with an argument is found before the ranks meet, and told
@@ -104,6 +106,7 @@ class MpiStrategy(Strategy):
             settings=settings,
             devices=devices,
             logical_replicas=logical_replicas,
+            own=own or {},
         )
         self._key, connection = connect(request, problem)
         self._connection = connection

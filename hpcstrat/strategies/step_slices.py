@@ -199,10 +199,14 @@ class StepSlices:
         indices = gradient.indices[kept] - rows.start
         return IndexedSlices(gradient.values[kept], indices, shape)
 
-    def total(self, value: Any) -> float:
+    def all_finite(self, finite: bool) -> bool:
+        """Whether the gradients of all slices are finite."""
+        return not self.total(float(not finite))
+
+    def total(self, squares: Any) -> float:
         """Return the sum of a number over all slices."""
         # Each worker has all slices: the first one's count.
-        own = np.array(0.0 if self._worker_id else value, np.float64)
+        own = np.array(0.0 if self._worker_id else squares, np.float64)
         what = f"{self._label}: a number of all slices"
         return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
 

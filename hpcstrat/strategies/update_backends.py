@@ -25,7 +25,9 @@ class UpdateBackend(Protocol):
     """
 
     sums_whole: bool
-    """Whether the sums are whole on each rank, as ``sharded=True`` needs them."""
+    """Whether each rank has the whole sums, which are the same everywhere.
+
+    If not, ``sharded=True`` and `Optimizer.apply_combined` are refused."""
 
     sums_in_place: bool
     """Whether sums can be made in the memory in which they are used."""
@@ -47,11 +49,16 @@ class UpdateBackend(Protocol):
         into ``out`` where it is given; the gradients are not modified.
         """
 
-    def total(self, value: Any) -> Any:
-        """Return the sum of a number over all ranks whose gradients differ.
+    def all_finite(self, finite: bool) -> bool:
+        """Whether gradients are finite on all ranks, given that they are here.
 
-        Collective over the strategy's replicas. All ranks decide by it alike: whether
-        gradients are finite, and by how much they are clipped.
+        Collective over the strategy's replicas. All make the step, or none.
+        """
+
+    def total(self, squares: Any) -> Any:
+        """Return the square of the norm by which to clip, given that of this rank's.
+
+        Collective over the strategy's replicas.
         """
 
     def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
@@ -105,9 +112,13 @@ class Copies:
         )
         return reduced
 
-    def total(self, value: Any) -> Any:
-        """Return the number: all ranks have the same sums."""
-        return value
+    def all_finite(self, finite: bool) -> bool:
+        """Return what is given: all ranks have the same sums."""
+        return finite
+
+    def total(self, squares: Any) -> Any:
+        """Return what is given: the sums are whole."""
+        return squares
 
     def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
         """Return the combined gradients."""
