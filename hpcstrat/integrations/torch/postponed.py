@@ -66,13 +66,16 @@ class Postponed:
         """Whether C++ asks, in a hook within a backward pass.
 
         Python might wait for the call there, and DDP does in callbacks at the end.
+        torch has no mark for who asks: C++ and Python call the same methods with the
+        same arguments, also within a hook. Only the stack tells them apart: where
+        Python asks, a frame of its own lies between the engine's and this one.
         """
         if not _KEEPS_WORK or torch._C._current_autograd_node() is None:
             return False
         caller: FrameType | None = sys._getframe(1)
         while caller is not None and caller.f_globals["__name__"].startswith(_PASSED):
             caller = caller.f_back
-        # Without one it is a thread of the engine's own.
+        # A thread of the engine's own, as for GPUs, has no frame below the hook.
         return caller is None or caller.f_code is getattr(_ENGINE, "__code__", None)
 
     def add(

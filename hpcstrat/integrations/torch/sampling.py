@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -127,17 +128,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin an epoch, or go on with one that was restored."""
-        # Whoever makes the iterator of a DataLoader calls it so.
-        loader: Any = sys._getframe(1).f_locals.get("loader")
+        loader = _loader_of(sys._getframe(1))
         if self._is_begun:
             # Left before its end; a loader with workers calls this twice at first.
             self.ended()
         counts = not isinstance(loader, _Loader)
-        is_plain = counts and isinstance(loader, DataLoader)
         rows, strategy = self._rows, self.distribute_strategy
-        if is_plain and loader.collate_fn is default_collate:
+        if loader is not None and loader.collate_fn is default_collate:
             self._require_rows()
-        self._is_known = not (is_plain and loader.num_workers)
+        self._is_known = not (counts and loader is not None and loader.num_workers)
         # The header compares what would make the replicas read different rows.
         strategy.collectives.barrier(
             f"iteration over {rows.describe()}, epoch {self._epoch} from row "
@@ -299,6 +298,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return (
             f"<{type(self).__name__} of {self._rows.describe()}, epoch {self._epoch}>"
         )
+
+
+def _loader_of(caller: FrameType) -> DataLoader[Any] | None:
+    """Return the loader that begins to read a sampler; None if it is the program.
+
+    torch has no hook for it: the iterators of a loader call ``iter(sampler)`` without
+    saying whose they are, and a sampler gets no other call before batches are read.
+    """
+    if caller.f_globals["__name__"] != DataLoader.__module__:
+        return None
+    loader: DataLoader[Any] = caller.f_locals["loader"]
+    return loader
 
 
 class _Loader(DataLoader[Any]):

@@ -96,6 +96,16 @@ def test_a_sampler_stands_where_the_program_is(
     assert sampler.epoch == 2
 
 
+def test_a_variable_of_the_program_is_no_loader_that_reads(strategy: Any) -> None:
+    sampler = _sampler(strategy, drop_remainder=True)
+    loader = sampler.loader()
+    assert len(list(sampler)) == len(loader)
+    # Only the program has got these batches, in a frame with a variable `loader`.
+    for _ in sampler:
+        pass
+    assert sampler.state()["epoch"] == 2
+
+
 def test_plain_loaders_say_what_they_cannot(strategy: Any, job: Any) -> None:
     sampler = _sampler(strategy)
     error = outcome(iter, DataLoader(Rows(), batch_sampler=sampler))
