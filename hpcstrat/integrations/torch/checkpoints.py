@@ -12,8 +12,9 @@ from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.engine.context import pop, push
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.engine.values import Adopted
-from hpcstrat.integrations.torch.gradients import broadcast, inner, strategy_of
+from hpcstrat.integrations.torch.gradients import inner, strategy_of
 from hpcstrat.integrations.torch.logical import streams_of
+from hpcstrat.integrations.torch.module_buffers import broadcast
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable

@@ -19,11 +19,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.context import own_index, pop, push
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
+from hpcstrat.integrations.torch.module_buffers import ReplicaBuffers
 from hpcstrat.integrations.torch.replicated import Replicated
+from hpcstrat.integrations.torch.sparse_gradients import gradient_of, rows_of
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.strategies import Strategy
@@ -36,6 +37,9 @@ _WHAT = "gradients"
 class LogicalReplicated(Replicated):
     """The state of a module that the logical replicas of a rank share."""
 
+    buffers: ReplicaBuffers
+    buffers_class = ReplicaBuffers
+
     def __init__(
         self, module: torch.nn.Module, strategy: Strategy, op: ReduceOp, **options: Any
     ) -> None:
@@ -46,13 +50,7 @@ class LogicalReplicated(Replicated):
         # the sparse gradients of each replica.
         self._stack: list[dict[int, torch.Tensor]] = []
         self._sparse: list[dict[int, torch.Tensor]] = []
-        self.sets = _BufferSets(self._owners, len(strategy.local_replicas))
         _turns_of(strategy).modules.add(self)
-
-    @property
-    def shares_buffers(self) -> bool:
-        """Whether all replicas begin a run with the same buffers."""
-        return self._buffers is not None
 
     def prepare(self, index: int) -> None:
         """Let a backward begin with no gradient, so that the replica's is its own."""
@@ -112,7 +110,7 @@ class LogicalReplicated(Replicated):
         sums, self._stack = self._stack, []
         rows, self._sparse = self._sparse, []
         count = len(self._parameters)
-        changed = self.sets.changed() if self._buffers is not None else []
+        changed = self.buffers.changed()
         marks = np.zeros(2 * count + len(changed), np.int32)
         marks[[index for one in sums for index in one]] = 1
         marks[[count + index for one in rows for index in one]] = 1
@@ -137,7 +135,7 @@ class LogicalReplicated(Replicated):
                 self._parameters[index].grad = before
         self._before.clear()
         self._expected = dense
-        self._agree_on_buffers(np.flatnonzero(told[2 * count :]).tolist())
+        self.buffers.synchronize(np.flatnonzero(told[2 * count :]).tolist())
 
     def _summed(
         self,
@@ -170,44 +168,10 @@ class LogicalReplicated(Replicated):
 
     def _add_rows(self, index: int, given: list[torch.Tensor | None]) -> None:
         """Put the rows of sparse gradients one behind the other."""
-        parameter, parts = self._parameters[index], []
-        shape = tuple(parameter.shape)
-        for gradient in given:
-            if gradient is None:
-                values = np.zeros((0, *shape[1:]), memory_of(parameter).dtype)
-                parts.append(IndexedSlices(values, np.zeros(0, np.int64), shape))
-                continue
-            one = gradient.coalesce()
-            values, indices = memory_of(one.values()), memory_of(one.indices()[0])
-            parts.append(IndexedSlices(values, indices, shape))
+        parameter, name = self._parameters[index], self._names[index]
+        parts = [rows_of(gradient, parameter, name) for gradient in given]
         rows = self.strategy.replicas.reduce_parts(self.op, parts, _WHAT)
-        made: Any = torch.sparse_coo_tensor(
-            as_tensor(rows.indices)[None].clone(),
-            as_tensor(rows.values).clone(),
-            shape,
-            check_invariants=False,
-        )
-        self._give(index, made.coalesce())
-
-    def _agree_on_buffers(self, changed: list[int]) -> None:
-        """Give all replicas replica 0's buffers, or their mean, where any changed."""
-        if not changed or self._buffers is None:
-            return
-        sets = self.sets.of(changed)
-        if self._buffers == "mean":
-            # Counters and the like are no means, and stay each replica's own.
-            floats = [i for i, b in enumerate(sets[0]) if b.is_floating_point()]
-            parts = [[memory_of(each[i]) for i in floats] for each in sets]
-            found = self.strategy.replicas.reduce_parts(ReduceOp.MEAN, parts, "buffers")
-            places = floats
-        else:
-            own = [memory_of(buffer) for buffer in sets[0]]
-            found = self.strategy.collectives.broadcast(own, 0, "buffers")
-            places = list(range(len(own)))
-        for each in sets:
-            for place, value in zip(places, found, strict=True):
-                each[place].copy_(as_tensor(value))
-        self.sets.load()
+        self._give(index, gradient_of(rows, parameter))
 
 
 def _addable(gradient: torch.Tensor) -> torch.Tensor:
@@ -230,72 +194,6 @@ def _add(sums: dict[int, torch.Tensor], others: dict[int, torch.Tensor]) -> None
         sums[index].add_(0)
     for index in others.keys() - sums.keys():
         sums[index] = others[index].add_(0)
-
-
-class _BufferSets:
-    """The buffers of a module, for each replica of a rank; those of one are in use."""
-
-    def __init__(self, owners: list[Any], count: int) -> None:
-        self._owners = owners
-        self._sets = [self._copies() for _ in range(count)]
-        # As they were when all replicas had the same.
-        self._common = self._copies()
-        self._in_use = 0
-
-    def _copies(self) -> list[list[torch.Tensor]]:
-        return [[b.detach().clone() for b in _tensors(o)] for o in self._owners]
-
-    @torch.no_grad()
-    def use(self, index: int) -> None:
-        """Let the module have a replica's buffers."""
-        if index != self._in_use:
-            self.keep()
-            self._in_use = index
-            self.load()
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Take the buffers in use into their set."""
-        for owner, kept in zip(self._owners, self._sets[self._in_use], strict=True):
-            for buffer, own in zip(_tensors(owner), kept, strict=True):
-                own.copy_(buffer)
-
-    @torch.no_grad()
-    def load(self) -> None:
-        """Put the set in use into the module."""
-        for owner, kept in zip(self._owners, self._sets[self._in_use], strict=True):
-            for buffer, own in zip(_tensors(owner), kept, strict=True):
-                buffer.copy_(own)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Give all replicas what the module has, as after a restore."""
-        for each in self._sets:
-            for owner, kept in zip(self._owners, each, strict=True):
-                for buffer, own in zip(_tensors(owner), kept, strict=True):
-                    own.copy_(buffer)
-        self._common = self._copies()
-
-    def changed(self) -> list[bool]:
-        """Return of which owners any replica's buffers are others than before."""
-        self.keep()
-        return [
-            any(
-                not torch.equal(own, common)
-                for each in self._sets
-                for own, common in zip(each[number], self._common[number], strict=True)
-            )
-            for number in range(len(self._owners))
-        ]
-
-    def of(self, owners: list[int]) -> list[list[torch.Tensor]]:
-        """Return the buffers of some owners, for each replica."""
-        self.keep()
-        return [[b for number in owners for b in each[number]] for each in self._sets]
-
-
-def _tensors(owner: Any) -> list[torch.Tensor]:
-    return [buffer for buffer in owner.values() if buffer is not None]
 
 
 class _Turns:
@@ -331,9 +229,8 @@ class _Turns:
             for index in range(len(self._states))
         ]
         for module in self.modules:
-            module.sets.use(0)
-            if module.shares_buffers:
-                module.sets.reset()
+            module.buffers.use(0)
+            module.buffers.reset()
 
     def begin(self, index: int) -> None:
         """Begin a replica's function, with the modes of the program."""
@@ -347,7 +244,7 @@ class _Turns:
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
         for module in self.modules:
-            module.sets.use(index)
+            module.buffers.use(index)
 
     def pause(self, index: int) -> None:
         """Leave the turn to others."""
@@ -357,13 +254,13 @@ class _Turns:
         """Have the turn again."""
         torch.set_rng_state(self._states[index])
         for module in self.modules:
-            module.sets.use(index)
+            module.buffers.use(index)
 
     def end(self) -> None:
         """End a run."""
         torch.set_rng_state(self._outside.pop())
         for module in self.modules:
-            module.sets.use(0)
+            module.buffers.use(0)
 
 
 # The gradients that an optimizer's step passes over, by optimizer.

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.channel.closed import ClosedChannel
 from hpcstrat.engine.channel.pending_calls import PendingCall
 from hpcstrat.engine.channel.position import Position
@@ -30,10 +29,12 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.reduction.buckets import Bucket, Buckets, plan_buckets
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
+from hpcstrat.integrations.torch.module_buffers import ModuleBuffers
+from hpcstrat.integrations.torch.sparse_gradients import gradient_of, rows_of
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 
-__all__ = ["Replicated", "broadcast"]
+__all__ = ["Replicated"]
 
 _WHAT = "gradients"
 # The attribute of a parameter that names what combines its gradients.
@@ -47,6 +48,8 @@ _DENSE, _SPARSE, _AGAIN, _ORDER = range(4)
 class Replicated:
     """The state of a replicated module; its hooks hold it, not the module."""
 
+    buffers_class = ModuleBuffers
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -58,7 +61,7 @@ class Replicated:
     ) -> None:
         self.strategy = strategy
         self.op = op
-        self._buffers = buffers
+        self.buffers = self.buffers_class(module, strategy, buffers)
         self.syncs = True
         # Counts the steps of a single replica, which nobody compares.
         self._alone = Position()
@@ -71,9 +74,6 @@ class Replicated:
         self._layout = _layout_of(module)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        # One for each module that has some: batch normalization counts its batches, and
-        # writes running means without torch noting it.
-        self._owners = [m._buffers for m in module.modules() if m._buffers]
         # Parameters that a backward has reached and no reduction has combined, in that
         # order, and the version that each had.
         self._touched: dict[int, int] = {}
@@ -81,7 +81,6 @@ class Replicated:
         self._combined: set[int] = set()
         # The dense ones of the last reduction, which all replicas know.
         self._expected: list[int] = []
-        self._versions = self._buffer_versions()
         overlaps = strategy.collectives.overlaps and not strategy.logical
         self._bucket_bytes = bucket_bytes if overlaps else 0
         # The dense ones that all replicas had the last time, and the buckets of these
@@ -271,8 +270,7 @@ class Replicated:
                     f"combined the gradients, found {self._names[index]!r} changed "
                     "during it; step the optimizer after backward(), and not in hooks"
                 )
-        pairs = zip(self._versions, self._buffer_versions(), strict=True)
-        changed = [old != new for old, new in pairs]
+        changed = self.buffers.changed()
         marks = np.concatenate([self._marks().ravel(), np.array(changed, np.int32)])
         if self._buckets is None:
             told = self._reduce(self._expected, marks)()
@@ -292,7 +290,8 @@ class Replicated:
         self._combined.update(self._expected, dense, sparse)
         self._expected = dense
         self._replan(rows)
-        self._synchronize(np.flatnonzero(told[len(told) - len(changed) :]).tolist())
+        changed_anywhere = np.flatnonzero(told[len(told) - len(changed) :])
+        self.buffers.synchronize(changed_anywhere.tolist())
 
     def _marks(self) -> Array:
         """Return what this replica tells of its parameters."""
@@ -435,59 +434,12 @@ class Replicated:
     @torchs_stream()
     def _reduce_rows(self, index: int) -> None:
         """Reduce a gradient that has some rows only."""
-        parameter, shape = self._parameters[index], self._parameters[index].shape
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = _sparse(
-                torch.zeros((1, 0), dtype=torch.int64, device=parameter.device),
-                parameter.new_zeros((0, *shape[1:])),
-                shape,
-            )
-        elif self.op is ReduceOp.SUM:
+        parameter = self._parameters[index]
+        if self.op is ReduceOp.SUM:
             self._make_share(index)
-        if gradient.sparse_dim() != 1:
-            raise ValueError(
-                f"expected a sparse gradient of {self._names[index]!r} with one index "
-                f"for each row, found {gradient.sparse_dim()} indices for each value; "
-                "make it dense"
-            )
-        gradient = gradient.coalesce()
-        rows = IndexedSlices(
-            memory_of(gradient.values()), memory_of(gradient.indices()[0]), tuple(shape)
-        )
+        rows = rows_of(parameter.grad, parameter, self._names[index])
         rows = self.strategy.collectives.batch_reduce(self.op, rows, _WHAT)
-        # Cloned: another backward enlarges what coalesce has left as it was, such as no
-        # rows at all, and memory of NumPy cannot be enlarged.
-        parameter.grad = _sparse(
-            as_tensor(rows.indices).to(parameter.device)[None].clone(),
-            as_tensor(rows.values).to(parameter.device).clone(),
-            shape,
-        ).coalesce()
-
-    def _buffer_versions(self) -> list[Any]:
-        if self._buffers is None:
-            return [()] * len(self._owners)
-        return [
-            tuple((id(b), b._version) for b in owner.values() if b is not None)
-            for owner in self._owners
-        ]
-
-    @torchs_stream()
-    def _synchronize(self, changed: list[int]) -> None:
-        """Make buffers equal that some replica has changed, such as running means."""
-        owners = [self._owners[index] for index in changed]
-        buffers = [b for owner in owners for b in owner.values() if b is not None]
-        if self._buffers == "mean":
-            buffers = [b for b in buffers if b.is_floating_point()]
-        if not buffers:
-            return
-        arrays = [memory_of(buffer) for buffer in buffers]
-        collectives = self.strategy.collectives
-        if self._buffers == "mean":
-            collectives.batch_reduce(ReduceOp.MEAN, arrays, "buffers", out=arrays)
-        else:
-            broadcast(self.strategy, arrays, "buffers")
-        self._versions = self._buffer_versions()
+        parameter.grad = gradient_of(rows, parameter)
 
 
 # A module and all inside it, each with the identities of its parameters and modules.
@@ -564,18 +516,3 @@ class _OutputHook:
     def __reduce__(self) -> Any:
         """Forget what belongs to one module in copies, and in files."""
         return _OutputHook, (None,)
-
-
-def _sparse(indices: Any, values: Any, shape: Any) -> torch.Tensor:
-    # Without a word on checks, torch warns that there are none.
-    made: torch.Tensor = torch.sparse_coo_tensor(
-        indices, values, shape, check_invariants=False
-    )
-    return made
-
-
-def broadcast(strategy: Strategy, arrays: Any, what: str) -> None:
-    """Write replica 0's values into arrays; collective over the strategy's replicas."""
-    received = strategy.collectives.broadcast(arrays, 0, what)
-    for own, value in zip(flatten(arrays)[0], flatten(received)[0], strict=True):
-        own[...] = value
