@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from hpcstrat.engine.call_sites import pass_over
+from hpcstrat.engine.context import pop, push
+from hpcstrat.engine.typing import Array
+from hpcstrat.engine.values import Adopted
+from hpcstrat.strategies import Strategy
+from hpcstrat.variables import Variable
 
 __all__ = [
     "meeting_place",
@@ -21,10 +25,11 @@ __all__ = [
     "require",
     "require_sums_each_step",
     "run_program",
+    "variable_over",
 ]
 
 
-def require_sums_each_step(strategy: Any, what: str) -> None:
+def require_sums_each_step(strategy: Strategy, what: str) -> None:
     """Refuse a strategy that does not sum gradients in each step, as frameworks do.
 
     Not collective, and the same on every rank: NotImplementedError.
@@ -37,7 +42,7 @@ def require_sums_each_step(strategy: Any, what: str) -> None:
         )
 
 
-def refuse_logical_replicas(strategy: Any, what: str, advice: str) -> None:
+def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
     """Refuse a strategy of logical replicas where each replica needs a rank.
 
     Not collective, and the same on every rank: NotImplementedError.
@@ -81,7 +86,18 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def meeting_place(strategy: Any) -> tuple[str, int]:
+def variable_over(
+    value: Array, strategy: Strategy, name: str, *, trainable: bool
+) -> Variable:
+    """Make a variable over memory that is equal on all replicas; not collective."""
+    token = push(strategy.cross_entry)
+    try:
+        return Variable(Adopted(value, is_equal=True), trainable, name=name)
+    finally:
+        pop(token)
+
+
+def meeting_place(strategy: Strategy) -> tuple[str, int]:
     """Return an address of rank 0, and a port that is free there.
 
     Collective over the strategy's replicas.

@@ -10,9 +10,8 @@ import keras
 import numpy as np
 
 from hpcstrat.checkpoint import CheckpointManager
-from hpcstrat.engine.context import pop, push
 from hpcstrat.engine.typing import Array
-from hpcstrat.engine.values import Adopted
+from hpcstrat.integrations.frameworks import variable_over
 from hpcstrat.integrations.keras.in_scope import owner_of
 from hpcstrat.integrations.keras.replicas import (
     optimizers_of,
@@ -40,19 +39,14 @@ class _Held:
         for name, variable in found.items():
             value = value_of(variable)
             if name not in self._held:
-                self._held[name] = self._adopt(name, value, variable.trainable)
+                # Equal on all replicas since `distribute`.
+                self._held[name] = variable_over(
+                    value, self.distribute_strategy, name, trainable=variable.trainable
+                )
             else:
                 # In place: the manager knows this variable since the first save.
                 np.copyto(self._held[name].component, value)
         return {name: self._held[name] for name in found}
-
-    def _adopt(self, name: str, value: Array, trainable: bool) -> Variable:
-        # Equal on all replicas since `distribute`.
-        token = push(self.distribute_strategy.cross_entry)
-        try:
-            return Variable(Adopted(value, is_equal=True), trainable, name=name)
-        finally:
-            pop(token)
 
     def checkpoint_spellings(self, name: str) -> list[str]:
         """Return all names that saved state may have."""

@@ -9,7 +9,6 @@ global batch first, which makes the mean of the gradients that of one process.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import random
@@ -44,6 +43,7 @@ from hpcstrat.integrations.keras.replicas import (
     State,
     optimizer_of,
     optimizers_of,
+    put,
     seed_mask,
 )
 from hpcstrat.integrations.keras.requirements import (
@@ -53,7 +53,7 @@ from hpcstrat.integrations.keras.requirements import (
 )
 from hpcstrat.strategies import Strategy
 
-__all__ = ["Distributed", "put"]
+__all__ = ["Distributed"]
 
 _DATA = ("x", "y", "sample_weight")
 
@@ -161,6 +161,10 @@ class Distributed:
         rows = self._total
         if rows is None:
             rows = total(self.strategy, self._rows)
+        return self._ratio(own, whole, rows)
+
+    def _ratio(self, own: Any, whole: Any, rows: Any) -> Any:
+        """Return what is left of a replica's divisor and rows in those of all."""
         own, whole, few, rows = (
             keras.ops.cast(n, "float32") for n in (own, whole, self._rows, rows)
         )
@@ -383,15 +387,3 @@ def _split(given: dict[str, Any]) -> None:
     given |= columns.read(slice(0, at))
     held = columns.read(slice(at, None))
     given["validation_data"] = tuple(held[name] for name in data)
-
-
-def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Put a function over a method of an object, which it is given first.
-
-    Over that of its class: one that was put there before is replaced. Keras would track
-    what is assigned as a part of the model.
-    """
-    vars(owner).pop(name, None)
-    inner = getattr(owner, name)
-    method = functools.wraps(inner)(functools.partial(function, inner))
-    object.__setattr__(owner, name, method)

@@ -23,8 +23,14 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.keras.batches import Batches
 from hpcstrat.integrations.keras.compiled_steps import Outcome, compiled_steps
-from hpcstrat.integrations.keras.distributed import Distributed, put
-from hpcstrat.integrations.keras.replicas import State, seed_generators, seed_mask
+from hpcstrat.integrations.keras.distributed import Distributed
+from hpcstrat.integrations.keras.replicas import (
+    State,
+    as_array,
+    put,
+    seed_generators,
+    seed_mask,
+)
 from hpcstrat.strategies import Strategy
 
 __all__ = ["LogicalDistributed"]
@@ -88,11 +94,7 @@ class LogicalState(State):
         """Return the values of some variables, for each replica of this rank."""
         places = {id(v): i for i, v in enumerate(self.own_variables())}
         every = self.own(lambda own: [variable.value for variable in own])
-        return [[_copy(own[places[id(v)]]) for v in variables] for own in every]
-
-
-def _copy(value: Any) -> Array:
-    return np.array(keras.ops.convert_to_numpy(value))
+        return [[as_array(own[places[id(v)]]) for v in variables] for own in every]
 
 
 class LogicalDistributed(Distributed):
@@ -171,10 +173,7 @@ class LogicalDistributed(Distributed):
             if given.wholes is None:
                 return None
             own, whole = divisor, given.wholes[number]
-        own, whole, few, rows = (
-            keras.ops.cast(n, "float32") for n in (own, whole, self._rows, given.total)
-        )
-        return keras.ops.divide_no_nan(own * rows, whole * few)
+        return self._ratio(own, whole, given.total)
 
     def _apply(
         self, inner: Callable[..., Any], grads: Any, trainable_variables: Any = None

@@ -12,6 +12,8 @@ from typing import Any
 import keras
 from keras.src.backend import get_keras_mask
 
+from hpcstrat.integrations.keras.replicas import put
+
 __all__ = ["correct"]
 
 # Returns the factor of a loss for a number of this replica's: what its own divisor is.
@@ -31,15 +33,12 @@ def correct(compiled: Any, factor: Factor) -> None:
             for one in compiled._flat_losses
         ]
 
-    vars(compiled).pop("build", None)
-    build = compiled.build
-
-    def build_corrected(*args: Any) -> None:
-        build(*args)
+    def build(inner: Callable[..., None], *args: Any) -> None:
+        inner(*args)
         replace()
 
     # Keras builds losses with the first batch, when it knows the outputs.
-    object.__setattr__(compiled, "build", build_corrected)
+    put(compiled, "build", build)
     if compiled.built:
         replace()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,10 @@ from hpcstrat.strategies import Strategy
 
 __all__ = [
     "State",
+    "as_array",
     "optimizer_of",
     "optimizers_of",
+    "put",
     "seed_generators",
     "seed_mask",
     "separate_seeds",
@@ -28,10 +31,15 @@ __all__ = [
 strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
 
 
+def as_array(tensor: Any) -> Array:
+    """Return a copy of a tensor, in host memory."""
+    # A copy: on CPUs some backends give a view of the tensor's own memory.
+    return np.array(keras.ops.convert_to_numpy(tensor))
+
+
 def value_of(variable: Any) -> Array:
     """Return a copy of a variable of Keras, in host memory."""
-    # A copy: on CPUs some backends give a view of the variable's own memory.
-    return np.array(keras.ops.convert_to_numpy(variable.value))
+    return as_array(variable.value)
 
 
 def optimizer_of(model: Any) -> Any:
@@ -43,6 +51,18 @@ def optimizers_of(model: Any) -> dict[str, Any]:
     """Return the optimizer, or several of a model with steps of its own, by name."""
     kind = keras.optimizers.Optimizer
     return {k: v for k, v in vars(model).items() if isinstance(v, kind)}
+
+
+def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Put a function over a method of an object, which it is given first.
+
+    Over that of its class: one that was put there before is replaced. Keras would track
+    what is assigned as a part of the model.
+    """
+    vars(owner).pop(name, None)
+    inner = getattr(owner, name)
+    method = functools.wraps(inner)(functools.partial(function, inner))
+    object.__setattr__(owner, name, method)
 
 
 def seed_generators(model: Any) -> list[Any]:
@@ -63,15 +83,13 @@ def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
     ``mask`` returns that of the replica that draws. Replica 0 draws those of one
     process.
     """
+
+    def draw(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        seed = inner(*args, **kwargs)
+        return keras.ops.bitwise_xor(seed, keras.ops.cast(mask(), seed.dtype))
+
     for generator in seed_generators(model):
-        # After another `compile` the model is distributed again: never twice.
-        vars(generator).pop("next", None)
-
-        def draw(*args: Any, drawn: Any = generator.next, **kwargs: Any) -> Any:
-            seed = drawn(*args, **kwargs)
-            return keras.ops.bitwise_xor(seed, keras.ops.cast(mask(), seed.dtype))
-
-        object.__setattr__(generator, "next", draw)
+        put(generator, "next", draw)
 
 
 class State:

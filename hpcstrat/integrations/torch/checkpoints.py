@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from hpcstrat.checkpoint.file.plain_state import as_text
-from hpcstrat.engine.context import pop, push
 from hpcstrat.engine.typing import Array, Replicas
-from hpcstrat.engine.values import Adopted
+from hpcstrat.integrations.frameworks import variable_over
 from hpcstrat.integrations.torch.gradients import inner, strategy_of
 from hpcstrat.integrations.torch.logical import streams_of
 from hpcstrat.integrations.torch.module_buffers import broadcast
@@ -42,13 +41,10 @@ class _Adoption:
 
     def _adopt(self, name: str, tensor: torch.Tensor) -> Variable:
         _require_contiguous(name, tensor)
-        adopted = Adopted(memory_of(tensor), is_equal=True)
-        token = push(self.strategy.cross_entry)
-        try:
-            trainable = isinstance(tensor, torch.nn.Parameter)
-            return Variable(adopted, trainable, name=name)
-        finally:
-            pop(token)
+        trainable = isinstance(tensor, torch.nn.Parameter)
+        return variable_over(
+            memory_of(tensor), self.strategy, name, trainable=trainable
+        )
 
 
 def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
