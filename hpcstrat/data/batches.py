@@ -120,9 +120,8 @@ def writable(batch: Tree) -> Tree:
     )
 
 
-def pieces_of(element: Tree, num_replicas: int, replicas: Sequence[int]) -> list[Tree]:
+def pieces_of(batch: Tree, num_replicas: int, replicas: Sequence[int]) -> list[Tree]:
     """Cut a batch by itself; return the pieces of ``replicas``, as views."""
-    batch = as_batch(element)
     length = batch_length(batch)
     return [rows_of(batch, *piece(length, num_replicas, r)) for r in replicas]
 

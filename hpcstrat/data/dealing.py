@@ -7,43 +7,33 @@ share, see `hpcstrat.data.comparing`; or one rank runs the pipeline for all of t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
-import numpy as np
-
-from hpcstrat.data.batches import batch_length, empty_like, pieces_of, warn_of_idle
-from hpcstrat.data.comparing import (
-    END,
-    Sighting,
-    digest,
-    explain_difference,
-    show,
-)
-from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.comparing import explain_difference
 from hpcstrat.data.iterator import (
     DistributedIterator,
     EpochPlace,
     ReducibleDataset,
 )
-from hpcstrat.data.pipelines import PipelinePlace, Steps
-from hpcstrat.data.placing import Placer, packed
+from hpcstrat.data.pipelines import (
+    BATCH,
+    DIFFERENT,
+    FINISHED,
+    Pipeline,
+    PipelinePlace,
+    PipelineStep,
+    Steps,
+)
+from hpcstrat.data.placing import Placer
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.options import InputOptions, InputReplicationMode
-from hpcstrat.engine.tree import tree_map
 from hpcstrat.engine.typing import Replicas, Tree
-from hpcstrat.engine.values import PerReplica
 from hpcstrat.errors import CollectiveError
 
 __all__ = ["DealtDataset"]
 
-# States of a replica in a step: no batch on any replica any more, no batch and none
-# before, none any more, a batch.
-_STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
 _NEXT = "next of a data set"
-# In the place of the hash of a batch: this replica has none to compare.
-_UNSEEN = np.iinfo(np.int64).min
 
 
 class DealtDataset(ReducibleDataset):
@@ -78,27 +68,20 @@ class DealtDataset(ReducibleDataset):
         self._strategy = strategy
         self._place = place
         self._placer = Placer(strategy, options)
-        per_replica = (
-            options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-        )
-        # True if this rank's pipeline serves no other rank's replicas.
-        self._alone = per_replica or strategy.num_ranks == 1
         self._every = options.compare_every if place.num_workers > 1 else 0
         self._num_iterations = 0
         self._steps: Steps | None = None
         # Ranks that meant different things by it would wait for one another.
-        pipelines = "one pipeline for all" if options.single_pipeline else "one per "
-        if not options.single_pipeline:
-            pipelines += "replica" if per_replica else "worker"
+        mode = options.experimental_replication_mode
+        per_replica = mode is InputReplicationMode.PER_REPLICA
+        pipelines = "one per " + ("replica" if per_replica else "worker")
+        if options.single_pipeline:
+            pipelines = "one pipeline for all"
         what = f"creation of a distributed data set, {pipelines}"
-        collectives = strategy.collectives
-        if self._alone or place.leads:
-            try:
+        if place.leads:
+            with strategy.collectives.all_raise(what):
                 self._steps = make_steps()
-            except Exception as error:
-                collectives.fail(what, error)
-                raise
-        collectives.barrier(what)
+        strategy.collectives.barrier(what)
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration; its first step starts the pipeline."""
@@ -106,19 +89,19 @@ class DealtDataset(ReducibleDataset):
             self._begin(EpochPlace(self._num_iterations, 0)), self
         )
 
-    def _begin(self, position: EpochPlace) -> _Elements:
-        elements = _Elements(
+    def _begin(self, position: EpochPlace) -> _DealtBatches:
+        iteration, self._num_iterations = self._num_iterations, self._num_iterations + 1
+        pipeline = None
+        if self._steps is not None:
+            pipeline = Pipeline(self._steps, self._place, self._every, position)
+        return _DealtBatches(
             self._strategy,
             self._place,
             self._placer,
-            steps=self._steps,
-            alone=self._alone,
-            every=self._every,
-            iteration=self._num_iterations,
+            pipeline=pipeline,
+            iteration=iteration,
             position=position,
         )
-        self._num_iterations += 1
-        return elements
 
     def __repr__(self) -> str:
         """Show what is read, and for how many replicas."""
@@ -129,7 +112,7 @@ class DealtDataset(ReducibleDataset):
         return "the program's own batches"
 
 
-class _Elements:
+class _DealtBatches:
     """This replica's batches; goes on after a step that failed, if a pipeline does."""
 
     def __init__(
@@ -138,67 +121,54 @@ class _Elements:
         place: PipelinePlace,
         placer: Placer,
         *,
-        steps: Steps | None,
-        alone: bool,
-        every: int,
+        pipeline: Pipeline | None,
         iteration: int,
         position: EpochPlace,
     ) -> None:
+        # The calls between replicas; for the library's own modules.
+        self.collectives = strategy.collectives
         self._strategy = strategy
         self._place = place
         self._placer = placer
-        self._steps = steps
-        self._alone = alone
-        self._every = every
+        self._pipeline = pipeline
         self._iteration = iteration
         self._position = position
-        self._skips = position.position
-        self._index = -1
-        # Hash of the step's batch, to be compared with the other workers'.
-        self._mark = _UNSEEN
-        self._seen: Tree = None
-        self._running: Iterator[list[Tree]] | None = None
-        # Batch of a step that another worker could not make.
-        self._kept: list[Tree] | None = None
-        self._empty: Tree = None
-        self._has_failed = self._ended = False
+        # What the pipeline may fill again is copied, if it is this rank's.
+        shares = pipeline is not None and pipeline.shares_memory
+        self._copies = shares and place.comm is not None
+        self._number = -1
+        self._ended = False
 
     def __iter__(self) -> Self:
         return self
-
-    @property
-    def collectives(self) -> Any:
-        """The calls between replicas; for the library's own modules."""
-        return self._strategy.collectives
 
     @collective
     def __next__(self) -> Tree:
         # After the end no call is made: the others may have gone on to another one.
         if self._ended:
             raise StopIteration
+        collectives, step = self.collectives, None
+        self._number += 1
+        self._position.position += 1
         if self._place.num_replicas == 1:
-            self._position.position += 1
-            parts = self._pull()
+            assert self._pipeline is not None
+            parts = self._pipeline.pull()
             if parts is None:
                 raise self._end()
             return self._placer.place(parts[0])
-        self._index += 1
-        self._position.position += 1
-        self._seen, self._mark = None, _UNSEEN
-        parts, most, least = self._deal(self._own_parts())
-        if most < _GIVES or least == _STOPPED:
+        if self._pipeline is not None:
+            with collectives.all_raise(_NEXT):
+                step = self._pipeline.step(self._number)
+        collectives.barrier(_NEXT)
+        with collectives.moving(_NEXT):
+            outcome, parts = self._deal(step)
+        if outcome == DIFFERENT:
+            raise self._difference()
+        if outcome == FINISHED:
             raise self._end()
-        for part in parts:
-            if part is not None:
-                self._empty = empty_like(part)
-        if least == _ENDED:
-            self._empty = self._form(self._empty)
-            if self._empty is None:
-                raise self._end()
-        parts = [self._empty if part is None else part for part in parts]
-        if len(parts) == 1:
-            return tree_map(PerReplica, parts[0])
-        return self._strategy.replicas.joined(parts, "a batch")
+        # With `on_error="raise"`, a part that fails here is skipped by all.
+        with self._strategy.together(_NEXT), collectives.all_raise(_NEXT):
+            return self._placer.deliver(parts, copies=self._copies)
 
     def _end(self) -> StopIteration:
         """Return what ends the loop, and go on to the next epoch."""
@@ -207,138 +177,36 @@ class _Elements:
         self._position.position = 0
         return StopIteration()
 
-    def _pull(self) -> list[Tree] | None:
-        """Run the pipeline for a step; None at its end."""
-        assert self._steps is not None
-        if self._running is None:
-            try:
-                if isinstance(self._steps.source, Dataset):
-                    self._steps.source.epoch = self._position.epoch
-                self._running = self._steps.start()
-            except StopIteration as error:
-                # As in a generator (PEP 479): it is not the end of the data.
-                raise RuntimeError(
-                    "expected an iterator, found that its making raised StopIteration; "
-                    "raise another error"
-                ) from error
-            for _ in range(self._skips):
-                # A step that failed was left out by the program, too.
-                with contextlib.suppress(Exception):
-                    next(self._running, None)
-        return next(self._running, None)
+    def _deal(self, step: PipelineStep | None) -> tuple[int, list[Any]]:
+        """Return the outcome of a step, and this rank's parts of it.
 
-    def _own_parts(self) -> list[Any]:
-        """Return this worker's parts for the step, None at its end.
-
-        Those of other replicas are as they travel.
+        Collective over the strategy's replicas. The pipelines agree on the outcome; the
+        ranks that they serve get it with their parts.
         """
-        collectives, place = self._strategy.collectives, self._place
-        served = place.own if self._alone else place.replicas
-        dealt: list[Any] = [None] * len(served)
-        if self._steps is not None:
-            parts, self._kept = self._kept, None
-            try:
-                parts = parts or self._pull()
-                if self._steps.shared:
-                    parts = self._cut(None if parts is None else parts[0])
-                if parts is not None:
-                    own = len(place.own)
-                    dealt = [*parts[:own], *map(packed, parts[own:])]
-            except Exception as error:
-                self._has_failed = True
-                collectives.fail(_NEXT, error)
-                raise
-            if not self._steps.shared:
-                self._kept = parts
-        collectives.barrier(_NEXT)
-        self._kept = None
-        return dealt
-
-    def _cut(self, batch: Tree) -> list[Tree] | None:
-        """Cut a batch that all workers read, and hash it; None at the end."""
-        parts = None
-        if batch is not None:
-            place = self._place
-            parts = pieces_of(batch, place.num_replicas, place.replicas)
-            if not self._index and not place.replica_id:
-                warn_of_idle(batch_length(batch), place.num_replicas)
-        if self._every and not self._index % self._every:
-            self._seen, self._mark = batch, END
-            if batch is not None:
-                self._mark = digest(batch, on_gpus=not self._index)
-        return parts
-
-    def _deal(self, dealt: list[Any]) -> tuple[list[Tree], int, int]:
-        """Return the parts of this rank, and the furthest and the least far state."""
-        collectives = self._strategy.collectives
-        channel: Any = collectives.channel
-        failed: Exception | None = None
-        with collectives.moving(_NEXT) as comm:
-            parts, came = dealt[: len(self._place.own)], None
-            if not self._alone:
-                own = channel.interruptible(self._place.comm)
-                came = own.scatter(self._by_rank(dealt), root=0)
-            try:
-                if came is not None:
-                    unpack = self._placer.unpacked
-                    parts = [None if one is None else unpack(one) for one in came]
-                else:
-                    place = self._placer.place if self._alone else self._placer.own
-                    parts = [None if one is None else place(one) for one in parts]
-            except Exception as error:
-                failed = error
-            found = [self._state(part) for part in parts]
-            mark = self._mark
-            marks = mark, mark if mark == _UNSEEN else -mark
-            # With both signs, so that one MAX gives the least, too.
-            states = np.array(
-                [max(found), -min(found), failed is not None, *marks], np.int64
-            )
-            if comm is not None:
-                comm.Allreduce(comm.mpi.IN_PLACE, states, op=comm.mpi.MAX)
-        if failed is not None:
-            collectives.fail(_NEXT, failed)
-            raise failed
-        if states[2]:
-            collectives.barrier(_NEXT)
-        most, least = int(states[0]), -int(states[1])
-        # The largest hash and, with its sign changed, the smallest.
-        if states[3] != _UNSEEN and states[3] != -states[4] and least != _STOPPED:
-            raise self._difference()
-        self._seen = None
-        return parts, most, least
-
-    def _by_rank(self, dealt: list[Any]) -> list[Any]:
-        """Return the parts for each rank; None for the first, which keeps its own."""
-        groups, start = [], 0
-        for count in self._place.counts:
-            groups.append(dealt[start : start + count])
-            start += count
-        return [None, *groups[1:]]
-
-    def _state(self, part: Tree) -> int:
-        """Return how far a replica is that has got a part, or None."""
-        if part is not None:
-            return _GIVES
-        if self._has_failed and self._steps and self._steps.shared:
-            # The others go on, but with pieces of batches.
-            return _STOPPED
-        return _ENDED if self._empty is None else _LASTED
+        place, channel = self._place, self.collectives.channel
+        outcome, parts = BATCH, []
+        sent: list[Any] | None = None
+        if step is not None:
+            assert self._pipeline is not None
+            self._pipeline.accept()
+            leaders = place.leaders
+            if leaders is not None:
+                leaders = channel.interruptible(leaders)
+            outcome = self._pipeline.agree(step, leaders)
+            parts = step.parts if outcome == BATCH else []
+            # The first rank, which is this one, keeps its own.
+            sent, end = [None], place.counts[0]
+            for count in place.counts[1:]:
+                start, end = end, end + count
+                sent.append((outcome, parts[start:end]))
+        if place.comm is not None:
+            came = channel.interruptible(place.comm).scatter(sent, root=0)
+            outcome, parts = came or (outcome, parts[: place.counts[0]])
+        return outcome, parts
 
     def _difference(self) -> CollectiveError:
         """Return what all replicas raise where workers have different batches."""
-        mine: Sighting | None = None
-        if self._mark != _UNSEEN:
-            place, seen = self._place, self._seen
-            text = "the end of its data" if seen is None else show(seen)
-            mine = place.replica_id, place.worker_id, self._mark, text
-        found = self._strategy.collectives.all_gather_object(mine, "batches compared")
-        where = f"batch {self._index} of iteration {self._iteration}"
+        mine = None if self._pipeline is None else self._pipeline.sighting()
+        found = self.collectives.all_gather_object(mine, "batches compared")
+        where = f"batch {self._number} of iteration {self._iteration}"
         return explain_difference(where, [one for one in found if one is not None])
-
-    def _form(self, own: Tree) -> Tree:
-        """Learn the form of a batch from a replica that has one; None for scalars."""
-        mine = None if own is None else packed(own)
-        found = self._strategy.collectives.all_gather_object(mine, "form of a batch")
-        form = next((form for form in found if form is not None), None)
-        return None if form is None else self._placer.unpacked(form)

@@ -30,9 +30,7 @@ from hpcstrat.engine.options import (
     InputOptions,
     InputReplicationMode,
 )
-from hpcstrat.engine.tree import tree_map
 from hpcstrat.engine.typing import Replicas, Tree
-from hpcstrat.engine.values import PerReplica
 
 __all__ = [
     "DistributedDataset",
@@ -305,10 +303,7 @@ class _Batches:
                 pieces = next(self._reader)
             if not self._placer.leaves_on_host:
                 pieces = [self._placer.place(piece) for piece in pieces]
-            if len(pieces) > 1:
-                return strategy.replicas.joined(pieces, "a batch")
-            several = strategy.num_replicas_in_sync > 1
-            return tree_map(PerReplica, pieces[0]) if several else pieces[0]
+            return self._placer.wrap(pieces)
 
 
 def _read_own(
@@ -465,7 +460,9 @@ def distribute_from_function(
             "expected experimental_place_dataset_on_device with PER_REPLICA and "
             f"without experimental_fetch_to_device, found {options}; change the options"
         )
-    place = PipelinePlace(strategy, single=options.single_pipeline)
+    place = PipelinePlace(
+        strategy, single=options.single_pipeline, per_replica=per_replica
+    )
     return DealtDataset(
         strategy,
         place,

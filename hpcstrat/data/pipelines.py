@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
-from hpcstrat.data.batches import as_batch
+import numpy as np
+
+from hpcstrat.data.batches import (
+    as_batch,
+    batch_length,
+    empty_like,
+    pieces_of,
+    warn_of_idle,
+)
+from hpcstrat.data.comparing import END, Sighting, digest, show
+from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.iterator import EpochPlace
+from hpcstrat.data.placing import packed
 from hpcstrat.data.splitting import deal_elements, deal_pieces, pour_slots
 from hpcstrat.engine.options import AutoShardPolicy, InputContext
 from hpcstrat.engine.typing import Replicas, Tree
 
-__all__ = ["PipelinePlace", "Steps", "function_steps", "iterable_steps"]
+__all__ = [
+    "BATCH",
+    "DIFFERENT",
+    "FINISHED",
+    "Pipeline",
+    "PipelinePlace",
+    "PipelineStep",
+    "Steps",
+    "function_steps",
+    "iterable_steps",
+]
+
+FINISHED, DIFFERENT, BATCH = range(3)
+"""Outcomes of a step: the end of the data, workers with other batches, a batch."""
+
+# States of a replica in a step: no batch on any replica any more, no batch and none
+# before, none any more, a batch.
+_STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
+# In the place of the hash of a batch: there is none to compare.
+_UNSEEN = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,45 +51,210 @@ class Steps:
     """A worker's steps: ``cut`` turns the source into lists of parts.
 
     ``shared``: all workers read the same batches, and one that fails on any of them is
-    left out on all. The steps are then whole batches, still to be cut.
+    left out on all. The steps are then the batches themselves, still to be cut.
     """
 
     source: Iterable[Any]
-    cut: Callable[[Iterable[Any]], Iterator[list[Tree]]]
+    cut: Callable[[Iterable[Any]], Iterator[Any]]
     shared: bool = False
-
-    def start(self) -> Iterator[list[Tree]]:
-        """Start the pipeline; each step has the parts of the worker's replicas."""
-        return self.cut(self.source)
 
 
 class PipelinePlace:
     """This rank's place among those that one pipeline serves.
 
     Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``, of which each
-    rank has as many as ``counts`` says; ``own`` are this rank's. With ``single`` one
-    serves all replicas, as if they were one worker.
+    rank has as many as ``counts`` says; ``own`` are this rank's. ``comm`` is None where
+    the pipeline serves this rank alone. ``leaders`` is the communicator of all ranks
+    that run one, None where no other rank does. With ``single`` one serves all
+    replicas, as if they were one worker; with ``per_replica`` each rank has its own.
     """
 
-    def __init__(self, strategy: Replicas, *, single: bool = False) -> None:
+    def __init__(
+        self, strategy: Replicas, *, single: bool = False, per_replica: bool = False
+    ) -> None:
         self.num_replicas = strategy.num_replicas_in_sync
         self.replica_id = strategy.replica_id
         self.own = strategy.local_replicas
         self.comm: Any = None
+        self.leaders: Any = None
         self.num_workers, self.worker_id = 1, 0
         self.replicas, self.counts = list(self.own), [len(self.own)]
         self.leads = True
-        if strategy.num_ranks > 1:
-            topology = strategy.topology
-            self.comm, ranks = topology.replica_comm, range(strategy.num_ranks)
-            if not single:
-                self.comm, ranks = topology.worker_comm, topology.worker_replicas
-                self.num_workers = topology.num_workers
-                self.worker_id = topology.worker_id
-            blocks = [strategy.replicas.order.block(rank) for rank in ranks]
-            self.replicas = [replica for block in blocks for replica in block]
-            self.counts = [len(block) for block in blocks]
-            self.leads = self.comm.rank == 0
+        if strategy.num_ranks == 1:
+            return
+        topology = strategy.topology
+        if per_replica:
+            self.leaders = topology.replica_comm
+            return
+        self.comm, ranks = topology.replica_comm, range(strategy.num_ranks)
+        if not single:
+            self.comm, ranks = topology.worker_comm, topology.worker_replicas
+            self.num_workers = topology.num_workers
+            self.worker_id = topology.worker_id
+        blocks = [strategy.replicas.order.block(rank) for rank in ranks]
+        self.replicas = [replica for block in blocks for replica in block]
+        self.counts = [len(block) for block in blocks]
+        self.leads = self.comm.rank == 0
+        if self.num_workers > 1:
+            # The first ranks of all workers.
+            self.leaders = topology.cross_worker_comm
+
+
+@dataclass(slots=True)
+class PipelineStep:
+    """A step of a pipeline: a part for each of its replicas, None where there is none.
+
+    Parts of other ranks are as they travel. ``states`` are the furthest and, with its
+    sign changed, the least far state of a replica, and the hash of the batch with both
+    signs: the MAX of those of all pipelines has the outcome of the step.
+    """
+
+    parts: list[Any]
+    states: Any
+
+
+class Pipeline:
+    """An iteration over a worker's steps, on the rank that runs it.
+
+    Every ``every``-th batch is hashed, to be compared with those of other workers.
+    """
+
+    def __init__(
+        self, steps: Steps, place: PipelinePlace, every: int, position: EpochPlace
+    ) -> None:
+        self._steps = steps
+        self._place = place
+        self._every = every
+        self._position = position
+        self._skips = position.position
+        self._running: Iterator[Any] | None = None
+        # Batch of a step that another worker could not make.
+        self._kept: PipelineStep | None = None
+        # Form of a batch, without rows, as it travels; empty while it is not known.
+        self._form = b""
+        self._has_failed = False
+        # The batch whose hash is compared in this step, None for the end of the data.
+        self._mark = _UNSEEN
+        self._seen: Tree = None
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether parts lie in what the source gave, which it may fill again."""
+        return self._steps.shared
+
+    def step(self, number: int) -> PipelineStep:
+        """Make the next step; goes on after one that failed, if the source does.
+
+        It is given again until `accept` is called, unless all workers leave it out.
+        """
+        step, self._kept = self._kept, None
+        if step is None:
+            try:
+                step = self._make(number)
+            except Exception:
+                self._has_failed = True
+                raise
+        if not self._steps.shared:
+            self._kept = step
+        return step
+
+    def accept(self) -> None:
+        """Take note that the other pipelines could make the step, too."""
+        self._kept = None
+
+    def _make(self, number: int) -> PipelineStep:
+        found, shared, place = self.pull(), self._steps.shared, self._place
+        if shared:
+            found = self._cut(found, number)
+        missing = _ENDED
+        if found is None:
+            found = [None] * len(place.replicas)
+        elif not self._form:
+            first = next(part for part in found if part is not None)
+            empty = empty_like(first)
+            self._form = b"" if empty is None else packed(empty)
+        if shared and self._has_failed:
+            # The others go on, but with pieces of batches.
+            missing = _STOPPED
+        elif self._form:
+            missing = _LASTED
+        states = [missing if part is None else _GIVES for part in found]
+        own, mark = len(place.own), self._mark
+        parts = found[:own]
+        parts += [None if part is None else packed(part) for part in found[own:]]
+        marks = mark, mark if mark == _UNSEEN else -mark
+        both = np.array([max(states), -min(states), *marks], np.int64)
+        return PipelineStep(parts, both)
+
+    def pull(self) -> Any:
+        """Return what the source gives for a step; None at its end."""
+        if self._running is None:
+            source = self._steps.source
+            try:
+                if isinstance(source, Dataset):
+                    source.epoch = self._position.epoch
+                self._running = self._steps.cut(source)
+            except StopIteration as error:
+                # As in a generator (PEP 479): it is not the end of the data.
+                raise RuntimeError(
+                    "expected an iterator, found that its making raised StopIteration; "
+                    "raise another error"
+                ) from error
+            for _ in range(self._skips):
+                # A step that failed was left out by the program, too.
+                with contextlib.suppress(Exception):
+                    next(self._running, None)
+        return next(self._running, None)
+
+    def _cut(self, element: Any, number: int) -> list[Tree] | None:
+        """Cut a batch that all workers read, and hash it; None at the end."""
+        self._mark, self._seen = _UNSEEN, None
+        batch, parts, place = None, None, self._place
+        if element is not None:
+            batch = as_batch(element)
+            parts = pieces_of(batch, place.num_replicas, place.replicas)
+            if not number and not place.replica_id:
+                warn_of_idle(batch_length(batch), place.num_replicas)
+        if self._every and not number % self._every:
+            self._seen, self._mark = batch, END
+            if batch is not None:
+                self._mark = digest(batch, on_gpus=not number)
+        return parts
+
+    def agree(self, step: PipelineStep, leaders: Any) -> int:
+        """Return the outcome of a step, the same for all pipelines.
+
+        Collective over ``leaders``, an InterruptibleComm or None for one pipeline. A
+        batch has then a part for each replica, without rows where the data have ended.
+        """
+        states = step.states
+        if leaders is not None:
+            leaders.Allreduce(leaders.mpi.IN_PLACE, states, op=leaders.mpi.MAX)
+        most, least, mark, negative = states.tolist()
+        least = -least
+        # The largest hash and, with its sign changed, the smallest.
+        if mark not in (_UNSEEN, -negative) and least != _STOPPED:
+            return DIFFERENT
+        self._seen = None
+        if most < _GIVES or least == _STOPPED:
+            return FINISHED
+        if least == _ENDED and leaders is not None:
+            forms = leaders.gathered(self._form)
+            self._form = next((bytes(form) for form in forms if len(form)), b"")
+        if least != _GIVES:
+            # Scalars have no form without rows.
+            if not self._form:
+                return FINISHED
+            step.parts = [self._form if p is None else p for p in step.parts]
+        return BATCH
+
+    def sighting(self) -> Sighting | None:
+        """Return what this worker has read in the step, if it was hashed."""
+        if self._mark == _UNSEEN:
+            return None
+        place, seen = self._place, self._seen
+        text = "the end of its data" if seen is None else show(seen)
+        return place.replica_id, place.worker_id, self._mark, text
 
 
 def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
@@ -101,7 +298,7 @@ def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
         )
     if apart and place.num_workers > 1:
         return Steps(source, lambda batches: deal_pieces(batches, count, len(own)))
-    return Steps(source, _alone, shared=True)
+    return Steps(source, iter, shared=True)
 
 
 def function_steps(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.data.batches import writable
 from hpcstrat.engine.arrays.kinds import is_device, to_host
 from hpcstrat.engine.options import InputOptions
 from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Array, Replicas, Tree
+from hpcstrat.engine.values import PerReplica
 
 if TYPE_CHECKING:
     from hpcstrat.engine.gpu.feeding import Feeder
@@ -28,7 +28,7 @@ class _FromDevice:
 
 
 def packed(part: Tree) -> bytes:
-    """Return a part of a batch as it travels, for `Placer.unpacked`.
+    """Return a part of a batch as it travels, for `Placer.deliver`.
 
     Waits for a GPU that is still computing it.
     """
@@ -46,6 +46,7 @@ class Placer:
     """
 
     def __init__(self, strategy: Replicas, options: InputOptions) -> None:
+        self._strategy = strategy
         self._wanted = strategy.puts_on_gpu and options.experimental_fetch_to_device
         # Made with the first batch: it takes memory that cannot be paged out.
         self._feeder: Feeder | None = None
@@ -55,56 +56,60 @@ class Placer:
         """Return whether batches stay in host memory; any thread may place those."""
         return not self._wanted
 
-    def _takes(self, leaf: Any) -> bool:
-        if not self._wanted or not isinstance(leaf, np.ndarray):
+    @staticmethod
+    def _takes(leaf: Any) -> bool:
+        if not isinstance(leaf, np.ndarray):
             return False
         from hpcstrat.engine.gpu.feeding import fits_device
 
         return fits_device(leaf.dtype)
 
-    def place(self, batch: Tree) -> Tree:
+    def place(self, batch: Tree, *, copies: bool = False) -> Tree:
         """Put the numbers of a batch on the GPU, if they are wanted there.
 
         The program's current stream waits for the copy, the host does not. Other leaves
-        stay as they were, or become copies where they cannot be written: they are the
-        program's own.
+        stay as they were, or become copies where they cannot be written, as they are
+        the program's own; ``copies`` all of them that are in host memory.
         """
         leaves, structure = flatten(batch)
-        hosts = {
-            index: leaf.host if isinstance(leaf, _FromDevice) else leaf
-            for index, leaf in enumerate(leaves)
-            if isinstance(leaf, _FromDevice) or self._takes(leaf)
-        }
-        if not hosts:
-            return writable(batch)
-        if self._feeder is None:
-            from hpcstrat.engine.gpu.feeding import Feeder
+        going = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, _FromDevice):
+                leaves[index] = leaf.host
+                going.append(index)
+            elif self._wanted and self._takes(leaf):
+                going.append(index)
+            elif not is_device(leaf) and (copies or not leaf.flags.writeable):
+                leaves[index] = np.array(leaf)
+        if going:
+            if self._feeder is None:
+                from hpcstrat.engine.gpu.feeding import Feeder
 
-            self._feeder = Feeder()
-        for index, array in zip(
-            hosts, self._feeder.put(list(hosts.values())), strict=True
-        ):
-            leaves[index] = array
-        return writable(unflatten(structure, leaves))
+                self._feeder = Feeder()
+            fed = self._feeder.put([leaves[index] for index in going])
+            for index, array in zip(going, fed, strict=True):
+                leaves[index] = array
+        return unflatten(structure, leaves)
 
-    def unpacked(self, data: bytes) -> Tree:
-        """Return a part that another replica has sent, where it is wanted.
+    def deliver(self, parts: list[Any], *, copies: bool) -> Tree:
+        """Return this rank's parts of a batch, where and as the program wants them.
 
-        It is in the library that it came from, unless numbers are wanted on the GPU.
+        What another rank has sent is in the library that it came from, unless numbers
+        are wanted on the GPU. ``copies`` the rest, as the pipeline may fill it again.
         """
-        # A rank of this job pickled it: this is nobody else's data.
-        return self.place(pickle.loads(data))
-
-    def own(self, part: Tree) -> Tree:
-        """Put this replica's own part of a batch where it is wanted.
-
-        What is in host memory is copied, as the pipeline may fill it again.
-        """
-        return self.place(
-            tree_map(
-                lambda leaf: (
-                    leaf if is_device(leaf) or self._takes(leaf) else np.array(leaf)
-                ),
-                part,
-            )
+        # A rank of this job pickled them: they are nobody else's data.
+        return self.wrap(
+            [
+                self.place(pickle.loads(part))
+                if isinstance(part, bytes)
+                else self.place(part, copies=copies)
+                for part in parts
+            ]
         )
+
+    def wrap(self, parts: list[Tree]) -> Tree:
+        """Return parts, which are placed, as one distributed element."""
+        if len(parts) > 1:
+            return self._strategy.replicas.joined(parts, "a batch")
+        several = self._strategy.num_replicas_in_sync > 1
+        return tree_map(PerReplica, parts[0]) if several else parts[0]

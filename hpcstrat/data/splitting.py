@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Self
 
 from hpcstrat.data.batches import (
+    as_batch,
     batch_length,
     empty_like,
     own_array,
@@ -167,7 +168,8 @@ class _Pieces:
     def __next__(self) -> Tree:
         if not self._ready:
             count = self._num_replicas
-            self._ready.extend(pieces_of(next(self._batches), count, range(count)))
+            batch = as_batch(next(self._batches))
+            self._ready.extend(pieces_of(batch, count, range(count)))
         return self._ready.popleft()
 
 
