@@ -12,16 +12,16 @@ from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset
-from hpcstrat.data.iterator import (
-    DistributedIterator,
-    EpochPlace,
-    ReducibleDataset,
-)
+from hpcstrat.data.iterator import DistributedIterator, EpochPlace
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import PipelinePlace, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
 from hpcstrat.data.read_ahead import ReadAhead, num_readers, reading
-from hpcstrat.data.resuming import StatefulDataset, StreamDataset
+from hpcstrat.data.resuming import (
+    ResumableDataset,
+    StatefulDataset,
+    StreamDataset,
+)
 from hpcstrat.data.rows import Rows, in_words
 from hpcstrat.engine.html import table
 from hpcstrat.engine.options import (
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-class DistributedDataset(ReducibleDataset):
+class DistributedDataset(ResumableDataset):
     """Per-replica batches; made by `Strategy.experimental_distribute_dataset`.
 
     Each ``iter()`` is collective over the strategy's replicas, and the next epoch;
@@ -84,8 +84,6 @@ class DistributedDataset(ReducibleDataset):
         if strategy.replica_id == 0 and not is_short:
             warn_of_idle(stage.batch_size, strategy.num_replicas_in_sync)
         self._dealing = "own rows first, " if options.own_rows else ""
-        self._next = (0, 0)
-        self._latest: EpochPlace | None = None
 
     @property
     def dataset(self) -> Dataset:
@@ -107,80 +105,9 @@ class DistributedDataset(ReducibleDataset):
         return self._stage.cardinality
 
     @property
-    def element_spec(self) -> Tree:
-        """Shapes and dtypes of the arrays of a global batch, as ArraySpec."""
-        return self._dataset.element_spec
-
-    @property
     def num_rows(self) -> int:
         """Number of examples of an epoch, over all replicas; -1 without an end."""
         return self._stage.num_rows
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the latest iteration, or that of the next, where it has ended.
-
-        Setting it makes the next iteration that epoch, from its beginning.
-        """
-        return self.state()["epoch"]
-
-    @epoch.setter
-    def epoch(self, value: int) -> None:
-        """Begin the next iteration with this epoch.
-
-        Not collective.
-
-        Parameters
-        ----------
-        value : int
-            From 0.
-        """
-        self._next, self._latest = (int(value), 0), None
-
-    def state(self) -> dict[str, int]:
-        """Return where the latest iteration stands.
-
-        Not collective; the same on every replica after the same step.
-
-        Returns
-        -------
-        dict of str to int
-            ``epoch``, ``global_position`` (examples given out in it, over all
-            replicas), ``shuffle_seed``, ``num_rows`` and ``order_version``.
-        """
-        epoch, position = self._next
-        if self._latest is not None:
-            epoch, position = self._latest.epoch, self._latest.position
-        return {
-            "epoch": epoch,
-            "global_position": position,
-            "shuffle_seed": self._dataset.seed,
-            "num_rows": self._stage.num_rows,
-            "order_version": ORDER_VERSION,
-        }
-
-    def check_state(self, state: dict[str, int]) -> None:
-        """Check that a state is of this data set.
-
-        Not collective.
-
-        Parameters
-        ----------
-        state : dict of str to int
-            From `state`, perhaps of another number of replicas.
-
-        Raises
-        ------
-        ValueError
-            If it is that of another data set.
-        """
-        own = self.state()
-        for key in ("num_rows", "shuffle_seed"):
-            if int(state[key]) != own[key]:
-                raise ValueError(
-                    f"expected the position in a data set with {key} {own[key]}, found "
-                    f"{int(state[key])}; restore with the data set that was saved"
-                )
 
     def restore_state(self, state: dict[str, int]) -> None:
         """Make the next iteration go on where another stood.
@@ -197,10 +124,8 @@ class DistributedDataset(ReducibleDataset):
         ValueError
             If the state is that of another data set.
         """
-        self.check_state(state)
-        epoch, position = int(state["epoch"]), int(state["global_position"])
-        self._next = epoch, position
-        self._latest = None
+        super().restore_state(state)
+        epoch, position = self._next
         if position and int(state.get("order_version", 1)) < ORDER_VERSION:
             # The rest of that epoch must be the rest of its order.
             self._dataset.keep_old_order(epoch)
@@ -217,9 +142,7 @@ class DistributedDataset(ReducibleDataset):
         with strategy.together("iteration"):
             place = EpochPlace(epoch, position)
             batches = _Batches(strategy, self._stage, place, self._placer, self._ahead)
-        # At once, so that a loop that is left early does not repeat its epoch.
-        self._next = (epoch + 1, 0)
-        self._latest = batches.place
+        self._begin_at(place)
         return DistributedIterator(batches, self)
 
     def __repr__(self) -> str:

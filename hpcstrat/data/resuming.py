@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.dealing import DealtDataset
-from hpcstrat.data.iterator import DistributedIterator, EpochPlace
+from hpcstrat.data.iterator import DistributedIterator, EpochPlace, ReducibleDataset
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import PipelinePlace, iterable_steps
 from hpcstrat.data.rows import UNKNOWN
@@ -18,10 +18,125 @@ from hpcstrat.engine.options import AutoShardPolicy, InputOptions
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Replicas, Tree
 
-__all__ = ["StatefulDataset", "StreamDataset"]
+__all__ = ["ResumableDataset", "StatefulDataset", "StreamDataset"]
 
 
-class StreamDataset(DealtDataset):
+class ResumableDataset(ReducibleDataset):
+    """The base of distributed data sets whose iterations go on after a restore."""
+
+    _dataset: Dataset
+    # Epoch and position of the next iteration.
+    _next = (0, 0)
+    # Where the latest one stands; None before it, and after a restore.
+    _latest: EpochPlace | None = None
+    # Keys of a state that say of which data set it is.
+    _compared: tuple[str, ...] = ("num_rows", "shuffle_seed")
+
+    @property
+    def num_rows(self) -> int:
+        """Number of examples of an epoch, over all replicas; below 0 if not known."""
+        return UNKNOWN
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a global batch, as ArraySpec."""
+        return self._dataset.element_spec
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest iteration, or that of the next, where it has ended.
+
+        Setting it makes the next iteration that epoch, from its beginning.
+        """
+        return self.state()["epoch"]
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        """Begin the next iteration with this epoch.
+
+        Not collective.
+
+        Parameters
+        ----------
+        value : int
+            From 0.
+        """
+        self._next, self._latest = (int(value), 0), None
+
+    def _begin_at(self, place: EpochPlace) -> None:
+        # At once, so that a loop that is left early does not repeat its epoch.
+        self._next, self._latest = (place.epoch + 1, 0), place
+
+    def state(self) -> dict[str, int]:
+        """Return where the latest iteration stands.
+
+        Not collective; the same on every replica after the same step.
+
+        Returns
+        -------
+        dict of str to int
+            ``epoch``, ``global_position`` (examples given out in it, over all replicas;
+            of a stream, steps), ``shuffle_seed``, ``num_rows`` (-2 if not known),
+            ``order_version``, and of a stream ``num_parts``.
+        """
+        epoch, position = self._next
+        if self._latest is not None:
+            epoch, position = self._latest.epoch, self._latest.position
+        return {
+            "epoch": epoch,
+            "global_position": position,
+            "shuffle_seed": self._dataset.seed,
+            "num_rows": self.num_rows,
+            "order_version": ORDER_VERSION,
+        }
+
+    def check_state(self, state: dict[str, int]) -> None:
+        """Check that a state is of this data set.
+
+        Not collective.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`, perhaps of another number of replicas.
+
+        Raises
+        ------
+        ValueError
+            If it is that of another data set, or of another division of its files.
+        """
+        own = self.state()
+        for key in self._compared:
+            if int(state.get(key, 0)) != own[key]:
+                advice = "restore with the data set that was saved"
+                if key == "num_parts":
+                    advice += ", and as many ranks, as workers read files of their own"
+                raise ValueError(
+                    f"expected the position in a data set with {key} {own[key]}, found "
+                    f"{state.get(key)}; {advice}"
+                )
+
+    def restore_state(self, state: dict[str, int]) -> None:
+        """Make the next iteration go on where another stood.
+
+        Not collective: call it on every replica with the same state.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`, perhaps of another number of replicas.
+
+        Raises
+        ------
+        ValueError
+            If the state is that of another data set.
+        """
+        self.check_state(state)
+        self._next = (int(state["epoch"]), int(state["global_position"]))
+        self._latest = None
+
+
+class StreamDataset(ResumableDataset, DealtDataset):
     """Per-replica batches of a chain without random access, which can be resumed.
 
     As `DealtDataset`. A restored iteration makes the batches before its position again,
@@ -40,6 +155,8 @@ class StreamDataset(DealtDataset):
         As of `DealtDataset`.
     """
 
+    _compared = ("num_rows", "shuffle_seed", "num_parts")
+
     def __init__(
         self,
         strategy: Replicas,
@@ -51,20 +168,12 @@ class StreamDataset(DealtDataset):
             strategy, place, lambda: iterable_steps(dataset, place), options
         )
         self._dataset = dataset
-        self._next = (0, 0)
-        self._latest: EpochPlace | None = None
 
     def __iter__(self) -> DistributedIterator:
         """Begin the next epoch, or go on where `restore_state` said."""
-        epoch, position = self._next
-        self._next = (epoch + 1, 0)
-        self._latest = EpochPlace(epoch, position)
-        return DistributedIterator(self._begin(self._latest), self)
-
-    @property
-    def element_spec(self) -> Tree:
-        """Shapes and dtypes of the arrays of a batch of the chain, as ArraySpec."""
-        return self._dataset.element_spec
+        place = EpochPlace(*self._next)
+        self._begin_at(place)
+        return DistributedIterator(self._begin(place), self)
 
     def _num_parts(self) -> int:
         """Return into how many different parts the data are divided."""
@@ -76,70 +185,16 @@ class StreamDataset(DealtDataset):
         return 1 if is_cut else place.num_workers * place.num_replicas
 
     def state(self) -> dict[str, int]:
-        """Return where the latest iteration stands.
+        """Return `ResumableDataset.state`, and into how many parts the data are cut.
 
         Not collective; the same on every replica after the same step.
 
         Returns
         -------
         dict of str to int
-            ``epoch``, ``global_position`` (steps taken in it), ``shuffle_seed``,
-            ``num_rows`` (-2, as it is not known), ``order_version`` and ``num_parts``.
+            Its positions count steps.
         """
-        epoch, position = self._next
-        if self._latest is not None:
-            epoch, position = self._latest.epoch, self._latest.position
-        return {
-            "epoch": epoch,
-            "global_position": position,
-            "shuffle_seed": self._dataset.seed,
-            "num_rows": UNKNOWN,
-            "order_version": ORDER_VERSION,
-            "num_parts": self._num_parts(),
-        }
-
-    def check_state(self, state: dict[str, int]) -> None:
-        """Check that a state is of this data set, and of as many parts.
-
-        Not collective.
-
-        Parameters
-        ----------
-        state : dict of str to int
-            From `state`.
-
-        Raises
-        ------
-        ValueError
-            If it is that of another data set, or of another division of its files.
-        """
-        own = self.state()
-        for key in ("num_rows", "shuffle_seed", "num_parts"):
-            if int(state.get(key, 0)) != own[key]:
-                raise ValueError(
-                    f"expected the position in a stream with {key} {own[key]}, found "
-                    f"{state.get(key)}; restore with the data set that was saved, and "
-                    "where workers read files of their own, with as many ranks"
-                )
-
-    def restore_state(self, state: dict[str, int]) -> None:
-        """Make the next iteration go on where another stood.
-
-        Not collective: call it on every replica with the same state.
-
-        Parameters
-        ----------
-        state : dict of str to int
-            From `state`.
-
-        Raises
-        ------
-        ValueError
-            If the state is that of another data set.
-        """
-        self.check_state(state)
-        self._next = (int(state["epoch"]), int(state["global_position"]))
-        self._latest = None
+        return {**super().state(), "num_parts": self._num_parts()}
 
     def _source(self) -> str:
         return self._dataset.describe()
