@@ -43,8 +43,6 @@ class Batched(Stage):
 
     num_rows: int
     batch_size: int
-    drop_remainder = False
-    parent: Batched
 
     def stop(self, position: int) -> int:
         """Return the position behind the batch that begins at one."""
@@ -64,9 +62,7 @@ class Batched(Stage):
         The piece of each replica then has as many of its own rows as there are.
         ``replicas`` are those of this rank, whose rows a cache keeps.
         """
-        found = copy.copy(self)
-        found.parent = self.parent.owned(num_replicas, replicas)
-        return found
+        raise NotImplementedError
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
         """Give the batches of an epoch."""
@@ -227,14 +223,40 @@ def padded_spec(spec: Tree, shapes: Tree) -> Tree:
     return spec
 
 
-class RepeatedBatches(Batched):
+class _BatchesOfParent(Batched):
+    """The batches of another stage, but for what a class says otherwise."""
+
+    def __init__(self, parent: Batched) -> None:
+        self.parent = parent
+        self.batch_size = parent.batch_size
+        self.drop_remainder = parent.drop_remainder
+        self.num_rows, self.cardinality = parent.num_rows, parent.cardinality
+
+    def stop(self, position: int) -> int:
+        """Return the position behind a batch."""
+        return self.parent.stop(position)
+
+    def rows_before(self, batches: int) -> int:
+        """Return the position of a batch, by its number."""
+        return self.parent.rows_before(batches)
+
+    def owned(self, num_replicas: int, replicas: range) -> Batched:
+        """Return the batches whose rows stand in the order of their owners."""
+        found = copy.copy(self)
+        found.parent = self.parent.owned(num_replicas, replicas)
+        return found
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+
+class RepeatedBatches(_BatchesOfParent):
     """All batches several times; each time is an epoch of its own, and ends as one."""
 
     def __init__(self, parent: Batched, count: int) -> None:
-        self.parent = parent
+        super().__init__(parent)
         self._repetitions = count
-        self.batch_size = parent.batch_size
-        self.drop_remainder = parent.drop_remainder
         is_infinite = count < 0
         self.num_rows = INFINITE if is_infinite else parent.num_rows * count
         self.cardinality = INFINITE if is_infinite else parent.cardinality * count
@@ -257,25 +279,19 @@ class RepeatedBatches(Batched):
         own = epoch_of_repetition(epoch, self._repetitions, repetition)
         return self.parent.read(own, inner, first, last)
 
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parent.spec()
-
     def describe(self) -> str:
         """Return how often they come."""
         return f"{self.parent.describe()}, {self._repetitions} times"
 
 
-class SomeBatches(Batched):
+class SomeBatches(_BatchesOfParent):
     """Batches of another stage from one to another: take and skip.
 
     ``last`` may be INFINITE.
     """
 
     def __init__(self, parent: Batched, first: int, last: int) -> None:
-        self.parent = parent
-        self.batch_size = parent.batch_size
-        self.drop_remainder = parent.drop_remainder
+        super().__init__(parent)
         self._first = first
         self._start = parent.rows_before(first)
         self.num_rows = self.cardinality = INFINITE
@@ -299,10 +315,6 @@ class SomeBatches(Batched):
         """Read from the other stage."""
         return self.parent.read(epoch, start + self._start, first, last)
 
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parent.spec()
-
     def describe(self) -> str:
         """Return which these are."""
         return (
@@ -311,26 +323,15 @@ class SomeBatches(Batched):
         )
 
 
-class MappedBatches(Batched):
+class MappedBatches(_BatchesOfParent):
     """The results of a function for each whole batch, as many rows as it had.
 
     Raises ValueError for a function that changes the number of rows.
     """
 
     def __init__(self, parent: Batched, function: Callable[..., Any]) -> None:
-        self.parent = parent
+        super().__init__(parent)
         self._function = function
-        self.batch_size = parent.batch_size
-        self.drop_remainder = parent.drop_remainder
-        self.num_rows, self.cardinality = parent.num_rows, parent.cardinality
-
-    def stop(self, position: int) -> int:
-        """Return the position behind a batch."""
-        return self.parent.stop(position)
-
-    def rows_before(self, batches: int) -> int:
-        """Return the position of a batch, by its number."""
-        return self.parent.rows_before(batches)
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
         """Read and map the whole batch, as the function may mix its rows."""
@@ -364,27 +365,16 @@ class MappedBatches(Batched):
         return f"{self.parent.describe()}, mapped by {name}"
 
 
-class CachedBatches(Batched):
+class CachedBatches(_BatchesOfParent):
     """Batches of epoch 0, of which what was read is kept in memory."""
 
     def __init__(self, parent: Batched) -> None:
-        self.parent = parent
-        self.batch_size = parent.batch_size
-        self.drop_remainder = parent.drop_remainder
-        self.num_rows, self.cardinality = parent.num_rows, parent.cardinality
+        super().__init__(parent)
         self._kept: dict[tuple[int, int, int], Tree] = {}
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
         """Return the batches whose rows stand in the order of their owners."""
         return CachedBatches(self.parent.owned(num_replicas, replicas))
-
-    def stop(self, position: int) -> int:
-        """Return the position behind a batch."""
-        return self.parent.stop(position)
-
-    def rows_before(self, batches: int) -> int:
-        """Return the position of a batch, by its number."""
-        return self.parent.rows_before(batches)
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
         """Copy what is kept, having read what is not."""
@@ -393,10 +383,6 @@ class CachedBatches(Batched):
         if batch is None:
             batch = self._kept[key] = self.parent.read(0, *key)
         return tree_map(lambda leaf: leaf.copy(), batch)
-
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parent.spec()
 
     def describe(self) -> str:
         """Return that they are kept."""

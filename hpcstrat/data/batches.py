@@ -76,7 +76,12 @@ def as_batch(element: Tree) -> Tree:
     return tree_map(_leaf, element)
 
 
-def batch_length(batch: Tree) -> int:
+def batch_length(
+    batch: Tree,
+    *,
+    expected: str = "batches whose arrays have the same first dimension",
+    advice: str = "batch the data set by its global batch size",
+) -> int:
     """Return the number of rows of a batch.
 
     Raises ValueError for scalars, and arrays of different lengths.
@@ -85,10 +90,7 @@ def batch_length(batch: Tree) -> int:
     lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
     if len(lengths) != 1 or -1 in lengths:
         shapes = [leaf.shape for leaf in leaves]
-        raise ValueError(
-            "expected batches whose arrays have the same first dimension, found shapes "
-            f"{shapes}; batch the data set by its global batch size"
-        )
+        raise ValueError(f"expected {expected}, found shapes {shapes}; {advice}")
     return int(lengths.pop())
 
 

@@ -10,10 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.data import mixing, stages, streams
+from hpcstrat.data import (
+    batch_streams,
+    joined_streams,
+    sequences,
+    stages,
+    streams,
+)
 from hpcstrat.data.batched import Batched, RowBatches
-from hpcstrat.data.elements import as_element, call_with, pad_and_stack, stack
+from hpcstrat.data.elements import as_element, pad_and_stack, stack
 from hpcstrat.data.files.rows import FileRows, files_of
+from hpcstrat.data.joined_rows import MixedRows
 from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead
 from hpcstrat.data.rows import (
     INFINITE,
@@ -831,7 +838,7 @@ class Dataset:
             cycle_length = 2
         cycle, block = _size(cycle_length), _size(block_length)
         made = self._then(
-            lambda s: streams.interleaved(s, map_func, _stage_of, cycle, block)
+            lambda s: joined_streams.interleaved(s, map_func, _stage_of, cycle, block)
         )
         made._opens_files = self._opens_files or self._gives_files(map_func)
         return made
@@ -874,7 +881,7 @@ class Dataset:
         Dataset
             Of elements with one dimension less.
         """
-        return self._then(streams.unbatched)
+        return self._then(batch_streams.unbatched)
 
     def rebatch(
         self, batch_size: int | Sequence[int], drop_remainder: bool = False
@@ -901,7 +908,7 @@ class Dataset:
             For sizes below 1.
         """
         sizes = stages.sizes_of_batches(batch_size)
-        return self._then(lambda s: streams.rebatched(s, sizes, drop_remainder))
+        return self._then(lambda s: batch_streams.rebatched(s, sizes, drop_remainder))
 
     def pack(self, length: int, padding_value: Any = 0) -> Dataset:
         """Return sequences of any lengths packed into rows of one length, in order.
@@ -929,7 +936,7 @@ class Dataset:
             For a length below 1; when iterated, for a sequence that is longer.
         """
         size = _size(length)
-        return self._then(lambda s: mixing.packed(s, size, padding_value))
+        return self._then(lambda s: sequences.packed(s, size, padding_value))
 
     def bucket_by_sequence_length(
         self,
@@ -977,31 +984,19 @@ class Dataset:
         """
         bounds, sizes = list(bucket_boundaries), list(map(_size, bucket_batch_sizes))
 
-        def collate(bucket: int, rows: Sequence[Tree]) -> Tree:
+        def pad(rows: Sequence[Tree], shapes: Any) -> Tree:
             if no_padding:
                 return stack(rows)
-            if not pad_to_bucket_boundary:
-                return pad_and_stack(rows, padded_shapes, padding_values)
-            if bucket == len(bounds):
-                raise ValueError(
-                    f"expected elements shorter than {bounds[-1]} to be padded to a "
-                    "boundary, found a longer one; filter them out, or add a boundary"
-                )
-            shapes = tree_map(
-                lambda leaf: (bounds[bucket] - 1, *np.shape(leaf)[1:]), rows[0]
-            )
-            return pad_and_stack(rows, flatten(shapes)[0], padding_values)
-
-        def length_of(element: Tree) -> int:
-            return int(call_with(element_length_func, element))
+            return pad_and_stack(rows, shapes or padded_shapes, padding_values)
 
         return self._then(
-            lambda s: mixing.bucketed(
+            lambda s: sequences.bucketed(
                 s,
-                length_of,
+                element_length_func,
                 bounds,
                 sizes,
-                collate=collate,
+                pad=pad,
+                to_boundary=pad_to_bucket_boundary and not no_padding,
                 drop_remainder=drop_remainder,
             )
         )
@@ -1054,7 +1049,7 @@ class Dataset:
         """
 
         def make(choices: Stage, *parents: Stage) -> Stage:
-            return streams.chosen(parents, choices, stop_on_empty_dataset)
+            return joined_streams.chosen(parents, choices, stop_on_empty_dataset)
 
         return choice_dataset._then(make, *datasets)
 
@@ -1093,7 +1088,7 @@ class Dataset:
         key = 0 if seed is None else int(seed)
 
         def make(*parents: Stage) -> Stage:
-            return streams.sampled(parents, weights, key, stop_on_empty_dataset)
+            return joined_streams.sampled(parents, weights, key, stop_on_empty_dataset)
 
         return datasets[0]._then(make, *datasets[1:])
 
@@ -1551,7 +1546,7 @@ def mix(
             )
 
     def make(*parents: Rows) -> Stage:
-        return mixing.MixedRows(parents, weights, seed)
+        return MixedRows(parents, weights, seed)
 
     first, *others = datasets
     mixed = first._then(make, *others)

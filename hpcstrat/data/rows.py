@@ -18,8 +18,6 @@ from hpcstrat.data.elements import (
     as_element,
     call_with,
     made_spec,
-    merged_spec,
-    require_same_structure,
     row_of,
     spec_of,
     stack,
@@ -27,29 +25,26 @@ from hpcstrat.data.elements import (
 from hpcstrat.data.order import Order, Permutation, generator_of
 from hpcstrat.data.sources import Columns
 from hpcstrat.engine.arrays.kinds import is_device
-from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.tree import flatten, tree_map
 from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
     "INFINITE",
     "UNKNOWN",
     "CachedRows",
-    "ConcatenatedRows",
     "MappedRows",
     "OneRow",
     "Places",
     "RangeRows",
-    "RepeatedRows",
     "Rows",
     "ShuffledRows",
     "SourceRows",
     "Stage",
     "StridedRows",
-    "ZippedRows",
     "as_places",
+    "count_of",
     "epoch_of_repetition",
     "in_words",
-    "join_blocks",
 ]
 
 INFINITE = -1
@@ -63,7 +58,7 @@ Places = slice | Array
 
 _BLOCK_ROWS = 256
 # Attributes that hold the stages before one.
-_PARENTS = ("parent", "parents", "rows", "first", "second")
+_PARENTS = ("parent", "parents", "rows")
 
 
 def in_words(count: int) -> str:
@@ -75,6 +70,9 @@ class Stage:
     """A step of a chain: gives elements, epoch after epoch."""
 
     cardinality: int = UNKNOWN
+    # Rows of its elements where these are batches, and all of a known size.
+    batch_size: int | None = None
+    drop_remainder = False
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
         """Give the elements of an epoch; goes on behind an element that failed."""
@@ -111,7 +109,7 @@ class Rows(Stage):
     def elements(self, places: Places, epoch: int) -> list[Tree]:
         """Read the elements at places one by one; they may differ in shape."""
         block = self.read(places, epoch)
-        return [row_of(block, index) for index in range(_count(places))]
+        return [row_of(block, index) for index in range(count_of(places))]
 
     def homes(self, places: Places, epoch: int) -> Array:
         """Return a number of each row that it has in every epoch, below `num_homes`."""
@@ -171,7 +169,8 @@ class _Elements:
             self._fetch()
 
 
-def _count(places: Places) -> int:
+def count_of(places: Places) -> int:
+    """Return the number of places."""
     return places.stop - places.start if isinstance(places, slice) else len(places)
 
 
@@ -239,7 +238,7 @@ class OneRow(Rows):
 
     def read(self, places: Places, epoch: int) -> Tree:
         """Repeat it as often as it is asked for."""
-        count = _count(places)
+        count = count_of(places)
         return tree_map(
             lambda leaf: (
                 np.stack([np.asarray(leaf)] * count)
@@ -314,85 +313,6 @@ class _RowsOfParent(Rows):
     def spec(self) -> Tree:
         """Return the other stage's."""
         return self.parent.spec()
-
-
-class RepeatedRows(_RowsOfParent):
-    """All rows several times; each time is an epoch of its own."""
-
-    def __init__(self, parent: Rows, count: int) -> None:
-        self.parent = parent
-        self._repetitions = count
-        self.cardinality = INFINITE if count < 0 else parent.cardinality * count
-
-    def _parts(self, places: Places, epoch: int) -> Iterator[tuple[Places, int, Any]]:
-        """Give runs of places of one repetition, and where they belong."""
-        length = self.parent.cardinality
-        flat = as_places(places)
-        repetitions = flat // length
-        for number in np.unique(repetitions):
-            inside = np.flatnonzero(repetitions == number)
-            inner: Places = flat[inside] - number * length
-            if isinstance(places, slice):
-                inner = slice(int(inner[0]), int(inner[-1]) + 1)  # type: ignore[index]
-            own = epoch_of_repetition(epoch, self._repetitions, int(number))
-            yield inner, own, inside
-
-    def homes(self, places: Places, epoch: int) -> Array:
-        """Return those of each repetition."""
-        found = np.empty(_count(places), np.int64)
-        for inner, own, inside in self._parts(places, epoch):
-            found[inside] = self.parent.homes(inner, own)
-        return found
-
-    def read(self, places: Places, epoch: int) -> Tree:
-        """Read from each repetition, and put the parts together."""
-        if not _count(places):
-            return self.parent.read(slice(0, 0), epoch)
-        parts = [
-            (inside, self.parent.read(inner, own))
-            for inner, own, inside in self._parts(places, epoch)
-        ]
-        return join_blocks(parts, _count(places))
-
-    def elements(self, places: Places, epoch: int) -> list[Tree]:
-        """Read from each repetition."""
-        found: list[Tree] = [None] * _count(places)
-        for inner, own, inside in self._parts(places, epoch):
-            for index, element in zip(
-                inside, self.parent.elements(inner, own), strict=True
-            ):
-                found[index] = element
-        return found
-
-    def describe(self) -> str:
-        """Return how often they come."""
-        return f"{self.parent.describe()}, {self._repetitions} times"
-
-
-def join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
-    """Put blocks together, each at its places."""
-    if len(parts) == 1:
-        return parts[0][1]
-    flat = [(inside, *flatten(block)) for inside, block in parts]
-    columns = []
-    for index, first in enumerate(flat[0][1]):
-        dtype = np.result_type(*(leaves[index].dtype for _, leaves, _ in flat))
-        shapes = {leaves[index].shape[1:] for _, leaves, _ in flat}
-        if len(shapes) > 1:
-            raise ValueError(
-                "expected elements of one shape in a batch, found "
-                f"{' and '.join(map(str, sorted(shapes)))}; use padded_batch"
-            )
-        if is_device(first):
-            import sys
-
-            whole = sys.modules["cupy"].empty((count, *first.shape[1:]), dtype)
-        else:
-            whole = np.empty((count, *first.shape[1:]), dtype)
-        for inside, leaves, _ in flat:
-            whole[inside] = leaves[index]
-        columns.append(whole)
-    return unflatten(flat[0][2], columns)
 
 
 class ShuffledRows(_RowsOfParent):
@@ -486,7 +406,7 @@ class MappedRows(_RowsOfParent):
 
     def read(self, places: Places, epoch: int) -> Tree:
         """Call the function with each row; of no rows, with one to know their form."""
-        if _count(places):
+        if count_of(places):
             return stack(self.elements(places, epoch))
         start = places.start if isinstance(places, slice) else 0
         last = self.cardinality - 1 if self.cardinality != INFINITE else start
@@ -521,102 +441,6 @@ class MappedRows(_RowsOfParent):
         name = getattr(self._function, "__qualname__", type(self._function).__name__)
         seed = "" if self._seed is None else f" with seed {self._seed}"
         return f"{self.parent.describe()}, mapped by {name}{seed}"
-
-
-class ZippedRows(Rows):
-    """Elements of several stages side by side, as many as the shortest has."""
-
-    def __init__(self, parents: Tree) -> None:
-        self.parents, self._structure = flatten(parents)
-        lengths = [p.cardinality for p in self.parents if p.cardinality != INFINITE]
-        self.cardinality = min(lengths, default=INFINITE)
-
-    def read(self, places: Places, epoch: int) -> Tree:
-        """Read from all."""
-        parts = [parent.read(places, epoch) for parent in self.parents]
-        return unflatten(self._structure, parts)
-
-    def elements(self, places: Places, epoch: int) -> list[Tree]:
-        """Read from all."""
-        columns = [parent.elements(places, epoch) for parent in self.parents]
-        return [
-            unflatten(self._structure, list(row)) for row in zip(*columns, strict=True)
-        ]
-
-    @property
-    def block_rows(self) -> int:
-        """The number of rows to read at once."""
-        return int(min(parent.block_rows for parent in self.parents))
-
-    def spec(self) -> Tree:
-        """Return those of all."""
-        return unflatten(self._structure, [parent.spec() for parent in self.parents])
-
-    def describe(self) -> str:
-        """Return what they are."""
-        return f"({' beside '.join(parent.describe() for parent in self.parents)})"
-
-
-class ConcatenatedRows(Rows):
-    """The rows of one stage, and then those of another.
-
-    Raises TypeError where their elements differ in structure or dtype.
-    """
-
-    def __init__(self, first: Rows, second: Rows) -> None:
-        require_same_structure(first.spec(), second.spec())
-        self.first, self.second = first, second
-        lengths = first.cardinality, second.cardinality
-        self.cardinality = INFINITE if INFINITE in lengths else sum(lengths)
-
-    def _parts(self, places: Places) -> Iterator[tuple[Rows, Places, Any]]:
-        border = self.first.cardinality
-        if border == INFINITE:
-            yield self.first, places, slice(None)
-            return
-        flat = as_places(places)
-        is_second = flat >= border
-        for rows, inside, offset in (
-            (self.first, np.flatnonzero(~is_second), 0),
-            (self.second, np.flatnonzero(is_second), border),
-        ):
-            if inside.size:
-                inner: Places = flat[inside] - offset
-                if isinstance(places, slice):
-                    inner = slice(int(inner[0]), int(inner[-1]) + 1)  # type: ignore[index]
-                yield rows, inner, inside
-
-    def read(self, places: Places, epoch: int) -> Tree:
-        """Read from both, and put the parts together."""
-        if not _count(places):
-            return self.first.read(places, epoch)
-        parts = [
-            (inside, rows.read(inner, epoch))
-            for rows, inner, inside in self._parts(places)
-        ]
-        return join_blocks(parts, _count(places))
-
-    def elements(self, places: Places, epoch: int) -> list[Tree]:
-        """Read from both."""
-        found: list[Tree] = []
-        order: list[int] = []
-        for rows, inner, inside in self._parts(places):
-            found += rows.elements(inner, epoch)
-            order += np.arange(_count(places))[inside].tolist()
-        return [found[index] for index in np.argsort(order)]
-
-    @property
-    def block_rows(self) -> int:
-        """The number of rows to read at once."""
-        return min(self.first.block_rows, self.second.block_rows)
-
-    def spec(self) -> Tree:
-        """Return what both have in common."""
-        return merged_spec([self.first.spec(), self.second.spec()])
-
-    def describe(self) -> str:
-        """Return both."""
-        return f"({self.first.describe()}, then {self.second.describe()})"
 
 
 class CachedRows(Rows):
@@ -662,7 +486,7 @@ class CachedRows(Rows):
 
     def read(self, places: Places, epoch: int) -> Tree:
         """Stack the rows that are kept, having read those that are not."""
-        if not _count(places):
+        if not count_of(places):
             return self.parent.read(places, 0)
         return stack(self.elements(places, epoch))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.data import streams
+from hpcstrat.data import batch_streams, joined_streams, streams
 from hpcstrat.data.batched import (
     Batched,
     CachedBatches,
@@ -17,20 +17,18 @@ from hpcstrat.data.batched import (
     RowBatches,
     SomeBatches,
 )
+from hpcstrat.data.joined_rows import ConcatenatedRows, RepeatedRows, ZippedRows
 from hpcstrat.data.order import BlockOrder, BufferedOrder, Order, Permutation
 from hpcstrat.data.rows import (
     INFINITE,
     UNKNOWN,
     CachedRows,
-    ConcatenatedRows,
     MappedRows,
     RangeRows,
-    RepeatedRows,
     Rows,
     ShuffledRows,
     Stage,
     StridedRows,
-    ZippedRows,
 )
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Tree
@@ -177,7 +175,7 @@ def batch(parent: Stage, size: int, drop_remainder: bool) -> Stage:
     """Return successive elements, stacked."""
     if isinstance(parent, Rows):
         return RowBatches(parent, size, drop_remainder=drop_remainder)
-    return streams.batches(parent, size, drop_remainder)
+    return batch_streams.batches(parent, size, drop_remainder)
 
 
 def padded_batch(
@@ -188,7 +186,7 @@ def padded_batch(
         return PaddedBatches(
             parent, size, drop_remainder=drop_remainder, shapes=shapes, values=values
         )
-    return streams.padded(parent, size, drop_remainder, shapes, values)
+    return batch_streams.padded(parent, size, drop_remainder, shapes, values)
 
 
 def map_elements(
@@ -215,14 +213,14 @@ def concatenate(first: Stage, second: Stage) -> Stage:
     """Return the elements of one stage, and then those of another."""
     if isinstance(first, Rows) and isinstance(second, Rows):
         return ConcatenatedRows(first, second)
-    return streams.concatenated(first, second)
+    return joined_streams.concatenated(first, second)
 
 
 def zip_elements(parents: Tree) -> Stage:
     """Return elements of several stages side by side."""
     if all(isinstance(stage, Rows) for stage in flatten(parents)[0]):
         return ZippedRows(parents)
-    return streams.zipped(parents)
+    return joined_streams.zipped(parents)
 
 
 def enumerate_elements(parent: Stage, start: int) -> Stage:

@@ -16,15 +16,9 @@ import numpy as np
 from hpcstrat.data.elements import (
     ArraySpec,
     as_element,
-    batched_spec,
     call_with,
     made_spec,
-    merged_spec,
-    pad_and_stack,
-    require_same_structure,
-    row_of,
     spec_of,
-    stack,
 )
 from hpcstrat.data.order import generator_of
 from hpcstrat.data.rows import INFINITE, UNKNOWN, Stage, epoch_of_repetition
@@ -32,29 +26,24 @@ from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Tree
 
 __all__ = [
+    "END",
+    "Chained",
     "Stream",
-    "batches",
+    "StreamIterator",
     "buffered",
     "cached",
-    "chosen",
-    "concatenated",
     "generated",
-    "interleaved",
     "kept_errors_out",
     "mapped",
-    "padded",
-    "rebatched",
     "repeated",
-    "sampled",
     "selected",
     "strided",
     "taken_while",
     "text_lines",
-    "unbatched",
-    "zipped",
 ]
 
-_END = object()
+END = object()
+"""Comes from ``next`` in place of StopIteration."""
 
 
 class Stream(Stage):
@@ -91,17 +80,34 @@ class Stream(Stage):
         return self._name
 
 
-class _Iterator:
-    """Calls ``_make`` for each element; that raises StopIteration at the end."""
+class StreamIterator:
+    """Calls ``make`` for each element; that raises StopIteration at the end."""
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Tree:
-        return self._make()
+        return self.make()
 
-    def _make(self) -> Tree:
+    def make(self) -> Tree:
+        """Return the next element."""
         raise NotImplementedError
+
+
+def _of_elements(
+    parent: Stage,
+    start: Callable[[int], Iterator[Tree]],
+    words: str,
+    cardinality: int = UNKNOWN,
+) -> Stream:
+    """Return a stage of elements of another one, which say in words what they are."""
+    return Stream(
+        start,
+        parent.spec,
+        f"{parent.describe()}, {words}",
+        cardinality=cardinality,
+        size=parent.batch_size,
+    )
 
 
 def probed(stage: Stage, function: Callable[..., Any]) -> Tree:
@@ -188,182 +194,7 @@ def _typed(leaf: Any, spec: Any) -> Any:
     return leaf.astype(dtype, copy=False)
 
 
-class _Batches(_Iterator):
-    def __init__(
-        self,
-        elements: Iterator[Tree],
-        size: int,
-        drop_remainder: bool,
-        collate: Callable[[Sequence[Tree]], Tree],
-    ) -> None:
-        self._elements = elements
-        self._size = size
-        self._drop = drop_remainder
-        self._collate = collate
-
-    def _make(self) -> Tree:
-        rows: list[Tree] = []
-        while len(rows) < self._size:
-            # An element that fails takes with it those of its batch that have come.
-            element = next(self._elements, _END)
-            if element is _END:
-                break
-            rows.append(element)
-        if not rows or (self._drop and len(rows) < self._size):
-            raise StopIteration
-        return self._collate(rows)
-
-
-def _num_batches(cardinality: int, size: int, drop_remainder: bool) -> int:
-    if cardinality < 0:
-        return cardinality
-    return cardinality // size if drop_remainder else -(-cardinality // size)
-
-
-def batches(parent: Stage, size: int, drop_remainder: bool) -> Stream:
-    """Return successive elements, stacked."""
-    return Stream(
-        lambda epoch: _Batches(parent.iterate(epoch), size, drop_remainder, stack),
-        lambda: batched_spec(parent.spec(), size if drop_remainder else None),
-        f"{parent.describe()}, in batches of {size}",
-        cardinality=_num_batches(parent.cardinality, size, drop_remainder),
-        size=size,
-    )
-
-
-def padded(
-    parent: Stage, size: int, drop_remainder: bool, shapes: Tree, values: Tree
-) -> Stream:
-    """Return successive elements, filled up to one shape and stacked."""
-    from hpcstrat.data.batched import padded_spec
-
-    def collate(rows: Sequence[Tree]) -> Tree:
-        return pad_and_stack(rows, shapes, values)
-
-    fixed = size if drop_remainder else None
-    return Stream(
-        lambda epoch: _Batches(parent.iterate(epoch), size, drop_remainder, collate),
-        lambda: padded_spec(batched_spec(parent.spec(), fixed), shapes),
-        f"{parent.describe()}, in padded batches of {size}",
-        cardinality=_num_batches(parent.cardinality, size, drop_remainder),
-        size=size,
-    )
-
-
-class _Rows(_Iterator):
-    """The rows of batches, one by one."""
-
-    def __init__(self, elements: Iterator[Tree]) -> None:
-        self._elements = elements
-        self._batch: Tree = None
-        self._next = self._length = 0
-
-    def _make(self) -> Tree:
-        while self._next == self._length:
-            batch = next(self._elements)
-            self._length, self._next = _length_of(batch), 0
-            self._batch = batch
-        self._next += 1
-        return row_of(self._batch, self._next - 1)
-
-
-def _length_of(batch: Tree) -> int:
-    shapes = [np.shape(leaf) for leaf in flatten(batch)[0]]
-    lengths = {shape[0] if shape else -1 for shape in shapes}
-    if len(lengths) != 1 or -1 in lengths:
-        raise ValueError(
-            "expected batches whose arrays have one first dimension, found shapes "
-            f"{shapes}; batch the data set first"
-        )
-    return int(lengths.pop())
-
-
-def unbatched(parent: Stage) -> Stream:
-    """Return the rows of all batches."""
-
-    def spec() -> Tree:
-        return tree_map(
-            lambda leaf: ArraySpec(leaf.shape and leaf.shape[1:], leaf.dtype),
-            parent.spec(),
-        )
-
-    return Stream(
-        lambda epoch: _Rows(parent.iterate(epoch)),
-        spec,
-        f"{parent.describe()}, unbatched",
-        cardinality=_num_rows(parent),
-    )
-
-
-def _num_rows(parent: Stage) -> int:
-    """Return the number of rows of batches, where all are known to have as many."""
-    if parent.cardinality < 0:
-        return parent.cardinality
-    try:
-        leaf = flatten(parent.spec())[0][0]
-    # An error here comes again where the program asks for elements.
-    except Exception:
-        return UNKNOWN
-    if not leaf.shape or leaf.shape[0] is None:
-        return UNKNOWN
-    return parent.cardinality * int(leaf.shape[0])
-
-
-class _Rebatches(_Iterator):
-    """Rows of batches in batches of other sizes, which come in turn."""
-
-    def __init__(
-        self, rows: Iterator[Tree], sizes: Sequence[int], drop_remainder: bool
-    ) -> None:
-        self._rows = rows
-        self._sizes = sizes
-        self._drop = drop_remainder
-        self._number = 0
-        self._last: Tree = None
-
-    def _make(self) -> Tree:
-        size = self._sizes[self._number % len(self._sizes)]
-        self._number += 1
-        rows: list[Tree] = []
-        while len(rows) < size:
-            row = next(self._rows, _END)
-            if row is _END:
-                break
-            rows.append(row)
-            self._last = row
-        if size == 0 and self._last is not None:
-            return tree_map(lambda leaf: leaf[:0], stack([self._last]))
-        if not rows or (self._drop and len(rows) < size):
-            raise StopIteration
-        return stack(rows)
-
-
-def rebatched(parent: Stage, sizes: Sequence[int], drop_remainder: bool) -> Stream:
-    """Return all rows in batches of the given sizes, which come in turn."""
-    size = sizes[0] if len(set(sizes)) == 1 else None
-
-    def leading(length: int | None) -> int | None:
-        """Return the length of all batches, made of batches of a length; or None."""
-        is_fixed = size and (drop_remainder or (length and length % size == 0))
-        return size if is_fixed else None
-
-    def spec() -> Tree:
-        return tree_map(
-            lambda leaf: ArraySpec(
-                leaf.shape and (leading(leaf.shape[0]), *leaf.shape[1:]), leaf.dtype
-            ),
-            parent.spec(),
-        )
-
-    return Stream(
-        lambda epoch: _Rebatches(_Rows(parent.iterate(epoch)), sizes, drop_remainder),
-        spec,
-        f"{parent.describe()}, in batches of {list(sizes)}",
-        size=size,
-    )
-
-
-class _Buffered(_Iterator):
+class _Buffered(StreamIterator):
     """Elements in the order of tf.data's shuffle."""
 
     def __init__(self, elements: Iterator[Tree], size: int | None, key: Any) -> None:
@@ -373,10 +204,10 @@ class _Buffered(_Iterator):
         self._generator = generator_of(*key)
         self._is_open = True
 
-    def _make(self) -> Tree:
+    def make(self) -> Tree:
         while self._is_open and (self._size is None or len(self._buffer) < self._size):
-            element = next(self._elements, _END)
-            if element is _END:
+            element = next(self._elements, END)
+            if element is END:
                 self._is_open = False
             else:
                 self._buffer.append(element)
@@ -396,95 +227,15 @@ def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> St
         key = seed, epoch if reshuffles else 0
         return _Buffered(parent.iterate(epoch), size, key)
 
-    return Stream(
-        start,
-        parent.spec,
-        f"{parent.describe()}, shuffled by seed {seed}",
-        cardinality=parent.cardinality,
-        size=getattr(parent, "batch_size", None),
-    )
+    return _of_elements(parent, start, f"shuffled by seed {seed}", parent.cardinality)
 
 
-class _Interleaved(_Iterator):
-    """Blocks of elements of several data sets in turn; tf.data's algorithm.
-
-    A slot whose data set ends is passed on, and filled anew when its turn comes again.
-    """
-
-    def __init__(
-        self,
-        elements: Iterator[Tree],
-        make: Callable[[Tree], Iterator[Tree]],
-        cycle_length: int,
-        block_length: int,
-    ) -> None:
-        self._elements = elements
-        self._make_iterator = make
-        self._slots: list[Iterator[Tree] | None] = [None] * cycle_length
-        self._block = block_length
-        self._slot = self._given = 0
-        self._is_open = True
-
-    def _advance(self) -> None:
-        self._slot = (self._slot + 1) % len(self._slots)
-        self._given = 0
-
-    def _make(self) -> Tree:
-        while self._is_open or any(slot is not None for slot in self._slots):
-            current = self._slots[self._slot]
-            if current is not None:
-                element = next(current, _END)
-                if element is not _END:
-                    self._given += 1
-                    if self._given == self._block:
-                        self._advance()
-                    return element
-                self._slots[self._slot] = None
-                self._advance()
-            elif self._is_open:
-                source = next(self._elements, _END)
-                if source is _END:
-                    self._is_open = False
-                else:
-                    self._slots[self._slot] = self._make_iterator(source)
-            else:
-                self._advance()
-        raise StopIteration
-
-
-def interleaved(
-    parent: Stage,
-    function: Callable[..., Any],
-    as_stage: Callable[[Any], Stage],
-    cycle_length: int,
-    block_length: int,
-) -> Stream:
-    """Return the elements of the data sets that a function makes of each element."""
-
-    def start(epoch: int) -> Iterator[Tree]:
-        return _Interleaved(
-            parent.iterate(epoch),
-            lambda source: as_stage(call_with(function, source)).iterate(epoch),
-            cycle_length,
-            block_length,
-        )
-
-    def spec() -> Tree:
-        return made_spec(
-            parent.iterate(0),
-            parent.spec,
-            lambda element: as_stage(call_with(function, element)).spec(),
-        )
-
-    return Stream(start, spec, f"{parent.describe()}, interleaved")
-
-
-class _KeptErrorsOut(_Iterator):
+class _KeptErrorsOut(StreamIterator):
     def __init__(self, elements: Iterator[Tree], warn: Callable[[Exception], None]):
         self._elements = elements
         self._warn = warn
 
-    def _make(self) -> Tree:
+    def make(self) -> Tree:
         while True:
             try:
                 return next(self._elements)
@@ -496,37 +247,35 @@ class _KeptErrorsOut(_Iterator):
 
 def kept_errors_out(parent: Stage, warn: Callable[[Exception], None]) -> Stream:
     """Return the elements that can be made."""
-    return Stream(
+    return _of_elements(
+        parent,
         lambda epoch: _KeptErrorsOut(parent.iterate(epoch), warn),
-        parent.spec,
-        f"{parent.describe()}, without errors",
-        size=getattr(parent, "batch_size", None),
+        "without errors",
     )
 
 
-class _Repeated(_Iterator):
-    def __init__(self, parent: Stage, count: int, epoch: int) -> None:
-        self._parent = parent
-        self._count = count
-        self._epoch = epoch
-        self._repetition = 0
-        self._elements: Iterator[Tree] | None = None
-        self._is_empty = True
+class Chained(StreamIterator):
+    """The elements of iterators, one behind the other.
 
-    def _make(self) -> Tree:
+    ``ends_if_empty``: where the first of them have none, it does not go on for ever.
+    """
+
+    def __init__(
+        self, iterators: Iterator[Iterator[Tree]], *, ends_if_empty: bool = False
+    ) -> None:
+        self._iterators = iterators
+        self._elements: Iterator[Tree] | None = None
+        self._is_empty = ends_if_empty
+
+    def make(self) -> Tree:
         while True:
             if self._elements is None:
-                if self._repetition == self._count:
-                    raise StopIteration
-                own = epoch_of_repetition(self._epoch, self._count, self._repetition)
-                self._elements = self._parent.iterate(own)
-                self._repetition += 1
-            element = next(self._elements, _END)
-            if element is not _END:
+                self._elements = next(self._iterators)
+            element = next(self._elements, END)
+            if element is not END:
                 self._is_empty = False
                 return element
             self._elements = None
-            # Repeating nothing without an end would never return.
             if self._is_empty:
                 raise StopIteration
 
@@ -537,105 +286,18 @@ def repeated(parent: Stage, count: int) -> Stream:
     cardinality = INFINITE if count < 0 else known if known < 0 else known * count
     if not known or not count:
         cardinality = 0
-    return Stream(
-        lambda epoch: _Repeated(parent, count, epoch),
-        parent.spec,
-        f"{parent.describe()}, {count} times",
-        cardinality=cardinality,
-        size=getattr(parent, "batch_size", None),
-    )
+
+    def start(epoch: int) -> Iterator[Tree]:
+        def elements(number: int) -> Iterator[Tree]:
+            return parent.iterate(epoch_of_repetition(epoch, count, number))
+
+        numbers = itertools.count() if count < 0 else range(count)
+        return Chained(map(elements, numbers), ends_if_empty=True)
+
+    return _of_elements(parent, start, f"{count} times", cardinality)
 
 
-class _Chosen(_Iterator):
-    def __init__(
-        self,
-        choices: Iterator[Any],
-        sources: Sequence[Iterator[Tree]],
-        stop_on_empty: bool,
-    ) -> None:
-        self._choices = choices
-        self._sources: list[Iterator[Tree] | None] = list(sources)
-        self._stops = stop_on_empty
-
-    def _make(self) -> Tree:
-        while any(source is not None for source in self._sources):
-            number = int(next(self._choices))
-            if not 0 <= number < len(self._sources):
-                raise ValueError(
-                    f"expected the number of one of {len(self._sources)} data sets, "
-                    f"found {number}; change the choices"
-                )
-            source = self._sources[number]
-            if source is None:
-                continue
-            element = next(source, _END)
-            if element is not _END:
-                return element
-            self._sources[number] = None
-            if self._stops:
-                self._sources = [None] * len(self._sources)
-        raise StopIteration
-
-
-def _same_spec(parents: Sequence[Stage]) -> Callable[[], Tree]:
-    specs = [parent.spec() for parent in parents]
-    for spec in specs[1:]:
-        require_same_structure(specs[0], spec)
-    return lambda: merged_spec(specs)
-
-
-def chosen(parents: Sequence[Stage], choices: Stage, stop_on_empty: bool) -> Stream:
-    """Return elements of several data sets, each time of that which a number names."""
-    return Stream(
-        lambda epoch: _Chosen(
-            choices.iterate(epoch),
-            [parent.iterate(epoch) for parent in parents],
-            stop_on_empty,
-        ),
-        _same_spec(parents),
-        f"a choice of ({', '.join(parent.describe() for parent in parents)})",
-    )
-
-
-class _Draws(_Iterator):
-    """Numbers of data sets, drawn by weight among those that have not ended."""
-
-    def __init__(self, weights: Any, key: Any) -> None:
-        self._ends = np.cumsum(weights / np.sum(weights))
-        self._generator = generator_of(*key)
-
-    def _make(self) -> int:
-        drawn = np.searchsorted(self._ends, self._generator.random(), side="right")
-        return min(int(drawn), len(self._ends) - 1)
-
-
-def sampled(
-    parents: Sequence[Stage],
-    weights: Sequence[float] | None,
-    seed: int,
-    stop_on_empty: bool,
-) -> Stream:
-    """Return elements of several data sets, drawn by weights."""
-    shares = np.ones(len(parents)) if weights is None else np.array(weights, float)
-    if shares.shape != (len(parents),) or (shares < 0).any() or not shares.sum() > 0:
-        raise ValueError(
-            f"expected a weight >= 0 for each of {len(parents)} data sets, found "
-            f"{weights}; change the weights"
-        )
-    # One of weight 0 would be waited for when the others have ended.
-    drawn = [p for p, share in zip(parents, shares, strict=True) if share > 0]
-    return Stream(
-        lambda epoch: _Chosen(
-            _Draws(shares[shares > 0], (seed, epoch)),
-            [parent.iterate(epoch) for parent in drawn],
-            stop_on_empty,
-        ),
-        _same_spec(parents),
-        f"a sample of ({', '.join(parent.describe() for parent in parents)})",
-    )
-
-
-class _Strided(_Iterator):
+class _Strided(StreamIterator):
     """Every ``step``-th element from ``first``, at most ``count``."""
 
     def __init__(
@@ -646,7 +308,7 @@ class _Strided(_Iterator):
         self._step = step
         self._left = count
 
-    def _make(self) -> Tree:
+    def make(self) -> Tree:
         if self._left == 0:
             raise StopIteration
         while self._wait:
@@ -663,69 +325,11 @@ def strided(
     parent: Stage, first: int, step: int, count: int | None, cardinality: int
 ) -> Stream:
     """Return every ``step``-th element from ``first``: take, skip and shard."""
-    return Stream(
+    return _of_elements(
+        parent,
         lambda epoch: _Strided(parent.iterate(epoch), first, step, count),
-        parent.spec,
-        f"{parent.describe()}, of these every {step} from {first}, at most {count}",
-        cardinality=cardinality,
-        size=getattr(parent, "batch_size", None),
-    )
-
-
-def zipped(parents: Tree) -> Stream:
-    """Return elements of several stages side by side, as many as the shortest has."""
-    stages, structure = flatten(parents)
-    lengths = [stage.cardinality for stage in stages]
-    known = [length for length in lengths if length >= 0]
-    cardinality = min(known, default=INFINITE)
-    # The shortest may be one whose elements were not counted.
-    if UNKNOWN in lengths:
-        cardinality = UNKNOWN
-
-    def beside(row: tuple[Tree, ...]) -> Tree:
-        return unflatten(structure, list(row))
-
-    def start(epoch: int) -> Iterator[Tree]:
-        rows = zip(*(stage.iterate(epoch) for stage in stages), strict=False)
-        return map(beside, rows)
-
-    return Stream(
-        start,
-        lambda: unflatten(structure, [stage.spec() for stage in stages]),
-        f"({' beside '.join(stage.describe() for stage in stages)})",
-        cardinality=cardinality,
-    )
-
-
-class _Concatenated(_Iterator):
-    def __init__(self, stages: Sequence[Stage], epoch: int) -> None:
-        self._left = deque(stages)
-        self._epoch = epoch
-        self._elements: Iterator[Tree] = iter(())
-
-    def _make(self) -> Tree:
-        while True:
-            element = next(self._elements, _END)
-            if element is not _END:
-                return element
-            if not self._left:
-                raise StopIteration
-            self._elements = self._left.popleft().iterate(self._epoch)
-
-
-def concatenated(first: Stage, second: Stage) -> Stream:
-    """Return the elements of one stage, and then those of another."""
-    lengths = first.cardinality, second.cardinality
-    cardinality = min(lengths) if min(lengths) < 0 else sum(lengths)
-    if INFINITE in lengths:
-        cardinality = INFINITE
-    sizes = {getattr(stage, "batch_size", None) for stage in (first, second)}
-    return Stream(
-        lambda epoch: _Concatenated([first, second], epoch),
-        _same_spec([first, second]),
-        f"({first.describe()}, then {second.describe()})",
-        cardinality=cardinality,
-        size=sizes.pop() if len(sizes) == 1 else None,
+        f"of these every {step} from {first}, at most {count}",
+        cardinality,
     )
 
 
@@ -748,12 +352,12 @@ class _Cache:
             return tree_map(lambda leaf: leaf.copy(), self._kept[number])
 
 
-class _FromCache(_Iterator):
+class _FromCache(StreamIterator):
     def __init__(self, cache: _Cache) -> None:
         self._cache = cache
         self._number = 0
 
-    def _make(self) -> Tree:
+    def make(self) -> Tree:
         element = self._cache.element(self._number)
         self._number += 1
         return element
@@ -762,40 +366,34 @@ class _FromCache(_Iterator):
 def cached(parent: Stage) -> Stream:
     """Return the elements of epoch 0, kept in memory."""
     cache = _Cache(parent)
-    return Stream(
-        lambda _: _FromCache(cache),
-        parent.spec,
-        f"{parent.describe()}, cached",
-        cardinality=parent.cardinality,
-        size=getattr(parent, "batch_size", None),
+    return _of_elements(
+        parent, lambda _: _FromCache(cache), "cached", parent.cardinality
     )
 
 
 def selected(parent: Stage, function: Callable[..., Any]) -> Stream:
     """Return the elements for which a function is true."""
-    return Stream(
+    return _of_elements(
+        parent,
         lambda epoch: filter(
             lambda element: bool(call_with(function, element)), parent.iterate(epoch)
         ),
-        parent.spec,
-        f"{parent.describe()}, filtered",
-        size=getattr(parent, "batch_size", None),
+        "filtered",
     )
 
 
 def taken_while(parent: Stage, function: Callable[..., Any]) -> Stream:
     """Return the elements up to the first for which a function is false."""
-    return Stream(
+    return _of_elements(
+        parent,
         lambda epoch: itertools.takewhile(
             lambda element: bool(call_with(function, element)), parent.iterate(epoch)
         ),
-        parent.spec,
-        f"{parent.describe()}, up to a condition",
-        size=getattr(parent, "batch_size", None),
+        "up to a condition",
     )
 
 
-class _Lines(_Iterator):
+class _Lines(StreamIterator):
     """Lines of files, one file behind the other."""
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -803,7 +401,7 @@ class _Lines(_Iterator):
         self._lines: deque[str] = deque()
         self._file: Any = None
 
-    def _make(self) -> Tree:
+    def make(self) -> Tree:
         while True:
             if self._file is None:
                 if not self._paths:

@@ -1,0 +1,292 @@
+"""Stages with random access whose rows come from several stages, or several times."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.data.elements import merged_spec, require_same_structure
+from hpcstrat.data.order import generator_of
+from hpcstrat.data.rows import (
+    INFINITE,
+    Places,
+    Rows,
+    as_places,
+    count_of,
+    epoch_of_repetition,
+)
+from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.tree import flatten, unflatten
+from hpcstrat.engine.typing import Array, Tree
+
+__all__ = ["ConcatenatedRows", "MixedRows", "RepeatedRows", "ZippedRows"]
+
+_WINDOW_ROWS = 4096
+
+_Part = tuple[Rows, Places, int, Any]
+"""A stage, places in an epoch of it, that epoch, and where their rows belong."""
+
+
+class _JoinedRows(Rows):
+    """A stage each of whose rows is one of ``parents``."""
+
+    parents: Sequence[Rows]
+
+    def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
+        """Give the places of each stage, of which there is at least one."""
+        raise NotImplementedError
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read from each stage, and put the parts together."""
+        if not count_of(places):
+            return self.parents[0].read(slice(0, 0), epoch)
+        parts = [
+            (inside, rows.read(inner, own))
+            for rows, inner, own, inside in self.parts(places, epoch)
+        ]
+        return _join_blocks(parts, count_of(places))
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read from each stage."""
+        found: list[Tree] = [None] * count_of(places)
+        for rows, inner, own, inside in self.parts(places, epoch):
+            for index, element in zip(inside, rows.elements(inner, own), strict=True):
+                found[index] = element
+        return found
+
+    @property
+    def block_rows(self) -> int:
+        """The number of rows to read at once."""
+        return min(parent.block_rows for parent in self.parents)
+
+    def spec(self) -> Tree:
+        """Return what all have in common."""
+        return merged_spec([parent.spec() for parent in self.parents])
+
+
+def _inner(flat: Array, places: Places) -> Places:
+    """Return places of a stage, which are neighbors where those asked for are."""
+    if isinstance(places, slice):
+        return slice(int(flat[0]), int(flat[-1]) + 1)
+    return flat
+
+
+def _join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
+    """Put blocks together, each at its places."""
+    if len(parts) == 1:
+        return parts[0][1]
+    flat = [(inside, *flatten(block)) for inside, block in parts]
+    columns = []
+    for index, first in enumerate(flat[0][1]):
+        dtype = np.result_type(*(leaves[index].dtype for _, leaves, _ in flat))
+        shapes = {leaves[index].shape[1:] for _, leaves, _ in flat}
+        if len(shapes) > 1:
+            raise ValueError(
+                "expected elements of one shape in a batch, found "
+                f"{' and '.join(map(str, sorted(shapes)))}; use padded_batch"
+            )
+        if is_device(first):
+            whole = sys.modules["cupy"].empty((count, *first.shape[1:]), dtype)
+        else:
+            whole = np.empty((count, *first.shape[1:]), dtype)
+        for inside, leaves, _ in flat:
+            whole[inside] = leaves[index]
+        columns.append(whole)
+    return unflatten(flat[0][2], columns)
+
+
+class RepeatedRows(_JoinedRows):
+    """All rows several times; each time is an epoch of its own."""
+
+    def __init__(self, parent: Rows, count: int) -> None:
+        self.parents = [parent]
+        self._repetitions = count
+        self.cardinality = INFINITE if count < 0 else parent.cardinality * count
+
+    def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
+        """Give the places of each repetition."""
+        (parent,) = self.parents
+        repetitions, flat = np.divmod(as_places(places), parent.cardinality)
+        for number in np.unique(repetitions):
+            inside = np.flatnonzero(repetitions == number)
+            own = epoch_of_repetition(epoch, self._repetitions, int(number))
+            yield parent, _inner(flat[inside], places), own, inside
+
+    def homes(self, places: Places, epoch: int) -> Array:
+        """Return those of each repetition."""
+        found = np.empty(count_of(places), np.int64)
+        for rows, inner, own, inside in self.parts(places, epoch):
+            found[inside] = rows.homes(inner, own)
+        return found
+
+    @property
+    def num_homes(self) -> int:
+        """The number of different rows of the other stage."""
+        return self.parents[0].num_homes
+
+    def keep(self, first: int, last: int) -> None:
+        """Tell the other stage."""
+        self.parents[0].keep(first, last)
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parents[0].spec()
+
+    def describe(self) -> str:
+        """Return how often they come."""
+        return f"{self.parents[0].describe()}, {self._repetitions} times"
+
+
+class ConcatenatedRows(_JoinedRows):
+    """The rows of one stage, and then those of another.
+
+    Raises TypeError where their elements differ in structure or dtype.
+    """
+
+    def __init__(self, first: Rows, second: Rows) -> None:
+        require_same_structure(first.spec(), second.spec())
+        self.parents = [first, second]
+        lengths = first.cardinality, second.cardinality
+        self.cardinality = INFINITE if INFINITE in lengths else sum(lengths)
+
+    def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
+        """Give the places of both."""
+        first, second = self.parents
+        border, flat = first.cardinality, as_places(places)
+        is_second = (flat >= border) & (border != INFINITE)
+        for rows, mine, offset in ((first, ~is_second, 0), (second, is_second, border)):
+            inside = np.flatnonzero(mine)
+            if inside.size:
+                yield rows, _inner(flat[inside] - offset, places), epoch, inside
+
+    def describe(self) -> str:
+        """Return both."""
+        first, second = self.parents
+        return f"({first.describe()}, then {second.describe()})"
+
+
+class MixedRows(_JoinedRows):
+    """Rows of several stages, by weights, without an end.
+
+    Windows of 4,096 rows hold of each stage as many rows as its weight says, to one
+    row, in random order. A stage that has been gone through begins its next epoch: each
+    of its rows comes exactly once in each of its epochs.
+    """
+
+    def __init__(
+        self, parents: Sequence[Rows], weights: Sequence[float] | None, seed: int
+    ) -> None:
+        self.parents = list(parents)
+        first, *others = (parent.spec() for parent in parents)
+        for other in others:
+            require_same_structure(first, other)
+        self._quotas = _quotas(weights, len(self.parents))
+        self._ends = np.cumsum(self._quotas)
+        self._seed = seed
+        self.cardinality = INFINITE
+        self._latest: tuple[Any, Any] = ((-1, -1), None)
+
+    def _window(self, window: int, epoch: int) -> Array:
+        """Return for each place of a window its number among those of all stages."""
+        kept, numbers = self._latest
+        if kept != (window, epoch):
+            generator = generator_of(self._seed, epoch, window + 1)
+            order = generator.permutation(_WINDOW_ROWS)
+            # Those of one stage in the order of that stage.
+            numbers = np.empty(_WINDOW_ROWS, np.int64)
+            stages = np.searchsorted(self._ends, order, side="right")
+            for index, end in enumerate(self._ends):
+                mine = np.flatnonzero(stages == index)
+                numbers[mine] = end - self._quotas[index] + np.arange(len(mine))
+            self._latest = (window, epoch), numbers
+        found: Array = numbers
+        return found
+
+    def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
+        """Give the places of each stage, by its own epochs."""
+        flat = as_places(places)
+        windows, inside = np.divmod(flat, _WINDOW_ROWS)
+        numbers = np.empty(len(flat), np.int64)
+        for window in np.unique(windows):
+            here = windows == window
+            numbers[here] = self._window(int(window), epoch)[inside[here]]
+        stages = np.searchsorted(self._ends, numbers, side="right")
+        for index, parent in enumerate(self.parents):
+            mine = np.flatnonzero(stages == index)
+            if not mine.size:
+                continue
+            quota = self._quotas[index]
+            rows = windows[mine] * quota + numbers[mine] - (self._ends[index] - quota)
+            if parent.cardinality == INFINITE:
+                yield parent, rows, epoch, mine
+                continue
+            repetitions, rows = np.divmod(rows, parent.cardinality)
+            for repetition in np.unique(repetitions):
+                own = repetitions == repetition
+                yield parent, rows[own], (epoch << 32) | int(repetition), mine[own]
+
+    def spec(self) -> Tree:
+        """Return the specs of the first stage."""
+        return self.parents[0].spec()
+
+    def describe(self) -> str:
+        """Return what is mixed."""
+        parts = ", ".join(
+            f"{quota}/{_WINDOW_ROWS} of {parent.describe()}"
+            for quota, parent in zip(self._quotas, self.parents, strict=True)
+        )
+        return f"a mix by seed {self._seed} of ({parts})"
+
+
+def _quotas(weights: Sequence[float] | None, count: int) -> Array:
+    """Return how many rows of a window each stage has; at least one."""
+    shares = np.ones(count) if weights is None else np.asarray(weights, float)
+    if shares.shape != (count,) or not (shares > 0).all() or not count:
+        raise ValueError(
+            f"expected a weight > 0 for each of {count} data sets, found {weights}; "
+            "leave out those that are not wanted"
+        )
+    exact = shares / shares.sum() * _WINDOW_ROWS
+    quotas: Array = np.maximum(np.floor(exact), 1).astype(np.int64)
+    # The largest remainders get what is left.
+    for index in np.argsort(np.floor(exact) - exact, kind="stable"):
+        quotas[index] += quotas.sum() < _WINDOW_ROWS
+    quotas[np.argmax(quotas)] += _WINDOW_ROWS - quotas.sum()
+    return quotas
+
+
+class ZippedRows(Rows):
+    """Elements of several stages side by side, as many as the shortest has."""
+
+    def __init__(self, parents: Tree) -> None:
+        self.parents, self._structure = flatten(parents)
+        lengths = [p.cardinality for p in self.parents if p.cardinality != INFINITE]
+        self.cardinality = min(lengths, default=INFINITE)
+
+    def read(self, places: Places, epoch: int) -> Tree:
+        """Read from all."""
+        parts = [parent.read(places, epoch) for parent in self.parents]
+        return unflatten(self._structure, parts)
+
+    def elements(self, places: Places, epoch: int) -> list[Tree]:
+        """Read from all."""
+        columns = [parent.elements(places, epoch) for parent in self.parents]
+        return [
+            unflatten(self._structure, list(row)) for row in zip(*columns, strict=True)
+        ]
+
+    @property
+    def block_rows(self) -> int:
+        """The number of rows to read at once."""
+        return int(min(parent.block_rows for parent in self.parents))
+
+    def spec(self) -> Tree:
+        """Return those of all."""
+        return unflatten(self._structure, [parent.spec() for parent in self.parents])
+
+    def describe(self) -> str:
+        """Return what they are."""
+        return f"({' beside '.join(parent.describe() for parent in self.parents)})"
