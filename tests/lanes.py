@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 import pytest
@@ -74,6 +75,14 @@ def lane_of(unit: str) -> int:
     return next(lanes, 0)
 
 
+def job_of(nodeid: str) -> str:
+    """Return what the ids of tests that share a job of ranks have in common.
+
+    Such an id ends with a file of rank tests; see tests/mpi/rank_files.py.
+    """
+    return re.sub(r"-[\w/]*check_\w+\]$", "]", nodeid)
+
+
 class LaneScheduling(LoadScopeScheduling):
     """Gives each process the files of its own lane, then those of the others."""
 
@@ -82,7 +91,7 @@ class LaneScheduling(LoadScopeScheduling):
         self._kept: dict[str, float] = json.loads(KEPT.read_text())
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith(LONG) else nodeid.partition("::")[0]
+        return job_of(nodeid) if nodeid.startswith(LONG) else nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
         # One that replaces a process that crashed has a higher number.

@@ -15,9 +15,11 @@ from hpcstrat import testing
 from hpcstrat.testing import launch_command
 from tests.integrations.going_on import assert_goes_on
 from tests.mpi.programs.started import run_command, ulfm
+from tests.mpi.rank_files import RankFiles, names_in, rank_files
+
+__all__ = ["rank_files"]
 
 HERE = Path(__file__).parent
-FILES = sorted(map(str, HERE.glob("ranks/check_jax_*.py")))
 pytestmark = pytest.mark.framework("jax")
 
 
@@ -25,16 +27,15 @@ pytestmark = pytest.mark.framework("jax")
 CHOSEN = {1: "process or order or refused", 3: "numpy or process or saved or losses"}
 
 
+@pytest.mark.parametrize("file", names_in(HERE / "ranks", "check_jax_*.py"))
 @pytest.mark.parametrize(
     "n", [*[pytest.param(n, marks=pytest.mark.full) for n in (1, 2)], 3]
 )
-def test_rank_tests_pass(n: int) -> None:
+def test_rank_tests_pass(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
     chosen = ["-k", CHOSEN[n]] if n in CHOSEN else []
-    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *chosen, *FILES]
-    finished = testing.launch(n, command, timeout=300)
-    print(finished.stdout)
-    print(finished.stderr, file=sys.stderr)
-    assert finished.returncode == 0, "a rank test failed; see the report below"
+    rank_files.num_passed(request, HERE / "ranks", *chosen)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not bound")

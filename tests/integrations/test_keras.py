@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcstrat import testing
+from tests.mpi.rank_files import RankFiles, names_in, rank_files
 
-HERE = Path(__file__).parent
-FILES = sorted(map(str, HERE.glob("ranks/check_keras_*.py")))
+__all__ = ["rank_files"]
+
+RANKS = Path(__file__).parent / "ranks"
 pytestmark = pytest.mark.framework("keras")
 
 # PyTorch, which compiles nothing, runs all of them on two ranks. Elsewhere what the
@@ -29,30 +30,40 @@ CHOSEN = {
 ENVIRONMENT = {"NPROC": "1", "TF_NUM_INTRAOP_THREADS": "1"}
 
 
-def _cases() -> list[object]:
-    backends = "torch", "jax", "tensorflow"
-    return [
-        *[pytest.param(*key, words) for key, words in CHOSEN.items()],
-        *[
-            pytest.param(backend, n, "", marks=pytest.mark.full)
-            for backend in backends
-            for n in (1, 2, 3)
-            if CHOSEN.get((backend, n), "some")
-        ],
-    ]
+@pytest.mark.parametrize("file", names_in(RANKS, "check_keras_*.py"))
+@pytest.mark.parametrize(("backend", "n"), CHOSEN)
+def test_rank_tests_pass(
+    rank_files: RankFiles,
+    request: pytest.FixtureRequest,
+    backend: str,
+    n: int,
+    file: str,
+) -> None:
+    words = CHOSEN[backend, n]
+    _pass(rank_files, request, backend, *(["-k", words] if words else []))
 
 
-@pytest.mark.parametrize(("backend", "n", "words"), _cases())
-def test_rank_tests_pass(backend: str, n: int, words: str) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("file", names_in(RANKS, "check_keras_*.py"))
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
+def test_rank_tests_pass_everywhere(
+    rank_files: RankFiles,
+    request: pytest.FixtureRequest,
+    backend: str,
+    n: int,
+    file: str,
+) -> None:
+    _pass(rank_files, request, backend)
+
+
+def _pass(
+    rank_files: RankFiles, request: pytest.FixtureRequest, backend: str, *options: str
+) -> None:
     if find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
-    chosen = ["-k", words] if words else []
-    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *chosen, *FILES]
     env = ENVIRONMENT | {"KERAS_BACKEND": backend}
-    finished = testing.launch(n, command, timeout=600, env=env)
-    print(finished.stdout)
-    print(finished.stderr, file=sys.stderr)
-    assert finished.returncode == 0, "a rank test failed; see the report below"
+    rank_files.num_passed(request, RANKS, *options, env=env)
 
 
 def test_the_library_loads_keras_only_when_asked() -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from hpcstrat import testing
+from tests.mpi.rank_files import RankFiles, rank_files
 
-FILES = [str(Path(__file__).parent / "ranks" / "check_logical_training.py")]
+__all__ = ["rank_files"]
+
+RANKS = Path(__file__).parent / "ranks"
 
 
 @pytest.mark.framework("torch", "jax")
+@pytest.mark.parametrize("file", ["check_logical_training"])
 @pytest.mark.parametrize(
     "n", [*[pytest.param(n, marks=pytest.mark.full) for n in (1, 2)], 3]
 )
-def test_rank_tests_pass(n: int) -> None:
-    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *FILES]
-    finished = testing.launch(n, command, timeout=300)
-    print(finished.stdout)
-    print(finished.stderr, file=sys.stderr)
-    assert finished.returncode == 0, "a rank test failed; see the report below"
+def test_rank_tests_pass(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    rank_files.num_passed(request, RANKS)

@@ -9,40 +9,38 @@ from pathlib import Path
 import click
 import pytest
 
-from hpcstrat import testing
 from hpcstrat.engine.call_sites import is_of_program
 from hpcstrat.integrations.frameworks import require
 from tests.integrations.going_on import assert_goes_on
 from tests.mpi.programs.started import ulfm
+from tests.mpi.rank_files import RankFiles, names_in, rank_files
 
-HERE = Path(__file__).parent
-# In one job: most of a short one is to import PyTorch, on each rank.
+__all__ = ["rank_files"]
+
+RANKS = Path(__file__).parent / "ranks"
 NAMES = "process_group", "built_on_groups", "fsdp", "horovod", "torch_*"
-FILES = [str(p) for n in NAMES for p in sorted(HERE.glob(f"ranks/check_{n}.py"))]
+FILES = [file for name in NAMES for file in names_in(RANKS, f"check_{name}.py")]
 
 
 @pytest.mark.framework("torch")
+@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
     "n", [*[pytest.param(n, marks=pytest.mark.full) for n in (1, 2)], 3]
 )
-def test_rank_tests_pass(n: int) -> None:
-    _pass(n, "not slow and not full")
+def test_rank_tests_pass(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    rank_files.num_passed(request, RANKS, "-m", "not slow and not full")
 
 
 @pytest.mark.full
 @pytest.mark.framework("torch")
+@pytest.mark.parametrize("file", ["check_fsdp"])
 @pytest.mark.parametrize("n", [2, 3])
-def test_all_ways_of_fsdp_pass(n: int) -> None:
-    _pass(n, "full")
-
-
-def _pass(n: int, marks: str) -> None:
-    """Run the rank tests of these marks on n ranks, and demand that none fails."""
-    words = "-m", "tests.mpi.ranks", "--color=no", "-m", marks
-    finished = testing.launch(n, [sys.executable, *words, *FILES], timeout=500)
-    print(finished.stdout)
-    print(finished.stderr, file=sys.stderr)
-    assert finished.returncode == 0, "a rank test failed; see the report below"
+def test_all_ways_of_fsdp_pass(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    rank_files.num_passed(request, RANKS, "-m", "full")
 
 
 @pytest.mark.framework("torch")

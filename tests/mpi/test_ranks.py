@@ -2,59 +2,44 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from hpcstrat import testing
+from tests.mpi.rank_files import RankFiles, names_in, rank_files, sizes_of
 
-FILES = sorted(str(path) for path in Path(__file__).parent.glob("ranks/check_*.py"))
-# Each part is to end well before pytest's own limit, also on busy cores.
-NUM_PARTS = 3
-parts = pytest.mark.parametrize("part", range(NUM_PARTS))
-sizes = pytest.mark.parametrize("n", [1, 2, 3, 4])
+__all__ = ["rank_files"]
 
-
+FOLDER = Path(__file__).parent / "ranks"
+FILES = names_in(FOLDER)
 # Of the ways through shared memory, which are others where there is no kernel.
 OF_NUMPY = ("all_reduce", "areas", "arrays", "breaks", "reductions", "repeats")
+FILES_OF_NUMPY = [name for name in FILES if name.partition("check_")[2] in OF_NUMPY]
 
 
-def _pass(n: int, part: int, *options: str) -> None:
-    """Run a part of the tests on n ranks, and demand that none fails."""
-    files = FILES[part::NUM_PARTS]
-    assert files
-    _pass_files(n, files, *options)
-
-
-def _pass_files(
-    n: int, files: list[str], *options: str, env: dict[str, str] | None = None
+@pytest.mark.parametrize(
+    ("n", "file"),
+    [(n, file) for n in range(1, 5) for file in FILES if n in sizes_of(FOLDER, file)],
+)
+def test_rank_tests_pass_where_they_can_fail(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
 ) -> None:
-    command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *options, *files]
-    finished = testing.launch(n, command, timeout=560, env=env)
-    print(finished.stdout)
-    print(finished.stderr, file=sys.stderr)
-    assert finished.returncode == 0, "a rank test failed; see the report below"
-    assert " passed" in finished.stdout or " skipped" in finished.stdout
+    rank_files.num_passed(request, FOLDER, "--short")
 
 
-@parts
-@sizes
-def test_rank_tests_pass_where_they_can_fail(n: int, part: int) -> None:
-    _pass(n, part, "--short")
-
-
+@pytest.mark.parametrize("file", FILES_OF_NUMPY)
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_rank_tests_pass_without_the_kernel(n: int) -> None:
-    folder = Path(__file__).parent / "ranks"
-    files = [str(folder / f"check_{name}.py") for name in OF_NUMPY]
-    environment = {**os.environ, "HPCSTRAT_NATIVE": "0"}
-    _pass_files(n, files, "--short", env=environment)
+def test_rank_tests_pass_without_the_kernel(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    without = {"HPCSTRAT_NATIVE": "0"}
+    rank_files.num_passed(request, FOLDER, "--short", env=without)
 
 
 @pytest.mark.full
-@parts
-@sizes
-def test_rank_tests_pass_everywhere(n: int, part: int) -> None:
-    _pass(n, part)
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_rank_tests_pass_everywhere(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    rank_files.num_passed(request, FOLDER)

@@ -18,6 +18,7 @@ pytest.register_assert_rewrite("tests.mpi.ranks")
 
 from mpi4py import MPI  # noqa: E402
 
+from tests.mpi import outcome_lines  # noqa: E402
 from tests.reach.noted import VARIABLE, Noted  # noqa: E402
 
 OPTIONS = (
@@ -59,6 +60,8 @@ def main() -> int:
     plugins: list[object] = [InStep(comm)]
     if os.environ.get(VARIABLE):
         plugins.append(Noted())
+    if comm.rank == 0 and (path := os.environ.get(outcome_lines.VARIABLE)):
+        plugins.append(outcome_lines.OutcomeLines(path))
     arguments = sys.argv[1:]
     if "--short" not in arguments:
         # The default of pyproject.toml leaves out what only the whole matrix has.

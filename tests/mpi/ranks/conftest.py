@@ -108,8 +108,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if size > MOST_LONELY_WORKERS:
         # 2 and 3 workers of one replica say as much as more of them, in less time.
         layouts = [one for one in layouts if one.replicas_per_worker != 1]
+    # Of the test, not of the session: pytest would take files apart, layout by layout.
     metafunc.parametrize(
-        "topology_layout", layouts, ids=lambda layout: layout.name, scope="session"
+        "topology_layout", layouts, ids=lambda layout: layout.name, scope="function"
     )
 
 
