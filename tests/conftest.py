@@ -15,6 +15,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.durations import Durations
 from tests.lanes import LaneScheduling, num_lanes
+from tests.reach import selection
+
+_files = pytest.StashKey[list[str]]()
 
 # Every rank must draw the same examples, and a slow machine must fail nothing.
 hypothesis.settings.register_profile(
@@ -88,6 +91,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run rank tests that have layouts in this one only; see their conftest.py",
     )
     parser.addoption(
+        "--for",
+        dest="modules",
+        action="append",
+        metavar="hpcstrat/PATH.py",
+        help="run the tests of a module only: see tests/reach",
+    )
+    parser.addoption(
         "--keep-durations",
         action="store_true",
         help="write what tests took to tests/durations.json",
@@ -95,8 +105,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the tests."""
+    """Measure the tests, and find those of modules."""
     config.pluginmanager.register(Durations())
+    if modules := config.getoption("modules"):
+        try:
+            files = selection.files_for(modules)
+        except ValueError as exc:
+            raise pytest.UsageError(str(exc)) from None
+        config.stash[_files] = files
+        config.args = selection.arguments_for(files)
+        config.args_source = pytest.Config.ArgsSource.ARGS
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say which test files a module has."""
+    return [f"tests: {file}" for file in config.stash.get(_files, [])]
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out the rank tests of other modules."""
+    if files := config.stash.get(_files, None):
+        unwanted = selection.unwanted(items, files)
+        config.hook.pytest_deselected(items=list(unwanted))
+        items[:] = [item for item in items if item not in unwanted]
 
 
 def pytest_collection_finish() -> None:

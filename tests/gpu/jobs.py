@@ -60,17 +60,24 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def num_passed(
-    n: int, files: Sequence[str], settings: Mapping[str, str], *more: str
-) -> int:
-    """Run rank tests on n ranks; return how many have passed, and none failed."""
+def job_of_ranks(
+    n: int, settings: Mapping[str, str], *more: str
+) -> tuple[dict[str, str], list[str]]:
+    """Return the environment, and the options, of a job of rank tests."""
     env = environment(settings)
     if 0 < num_gpus() < n:
         env.setdefault("HPCSTRAT_SHARE_GPUS", "1")
     # The stand-in's kernels are slower by far than what the tests were made for.
-    options = ["--color=no", "-rs", "-o", "faulthandler_timeout=400", *more]
-    command = [sys.executable, "-m", "tests.mpi.ranks", *options, *files]
-    finished = testing.launch(n, command, timeout=560, env={**os.environ, **env})
+    return env, ["-rs", "-o", "faulthandler_timeout=400", *more]
+
+
+def num_passed(
+    n: int, files: Sequence[str], settings: Mapping[str, str], *more: str
+) -> int:
+    """Run rank tests on n ranks; return how many have passed, and none failed."""
+    env, options = job_of_ranks(n, settings, *more)
+    words = [sys.executable, "-m", "tests.mpi.ranks", "--color=no", *options, *files]
+    finished = testing.launch(n, words, timeout=560, env={**os.environ, **env})
     print(finished.stdout)
     print(finished.stderr, file=sys.stderr)
     assert finished.returncode == 0, "a rank test failed; see the report below"

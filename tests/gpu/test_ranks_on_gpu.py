@@ -14,7 +14,10 @@ import pytest
 
 from hpcstrat.errors import HpcstratError
 from hpcstrat.testing.launcher import find_launcher
-from tests.gpu.jobs import TRANSPORTS, num_passed, require
+from tests.gpu.jobs import TRANSPORTS, job_of_ranks, num_passed, require
+from tests.mpi.rank_files import RankFiles, rank_files
+
+__all__ = ["rank_files"]
 
 HERE = Path(__file__).parent
 RANKS = HERE.parent / "mpi/ranks"
@@ -94,52 +97,78 @@ def test_arrays_of_the_rank_tests_are_on_gpus(n: int, transport: str) -> None:
     assert _passed(n, transport, files) >= len(files)
 
 
-# What only arrays on GPUs can show. All but the first keep strategies with settings of
-# their own open, and so take a job each.
+# What only arrays on GPUs can show.
 TRANSPORT_TESTS = [
-    "results",
-    "borrowing",
-    "ring",
-    "nccl",
-    "staging",
-    "moves",
-    "frameworks",
+    f"check_{name}"
+    for name in (
+        "results",
+        "borrowing",
+        "ring",
+        "nccl",
+        "staging",
+        "moves",
+        "frameworks",
+    )
 ]
-DEVICE_TESTS = (
-    TRANSPORT_TESTS,
-    ["binding"],
-    ["device_checkpoints"],
-    ["device_data"],
-    ["device_metrics", "device_logical"],
-    ["device_optimizers"],
-)
+# They keep strategies with settings of their own open, and so take a job each.
+DEVICE_TESTS = [
+    f"check_{name}"
+    for name in (
+        "binding",
+        "device_checkpoints",
+        "device_data",
+        "device_logical",
+        "device_metrics",
+        "device_optimizers",
+    )
+]
 
 
-def _device_paths(names: list[str]) -> list[str]:
-    return [str(HERE / f"check_{name}.py") for name in names]
+def _pass(rank_files: RankFiles, request: pytest.FixtureRequest, *options: str) -> None:
+    """Demand that the tests of a file pass, in a job of its own where it needs one."""
+    n, file = (request.node.callspec.params[name] for name in ("n", "file"))
+    env, words = job_of_ranks(n, {}, *options)
+    alone = file in DEVICE_TESTS
+    rank_files.num_passed(request, HERE, *words, env=env, alone=alone)
 
 
 @pytest.mark.parametrize(
-    ("n", "names"),
+    ("n", "file"),
     [
-        pytest.param(1, ["binding"], marks=FULL),
-        pytest.param(1, ["device_checkpoints"], marks=FULL),
-        *[(2, names) for names in DEVICE_TESTS],
-        (3, ["ring", "staging"]),
+        *[(2, file) for file in TRANSPORT_TESTS],
+        (3, "check_ring"),
+        (3, "check_staging"),
     ],
-    ids=lambda value: value if isinstance(value, int) else value[0],
 )
-def test_device_tests_pass(n: int, names: list[str]) -> None:
+def test_transport_tests_pass(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    _pass(rank_files, request, "--short")
+
+
+@pytest.mark.parametrize(
+    ("n", "file"),
+    [
+        *[(2, file) for file in DEVICE_TESTS],
+        pytest.param(1, "check_binding", marks=FULL),
+        pytest.param(1, "check_device_checkpoints", marks=FULL),
+    ],
+)
+def test_device_tests_pass(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
     # Layouts say little where it is one GPU that computes; transports have their own.
-    layout = NEAR[1:] if names[0].startswith("device_") else ()
-    assert num_passed(n, _device_paths(names), {}, "--short", *layout)
+    layout = NEAR[1:] if file != "check_binding" else ()
+    _pass(rank_files, request, "--short", *layout)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("names", DEVICE_TESTS, ids=lambda names: names[0])
+@pytest.mark.parametrize("file", [*TRANSPORT_TESTS, *DEVICE_TESTS])
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_all_device_tests_pass(n: int, names: list[str]) -> None:
-    assert num_passed(n, _device_paths(names), {})
+def test_all_device_tests_pass(
+    rank_files: RankFiles, request: pytest.FixtureRequest, n: int, file: str
+) -> None:
+    _pass(rank_files, request)
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +65,8 @@ class _Job:
         told: Path,
     ) -> None:
         self._told = told
-        self._settings = [f"with {name}={value}" for name, value in env.items()]
+        settings = [f"{name}={value}" for name, value in env.items()]
+        self._again = f"Again: {shlex.join(['env', *settings])} " if env else "Again: "
         words = ["-m", "tests.mpi.ranks", "--color=no", *options, *map(str, files)]
         self._ended: Future[testing.Finished] = pool.submit(
             testing.launch,
@@ -91,7 +93,8 @@ class _Job:
                 break
             time.sleep(_POLL_SECONDS)
         if failures := [text for event, text in own if event == "failed"]:
-            pytest.fail("\n\n".join([*failures, *self._settings]), pytrace=False)
+            said = "\n\n".join(failures).replace("Again: ", self._again)
+            pytest.fail(said, pytrace=False)
         if over:
             self._check_end(lines, file, left=left > 0)
         if not count:
@@ -128,14 +131,20 @@ class RankFiles:
         folder: Path,
         *options: str,
         env: Mapping[str, str] | None = None,
+        alone: bool = False,
     ) -> int:
         """Run the files of a test's job, once; return how many of its own tests passed.
 
         The parameters of the test are ``n``, the number of ranks, and ``file``, a name
-        in the folder. A test that fails, or a job that breaks, fails it.
+        in the folder. A test that fails, or a job that breaks, fails it. ``alone``
+        gives a file a job of its own.
         """
-        own = job_of(request.node.nodeid)
-        alike = [item for item in request.session.items if job_of(item.nodeid) == own]
+        own = request.node.nodeid if alone else job_of(request.node.nodeid)
+        alike = [
+            item
+            for item in request.session.items
+            if own in (item.nodeid, job_of(item.nodeid))
+        ]
         files = [_path(folder, item) for item in alike]
         if own not in self._jobs:
             told = self._folder / f"{len(self._jobs)}.jsonl"

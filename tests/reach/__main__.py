@@ -1,9 +1,9 @@
 """Run the tests that reach modules, or find out anew which these are.
 
-``python -m tests.reach hpcstrat/PATH.py ...`` prints and runs two commands: one of
-pytest, and one of mpirun for rank tests. The table behind it, ``table.json``, has for
-each module the test files that call its functions, those first that call many in little
-time. ``python -m tests.reach --note`` makes it anew, which takes about ten minutes.
+``python -m tests.reach hpcstrat/PATH.py`` is ``pytest --for=hpcstrat/PATH.py``, see
+selection.py. The table, ``table.json``, has for each module the test files that call
+its functions, those first that call many in little time. ``python -m tests.reach
+--note`` makes it anew, which takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 
 from hpcstrat.testing import launch_command
 from tests.reach.noted import VARIABLE
+from tests.reach.selection import TABLE, files_for
 
 __all__ = ["chosen", "main"]
 
 _ROOT = Path(__file__).parents[2]
-_TABLE = Path(__file__).parent / "table.json"
 _MOST_SECONDS = 60.0
 """How long the tests of a module may take, by what they took when they were noted."""
 _MOST_MORE = 5
@@ -68,12 +68,13 @@ def _is_of_ranks(name: str) -> bool:
 
 
 def _commands(files: Sequence[str], n: int) -> list[list[str]]:
-    """Return the commands that run test files, from the root of the repository."""
+    """Return the commands that note what test files call."""
     alone = [name for name in files if not _is_of_ranks(name)]
     ranks = [name for name in files if _is_of_ranks(name)]
     found = []
     if alone:
-        found.append([sys.executable, "-m", "pytest", "-q", *alone])
+        words = ["-m", "pytest", "-q", "-p", "tests.reach.plugin"]
+        found.append([sys.executable, *words, *alone])
     if ranks:
         start = [*launch_command(n), sys.executable, "-m", "tests.mpi.ranks"]
         found.append([*start, "--short", *ranks])
@@ -107,7 +108,7 @@ def _note() -> None:
         # One thread for XLA, as logical replicas want it.
         env = {**os.environ, VARIABLE: folder, "NPROC": "1"}
         commands = [c for names, n in parts for c in _commands(names, n)]
-        _run([_with_plugin(command) for command in commands], env)
+        _run(commands, env)
         noted: Noted = {}
         for path in Path(folder).glob("*.json"):
             for name, (seconds, functions) in json.loads(path.read_text()).items():
@@ -115,40 +116,28 @@ def _note() -> None:
                 noted[name] = max(seconds, before[0]), before[1] | {*functions}
     modules = sorted({f.partition(":")[0] for _, fs in noted.values() for f in fs})
     table = {module: chosen(module, noted) for module in modules}
-    _TABLE.write_text(json.dumps(table, indent=1) + "\n")
-
-
-def _with_plugin(command: list[str]) -> list[str]:
-    # Rank tests look at the variable by themselves.
-    return [*command, "-p", "tests.reach.plugin"] if "pytest" in command else command
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run tests; returns an exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.reach", description=__doc__)
     parser.add_argument("modules", nargs="*", metavar="hpcstrat/PATH.py")
-    parser.add_argument("--ranks", type=int, default=3, help="of rank tests")
     parser.add_argument("--note", action="store_true", help="make the table anew")
-    parser.add_argument("--show", action="store_true", help="print the commands only")
+    parser.add_argument("--show", action="store_true", help="print the test files only")
     arguments = parser.parse_args(argv)
     if arguments.note:
         _note()
         return 0
-    table = json.loads(_TABLE.read_text())
-    files: list[str] = []
-    for given in arguments.modules:
-        name = os.path.relpath(Path(given).resolve(), _ROOT)
-        if name not in table:
-            parser.error(
-                f"expected a module that quick tests call, found {given}; see the "
-                "table of folders in docs/tests.md, or note anew: --note"
-            )
-        files += [one for one in table[name] if one not in files]
-    commands = _commands(files, arguments.ranks)
+    try:
+        files = files_for(arguments.modules)
+    except ValueError as exc:
+        parser.error(str(exc))
     if arguments.show:
-        print(*map(shlex.join, commands), sep="\n")
+        print(*files, sep="\n")
         return 0
-    return _run(commands)
+    options = [f"--for={os.path.abspath(name)}" for name in arguments.modules]
+    return _run([[sys.executable, "-m", "pytest", *options]])
 
 
 if __name__ == "__main__":
