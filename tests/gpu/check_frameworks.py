@@ -47,7 +47,8 @@ def side(strategy: Any, monkeypatch: Any) -> Iterator[Any]:
     strategy.reduce("sum", cupy.ones(3, cupy.float64), axis=None)
     stream = cupy.cuda.Stream(non_blocking=True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    current = SimpleNamespace(cuda_stream=stream.ptr)
+    device = cupy.cuda.runtime.getDevice()
+    current = SimpleNamespace(cuda_stream=stream.ptr, device_index=device)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
     monkeypatch.setattr(standin, "longest_delay", 0.03)
     yield stream

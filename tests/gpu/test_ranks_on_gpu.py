@@ -117,6 +117,7 @@ DEVICE_TESTS = [
         "binding",
         "device_checkpoints",
         "device_data",
+        "device_jax",
         "device_logical",
         "device_metrics",
         "device_optimizers",

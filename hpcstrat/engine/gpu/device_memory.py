@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -11,6 +12,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = [
     "Buffers",
+    "memory_at",
     "pinned_memory",
     "plain_memory",
     "register_host",
@@ -20,6 +22,24 @@ __all__ = [
 
 _SMALLEST_BYTES = 64 << 10
 _LARGE_BYTES = 8 << 20
+
+
+def memory_at(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return an array over memory of a GPU that another library has allocated.
+
+    In C order. That library keeps the memory, and the caller knows until when.
+    """
+    import cupy
+
+    size = math.prod(shape)
+    if not size:
+        nothing: Array = cupy.empty(shape, dtype)
+        return nothing
+    # CuPy asks CUDA which GPU the address belongs to.
+    memory = cupy.cuda.UnownedMemory(address, size * np.dtype(dtype).itemsize, None)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    array: Array = cupy.ndarray(shape, dtype, memptr=pointer)
+    return array
 
 
 def plain_memory(nbytes: int) -> Any:

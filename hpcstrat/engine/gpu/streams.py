@@ -12,6 +12,8 @@ Guide, section "Events"; CUDA Runtime API, cudaStreamWaitEvent).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["Done", "Lane", "Mark", "borrowed_stream"]
@@ -20,11 +22,14 @@ __all__ = ["Done", "Lane", "Mark", "borrowed_stream"]
 _NOT_READY = 600
 
 
-def borrowed_stream(pointer: int) -> Any:
-    """Return another library's stream of the current device, for use with `with`."""
+@contextmanager
+def borrowed_stream(pointer: int, device: int) -> Iterator[None]:
+    """Make another library's stream, and the device it belongs to, CuPy's current."""
     import cupy
 
-    return cupy.cuda.ExternalStream(pointer)
+    # In this order: CuPy keeps a current stream for each device.
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(pointer):
+        yield
 
 
 class Mark:

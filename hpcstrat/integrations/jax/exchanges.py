@@ -48,13 +48,14 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     Raises
     ------
     CollectiveError
-        On every replica, if they disagree on structure, shapes or dtypes. Inside of jit
-        JAX raises its own RuntimeError with the same text, where the result is waited
-        for.
+        On every replica, if they disagree on structure, shapes or dtypes. Inside of
+        jit, and on GPUs, JAX raises its own RuntimeError with the same text, where the
+        result is waited for.
     ValueError
         For another operation, or arrays without a sum, such as of bool.
     NotImplementedError
-        Inside of ``vmap``; and inside of jit where JAX compiles for a GPU.
+        Inside of ``vmap``; and of arrays on a GPU if the strategy has none, see the
+        guide on GPUs.
 
     Examples
     --------

@@ -3,6 +3,12 @@
 Outside of jit it reads the arrays where they are; inside XLA calls the library. All
 exchanges have one effect with an order: XLA may run what is independent in any order,
 and at the same time, but replicas must make their calls in one.
+
+On GPUs a call outside of jit is a small jitted function, too: XLA then gives memory and
+stream, see `hpcstrat.integrations.jax.xla_handler`. Results of CuPy, lent to JAX by
+DLPack, would be less safe: versions of XLA differ in whether they hold such memory
+until their stream has read it (`TrackedDeviceBuffer::Delete`), and CuPy knows nothing
+of that stream.
 """
 
 from __future__ import annotations
@@ -17,12 +23,13 @@ import jax
 import numpy as np
 from jax.interpreters import ad, batching, mlir
 
-from hpcstrat.engine.arrays.kinds import is_device
+from hpcstrat.engine.arrays.kinds import array_module
 from hpcstrat.engine.context import own_index
+from hpcstrat.engine.gpu.streams import borrowed_stream
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.jax.logical import let_replicas_meet
-from hpcstrat.integrations.jax.xla_handler import TARGET, key_of, register
+from hpcstrat.integrations.jax.xla_handler import GPU_TARGET, TARGET, key_of, register
 
 try:
     from jax._src import core, effects
@@ -33,7 +40,7 @@ except ImportError as error:  # pragma: no cover
         "which keeps them elsewhere; use a version near 0.10"
     ) from error
 
-__all__ = ["TreeOperation", "bind", "refuse", "require_replica_context"]
+__all__ = ["TreeOperation", "bind", "is_on_host", "refuse", "require_replica_context"]
 
 
 class _Order(effects.Effect):
@@ -166,7 +173,7 @@ class TreeOperation:
         if self.kind == "part":
             results = [self._own_part(total, replica) for total in results]
         elif self.kind == "at root" and replica != self.place:
-            results = [np.zeros_like(total) for total in results]
+            results = [array_module(total).zeros_like(total) for total in results]
         for out, result in zip(outs or (), results, strict=bool(outs)):
             if out is not result:
                 out[...] = result
@@ -177,7 +184,8 @@ class TreeOperation:
         length = total.shape[self.place] // self.strategy.num_replicas_in_sync
         start = replica * length
         at = (slice(None),) * self.place + (slice(start, start + length),)
-        return np.ascontiguousarray(total[at])
+        part: Array = array_module(total).ascontiguousarray(total[at])
+        return part
 
     @property
     def _is_named(self) -> bool:
@@ -193,17 +201,23 @@ class TreeOperation:
         self,
         arrays: Callable[[], tuple[list[Array], list[Array]]],
         postpone: Callable[[], Callable[[Any], None]],
+        stream: int | None,
     ) -> None:
         """Make the call in a thread of XLA's; an error is one of all replicas.
 
-        ``postpone`` lets XLA wait for the results, until what it returns is called.
+        ``postpone`` lets XLA wait for the results, until what it returns is called. On
+        a GPU the call takes its place in XLA's ``stream``, and does not wait for it.
         """
         if self.strategy.meetings is not None:
             self.later(*arrays(), postpone())
             return
 
         def carry_out() -> None:
-            self.results(*arrays())
+            if stream is None:
+                self.results(*arrays())
+                return
+            with borrowed_stream(stream, self.strategy.topology.gpu.index):
+                self.results(*arrays())
 
         _here.is_inside = True
         try:
@@ -252,22 +266,32 @@ def _await_others() -> None:
         dispatch.runtime_tokens.clear()
 
 
+def is_on_host(leaf: Any) -> bool:
+    """Whether all of an array of JAX is in host memory."""
+    return all(device.platform == "cpu" for device in leaf.devices())
+
+
 @_exchange.def_impl
 def _outside(*leaves: Any, exchange: TreeOperation) -> list[Any]:
+    on_host = all(map(is_on_host, leaves))
+    if not on_host and not exchange.strategy.logical:
+        # In its order after exchanges in programs of XLA, which this need not await.
+        return _program(exchange)(*leaves)
     _await_others()
-    devices = {device for leaf in leaves for device in leaf.devices()}
-    on_gpu = any(device.platform != "cpu" for device in devices)
 
     def carry_out() -> list[Array]:
-        # Read in place; the library itself asks for memory on GPUs.
-        read = [leaf if on_gpu else np.asarray(leaf) for leaf in leaves]
-        return exchange.results(read, None)
+        # Read in place where they are on the host.
+        return exchange.results([np.asarray(leaf) for leaf in leaves], None)
 
     results = exchange.strategy.collectives.call(exchange.what, carry_out)
-    if any(map(is_device, results)):
-        return [jax.dlpack.from_dlpack(result) for result in results]
     # Results are of their own, aligned memory, which JAX takes over without a copy.
     return jax.device_put(results, [leaf.sharding for leaf in leaves])
+
+
+@functools.cache
+def _program(exchange: TreeOperation) -> Any:
+    """Return a jitted function that exchanges leaves and does nothing else."""
+    return jax.jit(lambda *leaves: bind(exchange, list(leaves)))
 
 
 @_exchange.def_effectful_abstract_eval
@@ -276,20 +300,27 @@ def _shapes(*leaves: Any, exchange: TreeOperation) -> tuple[list[Any], set[Any]]
     return shapes, {_order}
 
 
-def _inside(context: Any, *operands: Any, exchange: TreeOperation) -> Any:
+def _inside(
+    context: Any, *operands: Any, exchange: TreeOperation, target: str = TARGET
+) -> Any:
     """Let XLA call the handler, after the exchange before it in the program."""
-    problem = register()
-    if exchange.strategy.logical:
-        problem = problem or let_replicas_meet(exchange.strategy, _await_others)
+    problem = register(target)
+    if target == GPU_TARGET:
+        # Outside of jit it is no other way there.
+        problem = problem and f"{problem}; use another version of JAX"
+        problem = problem or _gpu_problem(exchange)
+    elif problem:
+        problem = f"{problem}; call {exchange.what} outside of jit"
+    elif exchange.strategy.logical:
+        problem = let_replicas_meet(exchange.strategy, _await_others)
     if problem:
-        error = NotImplementedError(f"{problem}; call {exchange.what} outside of jit")
-        refuse(exchange.strategy, exchange.what, error)
+        refuse(exchange.strategy, exchange.what, NotImplementedError(problem))
     if (channel := exchange.strategy.collectives.channel) is not None:
         channel.elsewhere = _await_others
     # Sums need no memory of their own; without this XLA copies all arguments.
     count = 0 if exchange.kind in ("gather", "part") else len(operands)
     rule = jax.ffi.ffi_lowering(
-        TARGET,
+        target,
         has_side_effect=True,
         operand_output_aliases={1 + index: 1 + index for index in range(count)},
     )
@@ -304,11 +335,29 @@ def _inside(context: Any, *operands: Any, exchange: TreeOperation) -> Any:
     return results
 
 
+def _gpu_problem(exchange: TreeOperation) -> str:
+    """Say why an exchange cannot be compiled for a GPU; or nothing."""
+    if exchange.strategy.logical:
+        # XLA would wait for the others in the thread that has to compute them.
+        return (
+            f"expected a rank for each replica, for {exchange.what} inside of jit on a "
+            f"GPU, found logical replicas; call {exchange.what} between jitted "
+            "functions"
+        )
+    if exchange.strategy.topology.gpu is None:
+        return (
+            f"expected a strategy with a GPU, for {exchange.what} of arrays on one, "
+            "found one without; import cupy before the strategy is made, or set "
+            "HPCSTRAT_DEVICE=gpu"
+        )
+    return ""
+
+
 def _elsewhere(context: Any, *operands: Any, exchange: TreeOperation) -> Any:
     del context, operands
     error = NotImplementedError(
-        f"expected {exchange.what} inside of jit on CPUs, found a function that is "
-        f"compiled for another device; call {exchange.what} between jitted functions"
+        f"expected {exchange.what} of arrays on CPUs or on GPUs with CUDA, found a "
+        "function that is compiled for another device; put them there by jax.device_put"
     )
     refuse(exchange.strategy, exchange.what, error)
 
@@ -354,4 +403,6 @@ def _give_rules() -> None:
     ad.primitive_transposes[_exchange] = _backward
     batching.primitive_batchers[_exchange] = _refuse_vmap
     mlir.register_lowering(_exchange, _inside, platform="cpu")
+    on_gpu = functools.partial(_inside, target=GPU_TARGET)
+    mlir.register_lowering(_exchange, on_gpu, platform="cuda")
     mlir.register_lowering(_exchange, _elsewhere)

@@ -1,8 +1,20 @@
-"""A handler of XLA's foreign function interface, in Python: no compiler is needed.
+"""Handlers of XLA's foreign function interface, in Python: no compiler is needed.
 
 XLA hands over the memory of arguments and results, and the library sums from the one
 into the other. The structures are those of ``xla/ffi/api/c_api.h``, which comes with
 jaxlib; fields after those that are named here may be added, see `_misfit`.
+
+**On a GPU** XLA calls the handler while it gives a program to the device
+(`CustomCallThunk::ExecuteOnStream`): arguments are still to be computed then, by what
+XLA's stream was given before, and results may be written by what it is given next. The
+handler makes that stream CuPy's current stream for the call, so that the library's lane
+waits for it, and it for the lane, by events. All memory is XLA's. Its allocator hands
+memory out again in the order of the same stream, so nothing has to be kept until the
+device has read it; arrays over the memory are gone when the handler returns.
+
+XLA captures no handler in a CUDA graph that does not declare itself fit for it. For one
+that postpones its end it waits in the calling thread (`Invoke` in
+``xla/ffi/invoke.cc``), so those are for CPUs only.
 """
 
 from __future__ import annotations
@@ -19,11 +31,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from hpcstrat.engine.gpu.device_memory import memory_at
 from hpcstrat.engine.typing import Array
 
-__all__ = ["DTYPES", "TARGET", "key_of", "register"]
+__all__ = ["DTYPES", "GPU_TARGET", "TARGET", "key_of", "register"]
 
 TARGET = "hpcstrat_exchange"
+GPU_TARGET = "hpcstrat_exchange_on_gpu"
 _MAJOR = 0
 _METADATA, _EXECUTE, _INTERNAL = 1, 3, 13
 _TOKEN = 17
@@ -86,12 +100,18 @@ class _ErrorArguments(ctypes.Structure):
     _fields_ = [*_HEAD, ("message", c_char_p), ("code", c_int)]
 
 
+class _StreamArguments(ctypes.Structure):
+    _fields_ = [*_HEAD, ("context", c_void_p), ("stream", c_void_p)]
+
+
 class _Api(ctypes.Structure):
     _fields_ = [
         *_HEAD,
         ("version", _Version),
         ("internal", c_void_p),
         ("error_create", ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments))),
+        ("others", c_void_p * 3),
+        ("stream_get", ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArguments))),
     ]
 
 
@@ -107,7 +127,7 @@ class _LongApi(ctypes.Structure):
 
     _fields_ = [
         ("known", _Api),
-        ("others", c_void_p * 12),
+        ("more", c_void_p * 8),
         ("future_create", _OfFutures),
         ("future_set_available", _OfFutures),
         ("future_set_error", _OfFutures),
@@ -139,11 +159,13 @@ class _MetadataExtension(ctypes.Structure):
 
 
 # A function that XLA's program calls by its key. The first argument returns arguments
-# and results of the program; the second one lets XLA wait for the end.
+# and results of the program; the second one lets XLA wait for the end; the third one is
+# XLA's stream, if the program is one of a GPU.
 _Exchange = Callable[
     [
         Callable[[], tuple[list[Array], list[Array]]],
         Callable[[], Callable[[BaseException | None], None]],
+        int | None,
     ],
     None,
 ]
@@ -226,14 +248,16 @@ def _array(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
     return plain.view(dtype)
 
 
-def _arrays(buffers: Any) -> list[Array]:
+def _arrays(
+    buffers: Any, array: Callable[[int, tuple[int, ...], Any], Array]
+) -> list[Array]:
     """Return XLA's arguments or results as arrays, without the token that orders."""
     arrays = []
     for index in range(buffers.length):
         buffer = buffers.items[index].contents
         if buffer.dtype != _TOKEN:
             shape = tuple(buffer.dims[: buffer.rank])
-            arrays.append(_array(buffer.data, shape, DTYPES[buffer.dtype]))
+            arrays.append(array(buffer.data or 0, shape, DTYPES[buffer.dtype]))
     return arrays
 
 
@@ -253,6 +277,17 @@ def _answer(frame: Any) -> bool:
 
 @ctypes.CFUNCTYPE(c_void_p, POINTER(_Frame))
 def _handle(pointer: Any) -> int | None:
+    """Carry out an exchange of memory of the host."""
+    return _carry_out(pointer, _array)
+
+
+@ctypes.CFUNCTYPE(c_void_p, POINTER(_Frame))
+def _handle_on_gpu(pointer: Any) -> int | None:
+    """Carry out an exchange of memory of a GPU, in its place in XLA's stream."""
+    return _carry_out(pointer, memory_at, _stream_of)
+
+
+def _carry_out(pointer: Any, array: Any, stream_of: Any = None) -> int | None:
     """Carry out an exchange, in a thread of XLA's; an error is one of XLA's."""
     frame = pointer.contents
     try:
@@ -262,13 +297,23 @@ def _handle(pointer: Any) -> int | None:
             raise RuntimeError(f"{problem}; call it outside of jit")
         key = frame.attributes.items[0].contents.value[0]
         _exchanges[key](
-            lambda: (_arrays(frame.arguments), _arrays(frame.results)),
+            lambda: (_arrays(frame.arguments, array), _arrays(frame.results, array)),
             functools.partial(_postpone, pointer),
+            None if stream_of is None else stream_of(frame),
         )
     except BaseException as error:
         # Nothing may leave a function that C calls.
         return _error(frame.api.contents, error)
     return None
+
+
+def _stream_of(frame: Any) -> int:
+    """Return the stream to which XLA gives the program; 0 is CUDA's default stream."""
+    size = ctypes.sizeof(_StreamArguments)
+    arguments = _StreamArguments(size, None, frame.context)
+    if frame.api.contents.stream_get(ctypes.byref(arguments)):
+        raise RuntimeError("expected a stream from XLA, found that it has none here")
+    return arguments.stream or 0
 
 
 def _error(api: Any, error: BaseException) -> int:
@@ -307,14 +352,17 @@ def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
 
 
 @functools.cache
-def register() -> str:
-    """Make the handler known to XLA, once; return why it cannot be, or nothing.
+def register(target: str) -> str:
+    """Make a handler known to XLA, once; return why it cannot be, or nothing.
 
     Not before it is needed: a handler that XLA refuses as its backend starts leaves JAX
     without one.
     """
     problem = _version_problem()
     if not problem:
-        target = jax.ffi.pycapsule(_handle)
-        jax.ffi.register_ffi_target(TARGET, target, platform="cpu")
+        handler, platform = _HANDLERS[target]
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform)
     return problem
+
+
+_HANDLERS = {TARGET: (_handle, "cpu"), GPU_TARGET: (_handle_on_gpu, "CUDA")}

@@ -27,7 +27,8 @@ def torchs_stream() -> Iterator[None]:
     if not (library.is_loaded() and torch.cuda.is_initialized()):
         yield
         return
-    with borrowed_stream(torch.cuda.current_stream().cuda_stream):
+    stream = torch.cuda.current_stream()
+    with borrowed_stream(stream.cuda_stream, stream.device_index):
         yield
 
 

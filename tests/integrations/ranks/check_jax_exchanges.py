@@ -251,6 +251,19 @@ def test_vmap_is_refused_with_advice(strategy: Any) -> None:
     assert (jax.vmap(lambda x: x + reduce(jnp.float32(1)))(jnp.zeros(2)) == total).all()
 
 
+def test_devices_that_cannot_take_part_are_refused_with_advice(strategy: Any) -> None:
+    step = jax.jit(lambda x: hsj.all_reduce(x, "sum", strategy))
+    traced = step.trace(jnp.ones(3))
+    advice = {
+        "cuda": "import cupy before the strategy is made, or set HPCSTRAT_DEVICE=gpu",
+        "tpu": "expected all_reduce of arrays on CPUs or on GPUs with CUDA",
+    }
+    for platform, words in advice.items():
+        with pytest.raises(NotImplementedError, match=words):
+            traced.lower(lowering_platforms=(platform,))
+    assert step(jnp.float32(1)) == strategy.num_replicas_in_sync
+
+
 @inside
 def test_a_mismatch_is_named_on_all_ranks(strategy: Any, wrap: Wrap) -> None:
     size, rank = strategy.num_replicas_in_sync, strategy.replica_id
