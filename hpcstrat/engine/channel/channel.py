@@ -133,11 +133,11 @@ class Channel:
         that did not fail, if another did.
         """
         flags = NOTICE if self.notice else 0
-        recorder = active.recorder
-        if recorder is None:
+        if active.recorder is None:
             mark = self.position.run_fingerprint
             agreed = self.announce(call, mark, flags, timeout_seconds, carried)
         else:
+            recorder: Any = active.recorder
             start = recorder.enter(call.text)
             try:
                 mark = self.position.run_fingerprint
