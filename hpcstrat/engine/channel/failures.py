@@ -1,4 +1,4 @@
-"""What follows a failure: errors that all ranks raise, and calls that are given up.
+"""Failures of calls: errors that all ranks raise, and calls that are given up.
 
 A rank that fails before it has announced its next call says so in that header, and all
 raise there. An error in the midst of a call leaves the other ranks there: this rank can
