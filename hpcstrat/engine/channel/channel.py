@@ -98,7 +98,7 @@ class Channel:
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
             self.wire = WireHeaders(topology, self._comm, self.steps, self.rings)
-        self.headers: Waitable = self.wire or self.steps
+        self.headers: SegmentHeaders | WireHeaders = self.wire or self.steps
 
     # Calls that wait: a header, then an exchange of data.
 
@@ -312,6 +312,8 @@ class Channel:
         """Announce that this rank ends the program; waits for started calls only."""
         with contextlib.suppress(Exception):
             self.pending.drain()
+        # An interrupt may have taken a place in the rings, which no data follow now.
+        self.rings.restart()
         self.post(_LEAVING, 0, LEFT)
         now, thread = time.monotonic(), threading.get_ident()
         self.waiter.waiting = Waiting(_LEAVING, now, thread, leaves=True)

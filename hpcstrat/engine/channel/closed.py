@@ -16,7 +16,7 @@ __all__ = ["ClosedChannel"]
 class ClosedChannel:
     """Refuses the calls of a channel by CollectiveError; nothing is collective."""
 
-    num_calls = 0
+    num_calls = told_at = 0
     running: tuple[int, str] | None = None
     broken, closed = "", True
     device_group = elsewhere = None

@@ -331,6 +331,22 @@ def test_an_interrupt_before_a_call_is_noticed_in_the_next(
         assert_usable(strategy, job)
 
 
+def test_an_interrupt_before_a_call_does_not_matter_at_the_end(
+    make_strategy: Any, job: Any
+) -> None:
+    strategy = make_strategy(comm=job)
+    channel = strategy.collectives.channel
+    if channel is None:
+        return
+    if job.rank == 0:
+        channel.rings.take(channel.rings.place_bytes(1))
+    channel.post_leave()
+    while (outcome := channel.poll_leave()) is None:
+        time.sleep(1e-3)
+    assert outcome == ""
+    strategy.abandon()
+
+
 def test_an_interrupted_started_reduction_gives_no_result(
     make_strategy: Any, job: Any
 ) -> None:
