@@ -441,29 +441,7 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function once on every replica, as ``Strategy.run`` does.
-
-        Logically collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        fn : callable
-            Runs in replica context.
-        args : list or tuple
-            Positional arguments.
-        kwargs : dict, optional
-            Keyword arguments.
-
-        Returns
-        -------
-        object
-            As of ``Strategy.run``.
-
-        Raises
-        ------
-        RuntimeError
-            In replica context.
-        """
+        """The older name of ``Strategy.run``."""
         return self._strategy.run(fn, args, kwargs)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:

@@ -82,42 +82,18 @@ class OlderMethods:
     TensorFlow 2 has most of them still, and shows none in its reference.
     """
 
-    @property
-    def _now(self) -> Any:
-        """Itself, with the methods of today."""
-        return self
-
     def experimental_run_v2(
-        self,
+        self: Any,
         fn: Callable[..., Any],
         args: Any = (),
         kwargs: Any = None,
         options: Any = None,
     ) -> Any:
-        """Call a function once on every replica, as `run` does.
-
-        Logically collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        fn : callable
-            Runs in replica context.
-        args : list or tuple
-            Positional arguments.
-        kwargs : dict, optional
-            Keyword arguments.
-        options : RunOptions, optional
-            Accepted for tf.distribute's sake.
-
-        Returns
-        -------
-        object
-            As of `run`.
-        """
-        return self._now.run(fn, args, kwargs, options)
+        """The older name of `run`."""
+        return self.run(fn, args, kwargs, options)
 
     def experimental_run(
-        self, fn: Callable[..., Any], input_iterator: Any = None
+        self: Any, fn: Callable[..., Any], input_iterator: Any = None
     ) -> Any:
         """Call a function on every replica, with the next batch.
 
@@ -141,117 +117,51 @@ class OlderMethods:
         OutOfRangeError
             At the end of the data, on all replicas.
         """
-        with self._now.scope():
+        with self.scope():
             args = () if input_iterator is None else (input_iterator.get_next(),)
-            return self._now.run(fn, args)
+            return self.run(fn, args)
 
-    def make_dataset_iterator(self, dataset: Any) -> InputIterator:
-        """Return an iterator over a data set that is divided between the replicas.
+    def make_dataset_iterator(self: Any, dataset: Any) -> InputIterator:
+        """The older name of `experimental_distribute_dataset`; for `experimental_run`.
 
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        dataset : Dataset or iterable of batches
-            Gives global batches.
-
-        Returns
-        -------
-        InputIterator
-            For `experimental_run`.
+        Its result is used through methods: ``get_next`` and ``initialize``.
         """
-        return InputIterator(self._now.experimental_distribute_dataset(dataset))
+        return InputIterator(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
-        self,
+        self: Any,
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
-        """Return an iterator over per-replica batches that a function makes.
+        """The older name of `distribute_datasets_from_function`.
 
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        input_fn : callable
-            Takes an InputContext and returns an iterable of per-replica batches.
-        replication_mode : InputReplicationMode or str
-            One pipeline per worker, or one per replica.
-
-        Returns
-        -------
-        InputIterator
-            For `experimental_run`.
+        For `experimental_run`. ``replication_mode`` is one of the options there.
         """
         options = InputOptions(experimental_replication_mode=replication_mode)
-        make = self._now.distribute_datasets_from_function
-        return InputIterator(make(input_fn, options))
+        return InputIterator(self.distribute_datasets_from_function(input_fn, options))
 
     def experimental_distribute_datasets_from_function(
-        self,
+        self: Any,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> Any:
-        """Do what `distribute_datasets_from_function` does, by its older name.
-
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        dataset_fn : callable
-            Takes an InputContext and returns an iterable of per-replica batches.
-        options : InputOptions, optional
-            How.
-
-        Returns
-        -------
-        DealtDataset
-            Iterable of per-replica batches.
-        """
-        return self._now.distribute_datasets_from_function(dataset_fn, options)
+        """The older name of `distribute_datasets_from_function`."""
+        return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(
-        self, numpy_input: Tree, session: Any = None
+        self: Any, numpy_input: Tree, session: Any = None
     ) -> Dataset:
-        """Return the rows of arrays as examples; see ``extended``.
-
-        Not collective.
-
-        Parameters
-        ----------
-        numpy_input : array, or nested structure of arrays
-            Of equal first dimension; not copied.
-        session : object, optional
-            Accepted for tf.distribute's sake.
-
-        Returns
-        -------
-        Dataset
-            One element for each row; put them into batches.
-        """
-        make = self._now.extended.experimental_make_numpy_dataset
+        """The older name of ``extended.experimental_make_numpy_dataset``."""
+        make = self.extended.experimental_make_numpy_dataset
         dataset: Dataset = make(numpy_input, session)
         return dataset
 
-    def unwrap(self, value: Tree) -> tuple[Any, ...]:
-        """Return what `experimental_local_results` does, by its older name.
-
-        Not collective, except on a MirroredStrategy, as that one.
-
-        Parameters
-        ----------
-        value : tree
-            A distributed value.
-
-        Returns
-        -------
-        tuple
-            One value per replica of this worker.
-        """
-        results: tuple[Any, ...] = self._now.experimental_local_results(value)
+    def unwrap(self: Any, value: Tree) -> tuple[Any, ...]:
+        """The older name of `experimental_local_results`."""
+        results: tuple[Any, ...] = self.experimental_local_results(value)
         return results
 
-    def group(self, value: Tree, name: str | None = None) -> Any:
+    def group(self: Any, value: Tree, name: str | None = None) -> Any:
         """Return None, as there are no operations of replicas to be put into one.
 
         Not collective.
@@ -268,25 +178,12 @@ class OlderMethods:
         object
             The value itself where there is one replica and no name.
         """
-        alone = self._now.num_replicas_in_sync == 1 and name is None
+        alone = self.num_replicas_in_sync == 1 and name is None
         return value if alone else None
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> Any:
-        """Put new variables on the devices of a variable; see ``extended``.
-
-        Not collective.
-
-        Parameters
-        ----------
-        colocate_with_variable : Variable
-            Of this strategy.
-
-        Returns
-        -------
-        context manager
-            That of ``extended.colocate_vars_with``.
-        """
-        return self._now.extended.colocate_vars_with(colocate_with_variable)
+    def colocate_vars_with(self: Any, colocate_with_variable: Any) -> Any:
+        """The older name of ``extended.colocate_vars_with``."""
+        return self.extended.colocate_vars_with(colocate_with_variable)
 
     def configure(
         self,

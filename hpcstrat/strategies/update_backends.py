@@ -78,9 +78,11 @@ class UpdateBackend(Protocol):
         """
 
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
-        """Call ``optimizer.update_here(gradients, routine)``, and let the others know.
+        """Call ``optimizer.update_here(gradients, routine)``, between what else is due.
 
-        Collective over the strategy's replicas.
+        Collective over the strategy's replicas. ``routine.targets`` has, for each
+        gradient here, the arrays that are updated; ``optimizer.iterations`` counts the
+        step afterwards.
         """
 
 

@@ -29,6 +29,8 @@ _CHECKS = {
 }
 # Says of a member that the reference leaves it out.
 _INTERNAL = re.compile(r"\bfor\s+the\s+library's\s+own\s+modules\b", re.I)
+# The text of a method that takes and returns what another one does, which it names.
+_OLDER_NAME = "The older name of"
 # Its text documents the parameters of what it makes.
 _OTHERWISE = "hpcstrat.Variable"
 
@@ -85,6 +87,7 @@ def _members(shown: type) -> Iterator[Any]:
             text = inspect.getdoc(held) or ""
             # One that has the text of what it overrides is described there.
             is_described = bool(text) and not held.__doc__
+            is_described |= text.startswith(_OLDER_NAME)
             if is_described or _INTERNAL.search(text):
                 continue
             yield getattr(found, "fget", None) or getattr(found, "func", found)
