@@ -241,6 +241,14 @@ def test_optax_takes_it_for_one_of_its_own(strategy: Any) -> None:
     np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-5)
 
 
+def test_strategies_that_do_not_sum_each_step_are_refused(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(strategy), "sums_each_step", False)
+    with pytest.raises(NotImplementedError, match="in sync for gradients of JAX"):
+        hsj.cross_replica(strategy)
+
+
 def test_vmap_is_refused_with_advice(strategy: Any) -> None:
     reduce = lambda x: hsj.all_reduce(x, "sum", strategy)  # noqa: E731
     for function in (jax.vmap(reduce), jax.jit(jax.vmap(reduce))):

@@ -252,6 +252,9 @@ def test_what_cannot_be_is_refused(
     synchronized.compile("sgd", "mse")
     refused(NotImplementedError, "found synchronized=True in", synchronized)
     with monkeypatch.context() as patch:
+        patch.setattr(type(strategy), "sums_each_step", False)
+        refused(NotImplementedError, "in sync for a model of Keras", _model())
+    with monkeypatch.context() as patch:
         patch.setattr(keras.distribution, "distribution", lambda: "some")
         refused(RuntimeError, "expected no distribution of Keras itself", _model())
     model = hsk.distribute(_model(), strategy)

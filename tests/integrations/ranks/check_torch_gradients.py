@@ -483,6 +483,14 @@ def test_tensors_in_place_of_parameters_are_named(strategy: Any) -> None:
     module(x).sum().backward()
 
 
+def test_strategies_that_do_not_sum_each_step_are_refused(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(strategy), "sums_each_step", False)
+    with pytest.raises(NotImplementedError, match="in sync for a module of PyTorch"):
+        hst.replicate(nn.Linear(1, 1), strategy)
+
+
 def test_steps_inside_hooks_are_refused(strategy: Any, job: Any) -> None:
     module = hst.replicate(_net(0), strategy)
     weight = module[2].weight
