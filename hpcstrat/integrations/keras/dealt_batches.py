@@ -18,7 +18,7 @@ from hpcstrat.integrations.frameworks import refuse_logical_replicas
 from hpcstrat.integrations.keras.batches import Batches, columns_of
 from hpcstrat.strategies import Strategy
 
-__all__ = ["DealtBatches", "at_least_one", "dealt", "ends_with_its_data"]
+__all__ = ["DealtBatches", "dealt", "ends_with_its_data"]
 
 
 class DealtBatches(DataAdapter):
@@ -177,11 +177,6 @@ def _length(batches: Any) -> int | None:
         except TypeError:
             found = -1
     return found if found >= 0 else None
-
-
-def at_least_one(array: Any) -> Any:
-    """Return an array, with a row of zeros where it has none."""
-    return array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
 
 
 @contextmanager

@@ -10,17 +10,14 @@ global batch first, which makes the mean of the gradients that of one process.
 from __future__ import annotations
 
 import inspect
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 
 from hpcstrat.data import Dataset
-from hpcstrat.data.batches import share, writable
 from hpcstrat.data.iterator import ReducibleDataset
 from hpcstrat.data.sources import open_source
 from hpcstrat.engine.typing import Array
@@ -33,7 +30,6 @@ from hpcstrat.integrations.keras.callbacks import (
 )
 from hpcstrat.integrations.keras.dealt_batches import (
     DealtBatches,
-    at_least_one,
     dealt,
     ends_with_its_data,
 )
@@ -51,6 +47,7 @@ from hpcstrat.integrations.keras.requirements import (
     require_distributable,
     require_one_step,
 )
+from hpcstrat.integrations.keras.row_predictions import Predictions
 from hpcstrat.strategies import Strategy
 
 __all__ = ["Distributed"]
@@ -77,6 +74,7 @@ class Distributed:
         self._total: Any = None
         self._is_scaled = self._trains = False
         self._exchanges = exchanges()
+        self._predictions = Predictions(model, strategy)
 
     def install(self) -> None:
         """Put everything in its place."""
@@ -259,70 +257,28 @@ class Distributed:
         if isinstance(x, Batches) and x.x is None:
             x = x.dataset
         if isinstance(x, Dataset):
-            return self._predict_batches(x, steps)
+            return self._predictions.of_batches(x, steps)
         if isinstance(x, DealtBatches):
-            return self._predict_dealt(x, steps)
+            return self._predictions.of_dealt(x, steps)
         if isinstance(x, Batches):
             given["batch_size"], x = x.dataset.batch_size, x.x
-        columns = columns_of(x)
+        columns: Any = columns_of(x)
         if columns is None:
             # Each replica reads data of its own.
-            return self._gathered(inner(**self._quiet(given)))
+            return self._predictions.gathered(inner(**self._quiet(given)))
         size = given.get("batch_size") or 32
         if steps:
             columns = columns_of(columns.read(slice(0, given.pop("steps") * size)))
         count = self.strategy.num_replicas_in_sync
         given["batch_size"] = -(-size // count)
-        return self._of_own_rows(
+        return self._predictions.of_columns(
             columns, lambda rows: inner(**self._quiet({**given, "x": rows}))
         )
-
-    def _predict_batches(self, dataset: Dataset, steps: int | None) -> Any:
-        """Return the predictions of all batches of a data set."""
-        found = []
-        for batch in dataset.take(-1 if steps is None else steps):
-            x = batch[0] if isinstance(batch, tuple) else batch
-            found.append(self.model.predict_on_batch(x))
-        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *found)
-
-    def _predict_dealt(self, batches: DealtBatches, steps: int | None) -> Any:
-        """Return the predictions of batches of which each replica has its rows."""
-        alone = type(self.model).predict_on_batch
-        found = []
-        for batch in itertools.islice(batches.elements(), steps):
-            rows = keras.tree.flatten(batch[0])[0].shape[0]
-            # Keras predicts nothing of no rows.
-            some = keras.tree.map_structure(at_least_one, batch[0])
-            own = alone(self.model, some)
-            own = keras.tree.map_structure(lambda part, n=rows: part[:n], own)
-            found.append(self._gathered(own))
-        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *found)
 
     def _predict_on_batch(
         self, inner: Callable[..., Any], given: dict[str, Any]
     ) -> Any:
-        return self._of_own_rows(open_source(given["x"]), inner)
-
-    def _of_own_rows(self, columns: Any, function: Callable[[Any], Any]) -> Any:
-        """Return what a function gives for all rows, of which it gets this one's."""
-        strategy = self.strategy
-        count, replica = strategy.num_replicas_in_sync, strategy.replica_id
-        rows = share(columns.num_rows, count, replica)
-        return self._gathered(self._of_share(columns, function, *rows))
-
-    def _of_share(
-        self, columns: Any, function: Callable[[Any], Any], first: int, last: int
-    ) -> Any:
-        """Return what a function gives for the rows of one replica."""
-        # Keras predicts nothing of no rows.
-        least = min(max(last, first + 1), columns.num_rows)
-        found = function(
-            writable(columns.read(slice(least - max(last - first, 1), least)))
-        )
-        return keras.tree.map_structure(lambda part: part[: last - first], found)
-
-    def _gathered(self, own: Any) -> Any:
-        return self.strategy.collectives.all_gather(own, 0, "predict")
+        return self._predictions.of_columns(open_source(given["x"]), inner)
 
     def _on_batch(self, inner: Callable[..., Any], given: dict[str, Any]) -> Any:
         columns = open_source({k: given[k] for k in _DATA if given.get(k) is not None})

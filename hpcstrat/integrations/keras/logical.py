@@ -316,16 +316,6 @@ class LogicalDistributed(Distributed):
         self.state.finish()
         return found
 
-    def _of_own_rows(self, columns: Any, function: Callable[[Any], Any]) -> Any:
-        rows, count = columns.num_rows, self.strategy.num_replicas_in_sync
-        found = [
-            self._of_share(columns, function, *share(rows, count, replica))
-            for replica in self._block
-        ]
-        return self._gathered(
-            keras.tree.map_structure(lambda *parts: np.concatenate(parts), *found)
-        )
-
     def _batched(self, given: dict[str, Any], steps: str, **options: Any) -> None:
         super()._batched(given, steps, **options)
         if not isinstance(given["x"], Batches):

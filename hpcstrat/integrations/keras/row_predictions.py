@@ -1,0 +1,79 @@
+"""Predictions of all rows, of which each replica computes those of its share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from hpcstrat.data import Dataset
+from hpcstrat.data.batches import share, writable
+from hpcstrat.data.sources import Columns
+from hpcstrat.integrations.keras.dealt_batches import DealtBatches
+from hpcstrat.strategies import Strategy
+
+__all__ = ["Predictions"]
+
+
+class Predictions:
+    """The calls that predict; collective over the strategy's replicas."""
+
+    def __init__(self, model: Any, strategy: Strategy) -> None:
+        self._model = model
+        self._strategy = strategy
+
+    def of_columns(self, columns: Columns, function: Callable[[Any], Any]) -> Any:
+        """Return what a function gives for all rows, of which it gets this rank's."""
+        count, rows = self._strategy.num_replicas_in_sync, columns.num_rows
+        found = [
+            _of_share(columns, function, *share(rows, count, replica))
+            for replica in self._strategy.local_replicas
+        ]
+        return self.gathered(_concatenated(found))
+
+    def of_batches(self, dataset: Dataset, steps: int | None) -> Any:
+        """Return the predictions of all batches of a data set."""
+        found = []
+        for batch in dataset.take(-1 if steps is None else steps):
+            x = batch[0] if isinstance(batch, tuple) else batch
+            found.append(self._model.predict_on_batch(x))
+        return _concatenated(found)
+
+    def of_dealt(self, batches: DealtBatches, steps: int | None) -> Any:
+        """Return the predictions of batches of which each replica has its rows."""
+        alone = type(self._model).predict_on_batch
+        found = []
+        for batch in itertools.islice(batches.elements(), steps):
+            rows = keras.tree.flatten(batch[0])[0].shape[0]
+            own = alone(self._model, keras.tree.map_structure(_at_least_one, batch[0]))
+            own = keras.tree.map_structure(lambda part, n=rows: part[:n], own)
+            found.append(self.gathered(own))
+        return _concatenated(found)
+
+    def gathered(self, own: Any) -> Any:
+        """Return the predictions of all replicas, in their order."""
+        return self._strategy.collectives.all_gather(own, 0, "predict")
+
+
+def _of_share(
+    columns: Columns, function: Callable[[Any], Any], first: int, last: int
+) -> Any:
+    """Return what a function gives for the rows of one replica."""
+    # Keras predicts nothing of no rows.
+    least = min(max(last, first + 1), columns.num_rows)
+    found = function(writable(columns.read(slice(least - max(last - first, 1), least))))
+    return keras.tree.map_structure(lambda part: part[: last - first], found)
+
+
+def _at_least_one(array: Any) -> Any:
+    """Return an array, with a row of zeros where it has none, for Keras to predict."""
+    return array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
+
+
+def _concatenated(found: list[Any]) -> Any:
+    if len(found) == 1:
+        return found[0]
+    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *found)
