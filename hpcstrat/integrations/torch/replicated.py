@@ -30,8 +30,17 @@ from hpcstrat.engine.reduction.buckets import Bucket, Buckets, plan_buckets
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.module_buffers import ModuleBuffers
+from hpcstrat.integrations.torch.module_layout import (
+    ModuleLayout,
+    differentiable_parameters,
+)
 from hpcstrat.integrations.torch.sparse_gradients import gradient_of, rows_of
-from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
+from hpcstrat.integrations.torch.tensors import (
+    as_tensor,
+    memory_of,
+    takes_hooks,
+    torchs_stream,
+)
 from hpcstrat.strategies import Strategy
 
 __all__ = ["Replicated"]
@@ -68,10 +77,10 @@ class Replicated:
         # Those of another replicated module are combined by that one.
         named = [
             (name, parameter)
-            for name, parameter in _differentiable(module)
+            for name, parameter in differentiable_parameters(module)
             if not _is_combined_by_another(name, parameter, strategy, op)
         ]
-        self._layout = _layout_of(module)
+        self._layout = ModuleLayout(module)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         # Parameters that a backward has reached and no reduction has combined, in that
@@ -120,13 +129,10 @@ class Replicated:
             if (own := myself()) is not None:
                 own.prepare(index)
 
-        trained = parameter.requires_grad
-        # Hooks stay on a parameter that is frozen, and serve one that is thawed.
-        parameter.requires_grad_(True)
-        self._handles.append(parameter.register_post_accumulate_grad_hook(touch))
-        if self.op is ReduceOp.SUM or self._bucket_bytes or self.strategy.logical:
-            self._handles.append(parameter.register_hook(prepare))
-        parameter.requires_grad_(trained)
+        with takes_hooks(parameter):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(touch))
+            if self.op is ReduceOp.SUM or self._bucket_bytes or self.strategy.logical:
+                self._handles.append(parameter.register_hook(prepare))
 
     def __reduce__(self) -> Any:
         """Leave nothing of itself in files that have a parameter."""
@@ -142,7 +148,7 @@ class Replicated:
         if torch.compiler.is_compiling() or not watches:
             return
         # Logical replicas of a rank share the module: the first looks at it for all.
-        if not own_index() and not _is_laid_out_as(self._layout):
+        if not own_index() and not self._layout.is_current():
             # A call, so that the other replicas learn of it.
             self.strategy.collectives.call(_WHAT, self._require_known, module)
         for leaf in flatten(output)[0]:
@@ -150,7 +156,7 @@ class Replicated:
                 leaf.register_hook(self._await_end)
 
     def _require_known(self, module: torch.nn.Module) -> None:
-        for name, parameter in _differentiable(module):
+        for name, parameter in differentiable_parameters(module):
             if parameter.requires_grad and not hasattr(parameter, _OWNER):
                 raise ValueError(
                     f"expected the parameters that replicate has seen, found another "
@@ -158,7 +164,7 @@ class Replicated:
                     "call replicate again after modules or parameters were changed, or "
                     "use no_sync where that is meant"
                 )
-        self._layout = _layout_of(module)
+        self._layout = ModuleLayout(module)
 
     def prepare(self, index: int) -> None:
         """Make a gradient ready for what a backward is about to add to it."""
@@ -440,37 +446,6 @@ class Replicated:
         rows = rows_of(parameter.grad, parameter, self._names[index])
         rows = self.strategy.collectives.batch_reduce(self.op, rows, _WHAT)
         parameter.grad = gradient_of(rows, parameter)
-
-
-# A module and all inside it, each with the identities of its parameters and modules.
-_Layout = list[tuple[weakref.ref[torch.nn.Module], tuple[int, ...]]]
-
-
-def _layout_of(module: torch.nn.Module) -> _Layout:
-    return [(weakref.ref(one), _identities(one)) for one in module.modules()]
-
-
-def _is_laid_out_as(layout: _Layout) -> bool:
-    """Whether a module still has the parameters and modules that it had."""
-    for found, identities in layout:
-        one = found()
-        if one is None or _identities(one) != identities:
-            return False
-    return True
-
-
-def _identities(module: torch.nn.Module) -> tuple[int, ...]:
-    parameters, modules = module._parameters, module._modules
-    return (*map(id, parameters.values()), len(parameters), *map(id, modules.values()))
-
-
-def _differentiable(module: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Return the parameters that can have gradients: integers have none."""
-    return [
-        (name, parameter)
-        for name, parameter in module.named_parameters()
-        if parameter.is_floating_point() or parameter.is_complex()
-    ]
 
 
 def _is_combined_by_another(

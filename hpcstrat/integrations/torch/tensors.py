@@ -14,7 +14,7 @@ from hpcstrat.engine.gpu.streams import borrowed_stream
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import HpcstratError
 
-__all__ = ["as_tensor", "memory_of", "torchs_stream"]
+__all__ = ["as_tensor", "memory_of", "takes_hooks", "torchs_stream"]
 
 
 @contextmanager
@@ -30,6 +30,16 @@ def torchs_stream() -> Iterator[None]:
     stream = torch.cuda.current_stream()
     with borrowed_stream(stream.cuda_stream, stream.device_index):
         yield
+
+
+@contextmanager
+def takes_hooks(parameter: torch.Tensor) -> Iterator[None]:
+    """Let a frozen parameter take hooks, which serve it once it is thawed."""
+    trained = parameter.requires_grad
+    # torch refuses hooks of a tensor that needs no gradient.
+    parameter.requires_grad_(True)
+    yield
+    parameter.requires_grad_(trained)
 
 
 def _bfloat16() -> Any:

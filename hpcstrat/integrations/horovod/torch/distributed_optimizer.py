@@ -22,6 +22,7 @@ from hpcstrat.integrations.horovod.torch.job import (
     require_all_ranks,
 )
 from hpcstrat.integrations.horovod.torch.row_calls import sparse_allreduce_async
+from hpcstrat.integrations.torch.tensors import takes_hooks
 
 __all__ = ["DistributedOptimizer"]
 
@@ -71,12 +72,8 @@ class _Distributed:
                     unnamed if names is None else names[parameter]
                 )
                 if parameter.is_floating_point() or parameter.is_complex():
-                    # Hooks stay on one that is frozen, and serve one that is thawed.
-                    trained = parameter.requires_grad
-                    # torch refuses hooks of a tensor that needs no gradient.
-                    parameter.requires_grad_(True)
-                    parameter.register_post_accumulate_grad_hook(reach)
-                    parameter.requires_grad_(trained)
+                    with takes_hooks(parameter):
+                        parameter.register_post_accumulate_grad_hook(reach)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Take more parameters, on all ranks."""

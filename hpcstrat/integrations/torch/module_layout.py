@@ -1,0 +1,39 @@
+"""The parameters and modules that are in a module."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+__all__ = ["ModuleLayout", "differentiable_parameters"]
+
+
+class ModuleLayout:
+    """A module and all inside it, each with its parameters and modules at one time."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._seen = [(weakref.ref(one), _identities(one)) for one in module.modules()]
+
+    def is_current(self) -> bool:
+        """Whether all still have the parameters and modules that they had."""
+        for found, identities in self._seen:
+            one = found()
+            if one is None or _identities(one) != identities:
+                return False
+        return True
+
+
+def _identities(module: torch.nn.Module) -> tuple[int, ...]:
+    parameters, modules = module._parameters, module._modules
+    return (*map(id, parameters.values()), len(parameters), *map(id, modules.values()))
+
+
+def differentiable_parameters(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Return the parameters that can have gradients: integers have none."""
+    return [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() or parameter.is_complex()
+    ]
