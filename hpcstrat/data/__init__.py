@@ -1,6 +1,6 @@
 """Input: data sets, and their division between replicas."""
 
-from hpcstrat.data.dataset import SHARD_HINT, Dataset, DatasetOptions, mix
+from hpcstrat.data.dataset import SHARD_HINT, Dataset
 from hpcstrat.data.dealing import DealtDataset
 from hpcstrat.data.distributed import (
     DistributedDataset,
@@ -8,6 +8,8 @@ from hpcstrat.data.distributed import (
     distribute_from_function,
 )
 from hpcstrat.data.elements import ArraySpec
+from hpcstrat.data.lineage import DatasetOptions
+from hpcstrat.data.mixing import mix
 from hpcstrat.data.resuming import StatefulDataset, StreamDataset
 from hpcstrat.data.rows import INFINITE, UNKNOWN
 

@@ -19,7 +19,13 @@ from hpcstrat.data.elements import (
     pad_and_stack,
     spec_of,
 )
-from hpcstrat.data.rows import INFINITE, Rows, Stage, epoch_of_repetition
+from hpcstrat.data.rows import (
+    INFINITE,
+    Rows,
+    ShuffledRows,
+    Stage,
+    epoch_of_repetition,
+)
 from hpcstrat.engine.tree import flatten, tree_map
 from hpcstrat.engine.typing import Tree
 
@@ -32,6 +38,8 @@ __all__ = [
     "RepeatedBatches",
     "RowBatches",
     "SomeBatches",
+    "padded_spec",
+    "shuffled_rows",
 ]
 
 
@@ -202,6 +210,12 @@ class PaddedBatches(RowBatches):
     def describe(self) -> str:
         """Return the size."""
         return f"{super().describe()}, padded"
+
+
+def shuffled_rows(stage: Stage) -> ShuffledRows | None:
+    """Return the stage that says the order of rows; None where they keep it."""
+    rows = stage.rows if isinstance(stage, RowBatches) else stage
+    return rows if isinstance(rows, ShuffledRows) else None
 
 
 def _ends(replicas: range) -> tuple[int, int]:

@@ -2,63 +2,41 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.data import (
-    batch_streams,
-    joined_streams,
-    sequences,
-    stages,
-    streams,
-)
-from hpcstrat.data.batched import Batched, RowBatches
-from hpcstrat.data.elements import as_element, pad_and_stack, stack
-from hpcstrat.data.files.rows import FileRows, files_of
-from hpcstrat.data.joined_rows import MixedRows
-from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead
+from hpcstrat.data import batch_streams, joined_streams, sequences, stages, streams
+from hpcstrat.data.batched import Batched, shuffled_rows
+from hpcstrat.data.elements import as_element, own_element, pad_and_stack, stack
+from hpcstrat.data.files.rows import FileRows, files_of, matching_files
+from hpcstrat.data.lineage import DatasetOptions, Lineage
+from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead, read_rows
 from hpcstrat.data.rows import (
     INFINITE,
     UNKNOWN,
     OneRow,
     Rows,
-    ShuffledRows,
     SourceRows,
     Stage,
     in_words,
 )
 from hpcstrat.data.sources import Columns, open_source
 from hpcstrat.engine.html import table
-from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import AutoShardPolicy
-from hpcstrat.engine.tree import flatten, tree_map, unflatten
+from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Array, Tree
 
-__all__ = ["SHARD_HINT", "Dataset", "DatasetOptions", "mix"]
+__all__ = ["SHARD_HINT", "Dataset"]
 
 SHARD_HINT = -1
 """Stands for the number and the index of a shard, which distribution fills in."""
 
 _AUTOTUNE = -1
 _AUTOTUNED_BATCHES = 2
-
-
-@dataclass
-class DatasetOptions:
-    """Options of a data set, for `Dataset.with_options`.
-
-    Parameters
-    ----------
-    auto_shard_policy : AutoShardPolicy or str
-        How a data set without random access is divided between workers.
-    """
-
-    auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
 
 
 class Dataset:
@@ -117,52 +95,34 @@ class Dataset:
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        is_path = isinstance(source, (str, os.PathLike))
-        stage: Stage = (
-            FileRows(files_of(source)) if is_path else SourceRows(open_source(source))
-        )
-        if shuffle:
-            stage = stages.shuffle(stage, None, seed, True)
-        if batch_size is not None:
-            stage = stages.batch(stage, _size(batch_size), drop_remainder)
-        self._set(stage)
-        self.seed = seed
-
-    def _set(
-        self,
-        stage: Stage,
-        parents: Sequence[Dataset] = (),
-        make: Callable[..., Stage] | None = None,
-        *,
-        files: Sequence[str] | None = None,
-    ) -> None:
-        self._stage = stage
-        # Recipe for making it again from a part of the files.
-        self._parents = tuple(parents)
-        self._make = make
-        self._files = None if files is None else list(files)
-        self._is_hint = False
-        # The whole data set, with the same specs, of whose files this has a part.
-        self._whole: Dataset | None = None
-        self._opens_files: bool = any(parent._opens_files for parent in parents)
-        self._options: DatasetOptions = (
-            parents[0]._options if parents else DatasetOptions()
-        )
-        self._ahead: int = max((parent._ahead for parent in parents), default=0)
-        self.seed = parents[0].seed if parents else 0
+        # How it was made; for the library's own modules.
+        self.lineage: Lineage
+        if isinstance(source, Lineage):
+            # A data set that a method of this class has made.
+            self.lineage = source
+        else:
+            is_path = isinstance(source, (str, os.PathLike))
+            stage: Stage = (
+                FileRows(files_of(source))
+                if is_path
+                else SourceRows(open_source(source))
+            )
+            if shuffle:
+                stage = stages.shuffle(stage, None, seed, True)
+            if batch_size is not None:
+                stage = stages.batch(stage, _size(batch_size), drop_remainder)
+            self.lineage = Lineage(stage)
+            self.lineage.seed = seed
         self._epoch = 0
-
-    @classmethod
-    def _of(cls, stage: Stage, **origin: Any) -> Dataset:
-        dataset = cls.__new__(cls)
-        dataset._set(stage, **origin)
-        return dataset
 
     def _then(self, make: Callable[..., Stage], *others: Dataset) -> Dataset:
         """Return the data set that a function makes of the stages."""
-        parents = (self, *others)
-        made = make(*(parent._stage for parent in parents))
-        return Dataset._of(made, parents=parents, make=make)
+        return Dataset(self.lineage.then(make, *(each.lineage for each in others)))
+
+    @property
+    def seed(self) -> int:
+        """Key of the order of shuffled elements."""
+        return self.lineage.seed
 
     # Sources
 
@@ -187,14 +147,7 @@ class Dataset:
         ValueError
             For scalars, and for first dimensions that differ.
         """
-        leaves, structure = flatten(as_element(tensors))
-        for leaf in leaves:
-            if not np.ndim(leaf):
-                raise ValueError(
-                    "expected arrays with a first dimension, found a scalar; use "
-                    "from_tensors for one element"
-                )
-        return cls._of(SourceRows(Columns(leaves, structure)))
+        return cls(Lineage(SourceRows(Columns.of_slices(as_element(tensors)))))
 
     @classmethod
     def from_tensors(cls, tensors: Tree) -> Dataset:
@@ -212,7 +165,7 @@ class Dataset:
         Dataset
             Of cardinality 1.
         """
-        return cls._of(OneRow(as_element(tensors)))
+        return cls(Lineage(OneRow(as_element(tensors))))
 
     @classmethod
     def from_generator(
@@ -246,12 +199,8 @@ class Dataset:
         TypeError
             If it cannot be called; when iterated, for elements of another signature.
         """
-        if not callable(generator):
-            raise TypeError(
-                "expected a function that returns an iterable, found "
-                f"{type(generator).__name__}; pass the function, not what it returns"
-            )
-        return cls._of(streams.generated(lambda: generator(*args), output_signature))
+        made = streams.generated(generator, args, output_signature)
+        return cls(Lineage(made))
 
     @classmethod
     def from_files(
@@ -302,15 +251,8 @@ class Dataset:
         ImportError
             If ``zarr`` or ``pyarrow`` is needed, and not installed.
         """
-        names = files_of(paths)
-
-        def make(part: Sequence[str]) -> Stage:
-            return FileRows(part, columns, dimension=dimension, decode=decode)
-
-        dataset = cls._of(make(names), files=names)
-        dataset._make = make
-        dataset._opens_files = True
-        return dataset
+        make = partial(FileRows, columns=columns, dimension=dimension, decode=decode)
+        return cls(Lineage.of_files(files_of(paths), make))
 
     @classmethod
     def range(cls, *args: int) -> Dataset:
@@ -328,7 +270,7 @@ class Dataset:
         Dataset
             Scalars.
         """
-        return cls._of(stages.range_of(*args))
+        return cls(Lineage(stages.range_of(*args)))
 
     @classmethod
     def list_files(
@@ -357,16 +299,9 @@ class Dataset:
         FileNotFoundError
             If no file matches.
         """
-        files = _matching(file_pattern)
-        dataset = cls._of_names(files)
+        files = matching_files(file_pattern)
+        dataset = cls(Lineage.of_names(files))
         return dataset.shuffle(len(files), seed) if shuffle else dataset
-
-    @classmethod
-    def _of_names(cls, files: Sequence[str]) -> Dataset:
-        column = np.array(files, np.str_)
-        dataset = cls._of(SourceRows(Columns(*flatten(column))), files=files)
-        dataset._make = None
-        return dataset
 
     @classmethod
     def from_text_files(cls, filenames: Any) -> Dataset:
@@ -387,10 +322,7 @@ class Dataset:
         if isinstance(filenames, (str, os.PathLike, np.str_)):
             filenames = [filenames]
         files = [os.fspath(name) for name in filenames]
-        dataset = cls._of(streams.text_lines(files), files=files)
-        dataset._make = streams.text_lines
-        dataset._opens_files = True
-        return dataset
+        return cls(Lineage.of_files(files, streams.text_lines))
 
     # Methods that keep random access
 
@@ -470,15 +402,15 @@ class Dataset:
         """
         seed = 0 if seed is None else int(seed)
         again = bool(reshuffle_each_iteration)
-        if blocks is not None:
+        size = None if buffer_size is None else _size(buffer_size)
+        if blocks is None:
+            made = self._then(lambda s: stages.shuffle(s, size, seed, again))
+        else:
             block, many = _size(blocks), _size(window)
             made = self._then(
                 lambda s: stages.shuffle_blocks(s, block, many, seed, again)
             )
-        else:
-            size = None if buffer_size is None else _size(buffer_size)
-            made = self._then(lambda s: stages.shuffle(s, size, seed, again))
-        made.seed = seed
+        made.lineage.seed = seed
         return made
 
     def batch(
@@ -629,15 +561,8 @@ class Dataset:
             For an index that is no part; when iterated, for a hint without policy HINT.
         """
         if num_shards == SHARD_HINT and index == SHARD_HINT:
-            hinted = self._then(_hinted)
-            hinted._is_hint = True
-            return hinted
-        if num_shards < 1 or not 0 <= index < num_shards:
-            raise ValueError(
-                f"expected num_shards >= 1 and an index below it, found {num_shards} "
-                f"and {index}; change them"
-            )
-        return self._then(lambda s: stages.shard(s, num_shards, index))
+            return Dataset(self.lineage.hint())
+        return Dataset(self.lineage.shard(num_shards, index))
 
     def cache(self, filename: str = "") -> Dataset:
         """Return the elements of the first epoch, kept in memory as they are read.
@@ -689,14 +614,8 @@ class Dataset:
             raise ValueError(
                 f"expected buffer_size >= -1, found {buffer_size}; change it"
             )
-
-        def make(stage: Stage) -> Stage:
-            if isinstance(stage, (Rows, Batched)) or not ahead:
-                return stage
-            return read_ahead(stage, ahead)
-
-        made = self._then(make)
-        made._ahead = max(ahead, self._ahead)
+        made = self._then(lambda s: read_ahead(s, ahead))
+        made.lineage.ahead = max(ahead, self.ahead)
         return made
 
     def enumerate(self, start: int = 0) -> Dataset:
@@ -840,7 +759,9 @@ class Dataset:
         made = self._then(
             lambda s: joined_streams.interleaved(s, map_func, _stage_of, cycle, block)
         )
-        made._opens_files = self._opens_files or self._gives_files(map_func)
+        made.lineage.opens_files |= self.lineage.opens_names(
+            lambda name: map_func(name).lineage
+        )
         return made
 
     def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
@@ -859,17 +780,6 @@ class Dataset:
             Of unknown cardinality.
         """
         return self.interleave(map_func, 1, 1)
-
-    def _gives_files(self, map_func: Callable[..., Any]) -> bool:
-        """Whether the elements are names of files that a function opens."""
-        try:
-            if any(spec.dtype.kind != "U" for spec in flatten(self.element_spec)[0]):
-                return False
-            made = map_func(next(iter(self._stage.iterate(0))))
-        # An error here will come again where the program sees it.
-        except Exception:
-            return False
-        return isinstance(made, Dataset) and made._opens_files
 
     def unbatch(self) -> Dataset:
         """Return the rows of all batches.
@@ -1016,12 +926,7 @@ class Dataset:
         Dataset
             Of unknown cardinality.
         """
-
-        def warn(error: Exception) -> None:
-            if log_warning:
-                get_logger("data").warning("left out an element: %r", error)
-
-        return self._then(lambda s: streams.kept_errors_out(s, warn))
+        return self._then(lambda s: streams.kept_errors_out(s, log_warning))
 
     @staticmethod
     def choose_from_datasets(
@@ -1047,11 +952,9 @@ class Dataset:
         Dataset
             Of unknown cardinality.
         """
-
-        def make(choices: Stage, *parents: Stage) -> Stage:
-            return joined_streams.chosen(parents, choices, stop_on_empty_dataset)
-
-        return choice_dataset._then(make, *datasets)
+        return choice_dataset._then(
+            lambda c, *s: joined_streams.chosen(s, c, stop_on_empty_dataset), *datasets
+        )
 
     @staticmethod
     def sample_from_datasets(
@@ -1086,11 +989,10 @@ class Dataset:
             For weights that are negative, or not one for each.
         """
         key = 0 if seed is None else int(seed)
-
-        def make(*parents: Stage) -> Stage:
-            return joined_streams.sampled(parents, weights, key, stop_on_empty_dataset)
-
-        return datasets[0]._then(make, *datasets[1:])
+        return datasets[0]._then(
+            lambda *s: joined_streams.sampled(s, weights, key, stop_on_empty_dataset),
+            *datasets[1:],
+        )
 
     # Other methods
 
@@ -1127,11 +1029,7 @@ class Dataset:
         Dataset
             Of the same elements.
         """
-        holder = getattr(options, "experimental_distribute", options)
-        policy = getattr(holder.auto_shard_policy, "name", holder.auto_shard_policy)
-        made = self._then(lambda stage: stage)
-        made._options = DatasetOptions(AutoShardPolicy.parse(policy))
-        return made
+        return Dataset(self.lineage.with_options(options))
 
     def options(self) -> DatasetOptions:
         """Return the options.
@@ -1143,7 +1041,7 @@ class Dataset:
         DatasetOptions
             Those of `with_options`, or the defaults.
         """
-        return self._options
+        return self.lineage.options
 
     def cardinality(self) -> int:
         """Return the number of elements.
@@ -1155,7 +1053,7 @@ class Dataset:
         int
             -1 where there is no end, -2 where they must be gone through to be counted.
         """
-        return self._stage.cardinality
+        return self.stage.cardinality
 
     @property
     def element_spec(self) -> Tree:
@@ -1163,9 +1061,7 @@ class Dataset:
 
         Functions of `map` are called with the first elements to find out.
         """
-        if self._whole is not None:
-            return self._whole.element_spec
-        return self._stage.spec()
+        return self.lineage.spec()
 
     def reduce(self, initial_state: Any, reduce_func: Callable[..., Any]) -> Any:
         """Combine all elements by a function.
@@ -1223,20 +1119,24 @@ class Dataset:
         """Give the elements of the next epoch."""
         epoch = self._epoch
         self._epoch += 1
-        stage = self._stage
-        if self._ahead and isinstance(stage, Batched) and not stage.is_on_gpu():
-            return map(_own, read_batches_ahead(stage, epoch, self._ahead))
-        return map(_own, stage.iterate(epoch))
+        stage = self.stage
+        if self.ahead and isinstance(stage, Batched) and not stage.is_on_gpu():
+
+            def read(start: int) -> Tree:
+                return read_rows(stage, epoch, start, 0, stage.stop(start) - start)
+
+            return map(own_element, read_batches_ahead(stage, read, self.ahead))
+        return map(own_element, stage.iterate(epoch))
 
     def __len__(self) -> int:
         """Return the number of elements; raises TypeError where it is not known."""
-        if self._stage.cardinality < 0:
-            what = "no end" if self._stage.cardinality == INFINITE else "unknown length"
+        if self.stage.cardinality < 0:
+            what = "no end" if self.stage.cardinality == INFINITE else "unknown length"
             raise TypeError(
                 f"expected a data set whose elements are counted, found one of {what}; "
                 "use take(), or ask cardinality()"
             )
-        return self._stage.cardinality
+        return self.stage.cardinality
 
     def __bool__(self) -> bool:
         """Return True: a data set is no container that is empty or not."""
@@ -1244,7 +1144,7 @@ class Dataset:
 
     def __repr__(self) -> str:
         """Return what ranks compare."""
-        return f"<Dataset of {self._stage.describe()}>"
+        return f"<Dataset of {self.stage.describe()}>"
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks; no function of the program is called."""
@@ -1252,7 +1152,7 @@ class Dataset:
             "elements": in_words(self.cardinality()),
             "examples": in_words(self.num_rows),
             "global batch": self.batch_size or "unknown",
-            "made of": self._stage.describe(),
+            "made of": self.stage.describe(),
         }
         return table("Dataset", rows)
 
@@ -1266,37 +1166,24 @@ class Dataset:
         str
             Sizes, orders and types, through the whole chain.
         """
-        return f"a data set of {self._stage.describe()}"
+        return f"a data set of {self.stage.describe()}"
 
     # Methods that distribution calls.
 
     @property
     def stage(self) -> Stage:
         """The last stage of the chain; for the library's own modules."""
-        return self._stage
+        return self.lineage.stage
 
     @property
     def ahead(self) -> int:
         """Batches to read ahead; for the library's own modules."""
-        return self._ahead
-
-    @property
-    def columns(self) -> Columns:
-        """Columns of the source; for the library's own modules."""
-        return self._source().columns
-
-    def _source(self) -> SourceRows:
-        stage: Any = self._stage
-        while not isinstance(stage, SourceRows):
-            stage = getattr(
-                stage, "rows" if isinstance(stage, RowBatches) else "parent"
-            )
-        return stage
+        return self.lineage.ahead
 
     @property
     def num_rows(self) -> int:
         """Number of examples of an epoch: -1 without an end, -2 if it is not known."""
-        stage = self._stage
+        stage = self.stage
         if isinstance(stage, Batched):
             return stage.num_rows
         return stage.cardinality if isinstance(stage, Rows) else UNKNOWN
@@ -1304,13 +1191,12 @@ class Dataset:
     @property
     def batch_size(self) -> int | None:
         """Examples in a global batch; None where it is not known."""
-        size: int | None = getattr(self._stage, "batch_size", None)
-        return size
+        return self.stage.batch_size
 
     @property
     def drop_remainder(self) -> bool:
         """Whether a last batch that is not full is left out."""
-        return bool(getattr(self._stage, "drop_remainder", False))
+        return self.stage.drop_remainder
 
     def rows(self, epoch: int, start: int, stop: int) -> Array | slice:
         """Return which rows of the source stand at places of an epoch.
@@ -1329,11 +1215,9 @@ class Dataset:
         ndarray of int64, or slice
             For `Columns.read`.
         """
-        stage: Any = self._stage
-        stage = stage.rows if isinstance(stage, RowBatches) else stage
-        if isinstance(stage, ShuffledRows):
-            return stage.rows(slice(start, stop), epoch)
-        return slice(start, stop)
+        shuffled = shuffled_rows(self.stage)
+        places = slice(start, stop)
+        return places if shuffled is None else shuffled.rows(places, epoch)
 
     def order(self, epoch: int) -> Array | None:
         """Return the order of an epoch's rows.
@@ -1350,40 +1234,26 @@ class Dataset:
         ndarray of int64 of shape (num_rows,), or None
             None without shuffling.
         """
-        stage: Any = self._stage
-        stage = stage.rows if isinstance(stage, RowBatches) else stage
-        if not isinstance(stage, ShuffledRows):
+        shuffled = shuffled_rows(self.stage)
+        if shuffled is None:
             return None
-        return stage.rows(slice(0, stage.cardinality), epoch)
+        return shuffled.rows(slice(0, shuffled.cardinality), epoch)
 
     def keep_old_order(self, epoch: int) -> None:
         """Give an epoch order version 1; for the library's own modules."""
-        stage: Any = self._stage
-        stage = stage.rows if isinstance(stage, RowBatches) else stage
-        if isinstance(stage, ShuffledRows):
-            stage.keep_exact(epoch, self.seed)
+        shuffled = shuffled_rows(self.stage)
+        if shuffled is not None:
+            shuffled.keep_exact(epoch, self.seed)
 
     @property
     def auto_shard_policy(self) -> AutoShardPolicy:
         """The rule by which distribution divides it between workers."""
-        return AutoShardPolicy.parse(self._options.auto_shard_policy)
+        return AutoShardPolicy.parse(self.options().auto_shard_policy)
 
     @property
     def files(self) -> list[str] | None:
         """Names of the files that a stream reads; None if it reads none."""
-        if not self._opens_files and self._files is None:
-            return None
-        for parent in (self, *self._parents):
-            if parent._files is not None:
-                return parent._files
-        names: list[str] = []
-        for parent in self._parents:
-            if parent._opens_files:
-                return parent.files
-            spec = flatten(parent.element_spec)[0]
-            if len(spec) == 1 and spec[0].dtype.kind == "U":
-                names += [str(name) for name in parent._stage.iterate(0)]
-        return names
+        return self.lineage.files()
 
     def shard_files(self, num_shards: int, index: int) -> Dataset:
         """Return the chain over every ``num_shards``-th file.
@@ -1407,40 +1277,7 @@ class Dataset:
         ValueError
             If the chain reads no files.
         """
-        made = self._over_files(num_shards, index)
-        if made is None:
-            raise ValueError(
-                "expected a data set of files with auto-shard policy FILE, found "
-                f"{self._stage.describe()}; use policy DATA"
-            )
-        return made
-
-    def _over_files(self, num_shards: int, index: int) -> Dataset | None:
-        if self._files is not None:
-            part = self._files[index::num_shards]
-            if self._make is None:
-                return self._of_names(part)
-            return self._of(self._make(part), files=part)
-        parts = [parent._over_files(num_shards, index) for parent in self._parents]
-        if self._make is None or not self._parents:
-            return None
-        if all(part is None for part in parts):
-            if not self._opens_files:
-                return None
-            # The elements are the names that this method opens.
-            parts = [parent.shard(num_shards, index) for parent in self._parents]
-        return self._again(
-            [p or own for p, own in zip(parts, self._parents, strict=True)]
-        )
-
-    def _again(self, parents: Sequence[Dataset]) -> Dataset:
-        assert self._make is not None
-        first, *others = parents
-        made = first._then(self._make, *others)
-        made._options, made._ahead, made.seed = self._options, self._ahead, self.seed
-        made._opens_files = self._opens_files
-        made._whole = self
-        return made
+        return Dataset(self.lineage.shard_files(num_shards, index))
 
     def shard_by_hint(self, num_shards: int, index: int) -> Dataset:
         """Return the chain with `SHARD_HINT` replaced; itself where there is none.
@@ -1459,12 +1296,8 @@ class Dataset:
         Dataset
             The part, or the whole.
         """
-        if self._is_hint:
-            return self._parents[0].shard(num_shards, index)
-        parts = [parent.shard_by_hint(num_shards, index) for parent in self._parents]
-        if all(a is b for a, b in zip(parts, self._parents, strict=True)):
-            return self
-        return self._again(parts)
+        found = self.lineage.shard_by_hint(num_shards, index)
+        return self if found is self.lineage else Dataset(found)
 
     def auto_shard(self, num_workers: int, index: int) -> Dataset:
         """Return a worker's part, by the auto-shard policy.
@@ -1490,10 +1323,7 @@ class Dataset:
         ValueError
             For policy FILE without files.
         """
-        policy = self.auto_shard_policy
-        if policy is AutoShardPolicy.AUTO:
-            has_files = self.files is not None
-            policy = AutoShardPolicy.FILE if has_files else AutoShardPolicy.DATA
+        policy = self.lineage.policy()
         if policy is AutoShardPolicy.FILE:
             return self.shard_files(num_workers, index)
         if policy is AutoShardPolicy.DATA:
@@ -1503,72 +1333,10 @@ class Dataset:
         return self
 
 
-def mix(
-    datasets: Sequence[Dataset],
-    weights: Sequence[float] | None = None,
-    *,
-    seed: int = 0,
-) -> Dataset:
-    """Return the elements of several data sets, mixed by weights, without an end.
-
-    Not collective. With random access, unlike `Dataset.sample_from_datasets`: on any
-    number of replicas, and after a restore, each row of a data set comes exactly once
-    in each of its own epochs, which begin when it has been gone through.
-
-    Parameters
-    ----------
-    datasets : sequence of Dataset
-        Of elements of one structure, with random access, not yet in batches.
-    weights : sequence of float, optional
-        Shares of the elements, to 1/4096; default: equal.
-    seed : int
-        Key of the order in which they alternate.
-
-    Returns
-    -------
-    Dataset
-        Of infinite cardinality.
-
-    Raises
-    ------
-    ValueError
-        For a data set without random access, or elements, and for weights that are not
-        positive, or not one for each.
-    TypeError
-        Where elements differ in structure or dtype.
-    """
-    for dataset in datasets:
-        if not isinstance(dataset.stage, Rows) or not dataset.stage.cardinality:
-            raise ValueError(
-                "expected data sets of rows that can be read at random, found "
-                f"{dataset!r}; mix before batch() and filter(), or use "
-                "sample_from_datasets"
-            )
-
-    def make(*parents: Rows) -> Stage:
-        return MixedRows(parents, weights, seed)
-
-    first, *others = datasets
-    mixed = first._then(make, *others)
-    mixed.seed = seed
-    return mixed
-
-
 def _size(value: Any) -> int:
     if int(value) < 1:
         raise ValueError(f"expected a global batch size >= 1, found {value}; change it")
     return int(value)
-
-
-def _own(element: Tree) -> Tree:
-    """Return an element that the program may write; a copy of what it may not."""
-    return tree_map(_own_leaf, element)
-
-
-def _own_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
-        return leaf.copy()
-    return leaf
 
 
 def _stage_of(value: Any) -> Stage:
@@ -1578,26 +1346,3 @@ def _stage_of(value: Any) -> Stage:
             f"{type(value).__name__}; return one"
         )
     return value.stage
-
-
-def _hinted(parent: Stage) -> Stage:
-    def start(_: int) -> Any:
-        raise ValueError(
-            "expected a data set that is distributed with policy HINT, found "
-            "shard(SHARD_HINT, SHARD_HINT) iterated otherwise; set "
-            "DatasetOptions(auto_shard_policy='HINT')"
-        )
-
-    return streams.Stream(start, parent.spec, f"{parent.describe()}, sharded by hint")
-
-
-def _matching(patterns: Any) -> list[str]:
-    if isinstance(patterns, (str, os.PathLike)):
-        patterns = [patterns]
-    found = {name for pattern in patterns for name in glob.glob(os.fspath(pattern))}
-    if not found:
-        raise FileNotFoundError(
-            f"expected files, found none that match {list(map(str, patterns))}; check "
-            "the pattern"
-        )
-    return sorted(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
@@ -16,7 +16,7 @@ from hpcstrat.data.iterator import DistributedIterator, EpochPlace
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import PipelinePlace, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
-from hpcstrat.data.read_ahead import ReadAhead, num_readers, reading
+from hpcstrat.data.read_ahead import ReadAhead, read_batches_ahead, read_rows
 from hpcstrat.data.resuming import (
     ResumableDataset,
     StatefulDataset,
@@ -182,18 +182,10 @@ class _Batches:
         self._reader: ReadAhead | None = None
         # The reader's threads must not hold the iterator, which ends them. What they
         # can do is not done in `next`, whose code has left the caches during a step.
-        self._read = partial(_read_own, stage, strategy, placer)
+        self._read = partial(_read_own, stage, strategy, placer, place.epoch)
         if ahead > 0:
-            calls = self._calls(stage, place.epoch, place.position, self._read)
-            self._reader = ReadAhead(calls, ahead, num_readers(ahead))
-
-    @staticmethod
-    def _calls(
-        stage: Batched, epoch: int, position: int, read: Callable[..., Tree]
-    ) -> Iterator[Callable[[], Tree]]:
-        while position != stage.num_rows:
-            yield partial(read, epoch, position)
-            position = stage.stop(position)
+            start = place.position
+            self._reader = read_batches_ahead(stage, self._read, ahead, start)
 
     def __iter__(self) -> Self:
         return self
@@ -220,10 +212,7 @@ class _Batches:
         start = place.position
         stop = place.position = stage.stop(start)
         with strategy.together(f"reading rows {start} to {stop}"):
-            if self._reader is None:
-                pieces = self._read(place.epoch, start)
-            else:
-                pieces = next(self._reader)
+            pieces = self._read(start) if self._reader is None else next(self._reader)
             if not self._placer.leaves_on_host:
                 pieces = [self._placer.place(piece) for piece in pieces]
             return self._placer.wrap(pieces)
@@ -235,7 +224,7 @@ def _read_own(
     """Read the pieces of a batch that this rank's replicas have, in any thread."""
     count, length = strategy.num_replicas_in_sync, stage.stop(start) - start
     pieces = [
-        reading(stage, epoch, start, *piece(length, count, replica))()
+        read_rows(stage, epoch, start, *piece(length, count, replica))
         for replica in strategy.local_replicas
     ]
     return [placer.place(p) for p in pieces] if placer.leaves_on_host else pieces

@@ -20,6 +20,7 @@ __all__ = [
     "call_with",
     "made_spec",
     "merged_spec",
+    "own_element",
     "pad_and_stack",
     "require_same_structure",
     "row_of",
@@ -288,3 +289,14 @@ def require_same_structure(first: Tree, second: Tree) -> None:
 def _type_of(spec: ArraySpec) -> str:
     # Texts of any length are one type, as in TensorFlow.
     return spec.dtype.kind if spec.dtype.kind in "US" else str(spec.dtype)
+
+
+def own_element(element: Tree) -> Tree:
+    """Return an element that the program may write; a copy of what it may not."""
+    return tree_map(_own_leaf, element)
+
+
+def _own_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+        return leaf.copy()
+    return leaf

@@ -12,14 +12,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Self
 
 from hpcstrat.data.batched import Batched
-from hpcstrat.data.rows import Stage
+from hpcstrat.data.rows import Rows, Stage
 from hpcstrat.data.streams import Stream
 from hpcstrat.engine.typing import Tree
 
-__all__ = ["ReadAhead", "num_readers", "read_ahead", "read_batches_ahead", "reading"]
+__all__ = ["ReadAhead", "read_ahead", "read_batches_ahead", "read_rows"]
 
 _MOST_THREADS = 4
 
@@ -55,7 +56,7 @@ class _Ticket:
         return self.value
 
 
-def num_readers(depth: int) -> int:
+def _num_readers(depth: int) -> int:
     """Return how many threads read so many batches ahead.
 
     As many as this rank has cores: while one waits for the disk, and another one
@@ -161,8 +162,13 @@ def _endless(call: Callable[[], Tree]) -> Iterator[Callable[[], Tree]]:
         yield call
 
 
-def read_ahead(parent: Stage, depth: int) -> Stream:
-    """Return a stage whose elements a thread makes ahead."""
+def read_ahead(parent: Stage, depth: int) -> Stage:
+    """Return a stage whose elements a thread makes ahead.
+
+    Itself where it has random access: its batches are then read ahead one by one.
+    """
+    if isinstance(parent, (Rows, Batched)) or not depth:
+        return parent
 
     def start(epoch: int) -> Iterator[Tree]:
         elements = parent.iterate(epoch)
@@ -174,36 +180,30 @@ def read_ahead(parent: Stage, depth: int) -> Stream:
         parent.spec,
         parent.describe(),
         cardinality=parent.cardinality,
-        size=getattr(parent, "batch_size", None),
+        size=parent.batch_size,
     )
 
 
-def read_batches_ahead(stage: Batched, epoch: int, depth: int) -> ReadAhead:
-    """Return an iterator over an epoch's batches, read ahead by several threads."""
+def read_batches_ahead(
+    stage: Batched, read: Callable[[int], Tree], depth: int, position: int = 0
+) -> ReadAhead:
+    """Return batches as ``read`` gives those at positions, ahead by several threads."""
 
-    def calls() -> Iterator[Callable[[], Tree]]:
-        position = 0
-        while position != stage.num_rows:
-            stop = stage.stop(position)
-            yield reading(stage, epoch, position, 0, stop - position)
-            position = stop
+    def calls(start: int) -> Iterator[Callable[[], Tree]]:
+        while start != stage.num_rows:
+            yield partial(read, start)
+            start = stage.stop(start)
 
-    return ReadAhead(calls(), depth, num_readers(depth))
+    return ReadAhead(calls(position), depth, _num_readers(depth))
 
 
-def reading(
-    stage: Batched, epoch: int, start: int, first: int, last: int
-) -> Callable[[], Tree]:
-    """Return what reads rows of a batch, and never seems to be the end of the data."""
-
-    def read() -> Tree:
-        try:
-            return stage.read(epoch, start, first, last)
-        except StopIteration as error:
-            # As in a generator (PEP 479): it must not end the epoch.
-            raise RuntimeError(
-                "expected rows, found that a column raised StopIteration; raise "
-                "another error"
-            ) from error
-
-    return read
+def read_rows(stage: Batched, epoch: int, start: int, first: int, last: int) -> Tree:
+    """Read rows of a batch; an error never seems to be the end of the data."""
+    try:
+        return stage.read(epoch, start, first, last)
+    except StopIteration as error:
+        # As in a generator (PEP 479): it must not end the epoch.
+        raise RuntimeError(
+            "expected rows, found that a column raised StopIteration; raise another "
+            "error"
+        ) from error

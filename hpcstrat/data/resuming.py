@@ -110,7 +110,7 @@ class ResumableDataset(ReducibleDataset):
             if int(state.get(key, 0)) != own[key]:
                 advice = "restore with the data set that was saved"
                 if key == "num_parts":
-                    advice += ", and as many ranks, as workers read files of their own"
+                    advice += ", with as many ranks, as each worker reads its own files"
                 raise ValueError(
                     f"expected the position in a data set with {key} {own[key]}, found "
                     f"{state.get(key)}; {advice}"
@@ -177,12 +177,9 @@ class StreamDataset(ResumableDataset, DealtDataset):
 
     def _num_parts(self) -> int:
         """Return into how many different parts the data are divided."""
-        policy = self._dataset.auto_shard_policy
-        if policy is AutoShardPolicy.AUTO and self._dataset.files is not None:
-            policy = AutoShardPolicy.FILE
-        is_cut = policy in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-        place = self._place
-        return 1 if is_cut else place.num_workers * place.num_replicas
+        if self._dataset.lineage.policy() is AutoShardPolicy.DATA:
+            return 1
+        return self._place.num_workers * self._place.num_replicas
 
     def state(self) -> dict[str, int]:
         """Return `ResumableDataset.state`, and into how many parts the data are cut.

@@ -253,11 +253,41 @@ class OneRow(Rows):
         return f"one element of {spec_of(self._element)}"
 
 
-class StridedRows(Rows):
+class _RowsOfParent(Rows):
+    """A stage whose rows are some of another one's, or made of them."""
+
+    def __init__(self, parent: Rows) -> None:
+        self.parent = parent
+        self.cardinality = parent.cardinality
+
+    @property
+    def block_rows(self) -> int:
+        """The number of rows to read at once."""
+        return self.parent.block_rows
+
+    def spec(self) -> Tree:
+        """Return the other stage's."""
+        return self.parent.spec()
+
+
+class _AllRowsOfParent(_RowsOfParent):
+    """A stage whose rows are in every epoch all of another one's."""
+
+    @property
+    def num_homes(self) -> int:
+        """The number of different rows of the other stage."""
+        return self.parent.num_homes
+
+    def keep(self, first: int, last: int) -> None:
+        """Tell the other stage."""
+        self.parent.keep(first, last)
+
+
+class StridedRows(_RowsOfParent):
     """Every ``step``-th row of another stage, from ``first``: take, skip and shard."""
 
     def __init__(self, parent: Rows, first: int, step: int, cardinality: int) -> None:
-        self.parent = parent
+        super().__init__(parent)
         self._first, self._step = first, step
         self.cardinality = cardinality
 
@@ -274,15 +304,6 @@ class StridedRows(Rows):
         """Read from the other stage."""
         return self.parent.elements(self._inner(places), epoch)
 
-    @property
-    def block_rows(self) -> int:
-        """The number of rows to read at once."""
-        return self.parent.block_rows
-
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parent.spec()
-
     def describe(self) -> str:
         """Return which rows these are."""
         return (
@@ -291,31 +312,7 @@ class StridedRows(Rows):
         )
 
 
-class _RowsOfParent(Rows):
-    """A stage whose rows are those of another one: in every epoch all of them."""
-
-    parent: Rows
-
-    @property
-    def num_homes(self) -> int:
-        """The number of different rows of the other stage."""
-        return self.parent.num_homes
-
-    def keep(self, first: int, last: int) -> None:
-        """Tell the other stage."""
-        self.parent.keep(first, last)
-
-    @property
-    def block_rows(self) -> int:
-        """The number of rows to read at once."""
-        return self.parent.block_rows
-
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parent.spec()
-
-
-class ShuffledRows(_RowsOfParent):
+class ShuffledRows(_AllRowsOfParent):
     """Rows in an order of each epoch's own, or in that of epoch 0 only."""
 
     def __init__(
@@ -326,11 +323,10 @@ class ShuffledRows(_RowsOfParent):
         *,
         reshuffles: bool = True,
     ) -> None:
-        self.parent = parent
+        super().__init__(parent)
         self._make_order = make_order
         self._name = name
         self._reshuffles = reshuffles
-        self.cardinality = parent.cardinality
         # Epochs that were begun under version 1 of the order, with their orders.
         self._exact: dict[int, Order] = {}
         self._orders: dict[int, Order] = {}
@@ -369,7 +365,7 @@ class ShuffledRows(_RowsOfParent):
         return f"{self.parent.describe()}, {self._name}"
 
 
-class MappedRows(_RowsOfParent):
+class MappedRows(_AllRowsOfParent):
     """The results of a function for each row.
 
     With a seed the function also gets ``rng``, a generator of the row's own.
@@ -378,10 +374,9 @@ class MappedRows(_RowsOfParent):
     def __init__(
         self, parent: Rows, function: Callable[..., Any], seed: int | None
     ) -> None:
-        self.parent = parent
+        super().__init__(parent)
         self._function = function
         self._seed = seed
-        self.cardinality = parent.cardinality
 
     def _made(self, element: Tree, epoch: int, place: int) -> Tree:
         if self._seed is None:
@@ -443,12 +438,11 @@ class MappedRows(_RowsOfParent):
         return f"{self.parent.describe()}, mapped by {name}{seed}"
 
 
-class CachedRows(Rows):
+class CachedRows(_RowsOfParent):
     """Rows of epoch 0, kept in memory as they are read."""
 
     def __init__(self, parent: Rows) -> None:
-        self.parent = parent
-        self.cardinality = parent.cardinality
+        super().__init__(parent)
         self._lock = threading.Lock()
         self._kept: dict[int, Tree] = {}
         # The rows that it keeps: all, or a replica's.
@@ -489,10 +483,6 @@ class CachedRows(Rows):
         if not count_of(places):
             return self.parent.read(places, 0)
         return stack(self.elements(places, epoch))
-
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parent.spec()
 
     def describe(self) -> str:
         """Return that they are kept."""

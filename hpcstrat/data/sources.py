@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcstrat.data.elements import stack
-from hpcstrat.data.runs import runs_of
 from hpcstrat.engine.arrays.kinds import as_array, is_device
 from hpcstrat.engine.tree import flatten, is_leaf, unflatten
 from hpcstrat.engine.typing import Array, Tree
@@ -16,7 +16,7 @@ from hpcstrat.engine.typing import Array, Tree
 if TYPE_CHECKING:
     from hpcstrat.engine.gpu.feeding import Feeder
 
-__all__ = ["Columns", "open_source"]
+__all__ = ["Columns", "open_source", "runs_of"]
 
 
 class Columns:
@@ -39,6 +39,17 @@ class Columns:
         # Copies numbers of rows to the GPU, for columns there.
         self._feeder: Feeder | None = None
         self.num_rows = lengths.pop()
+
+    @classmethod
+    def of_slices(cls, element: Tree) -> Columns:
+        """Return the rows of the arrays of an element; ValueError for scalars."""
+        leaves, structure = flatten(element)
+        if not all(map(np.ndim, leaves)):
+            raise ValueError(
+                "expected arrays with a first dimension, found a scalar; use "
+                "from_tensors for one element"
+            )
+        return cls(leaves, structure)
 
     def read(self, rows: Array | slice) -> Tree:
         """Read rows of every column, in the order given.
@@ -231,3 +242,15 @@ def _datasets(group: Any) -> dict[str, Any]:
         elif item.ndim:
             found[name] = item
     return found
+
+
+def runs_of(rows: Array, step: int = 1) -> Iterator[tuple[int, int]]:
+    """Give the ends of runs of rows, ``step`` apart, as places in ``rows``."""
+    if not len(rows):
+        return
+    ends = np.flatnonzero(np.diff(rows) != step) + 1
+    start = 0
+    for end in ends.tolist():
+        yield start, end
+        start = end
+    yield start, len(rows)

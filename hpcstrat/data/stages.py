@@ -95,6 +95,11 @@ def skip(parent: Stage, count: int) -> Stage:
 
 def shard(parent: Stage, num_shards: int, index: int) -> Stage:
     """Return every ``num_shards``-th element, from ``index``."""
+    if num_shards < 1 or not 0 <= index < num_shards:
+        raise ValueError(
+            f"expected num_shards >= 1 and an index below it, found {num_shards} and "
+            f"{index}; change them"
+        )
     cardinality = parent.cardinality
     if cardinality >= 0:
         cardinality = len(range(index, cardinality, num_shards))

@@ -22,6 +22,7 @@ from hpcstrat.data.elements import (
 )
 from hpcstrat.data.order import generator_of
 from hpcstrat.data.rows import INFINITE, UNKNOWN, Stage, epoch_of_repetition
+from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Tree
 
@@ -147,8 +148,15 @@ def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Str
     )
 
 
-def generated(make: Callable[[], Any], signature: Tree | None) -> Stream:
+def generated(
+    function: Callable[..., Any], args: tuple[Any, ...], signature: Tree | None
+) -> Stream:
     """Return the elements of what a function returns for each epoch."""
+    if not callable(function):
+        raise TypeError(
+            "expected a function that returns an iterable, found "
+            f"{type(function).__name__}; pass the function, not what it returns"
+        )
 
     def convert(value: Any) -> Tree:
         element = as_element(value)
@@ -166,9 +174,12 @@ def generated(make: Callable[[], Any], signature: Tree | None) -> Stream:
     def spec() -> Tree:
         if signature is not None:
             return signature
-        return probed(Stream(lambda _: map(convert, iter(make())), spec, ""), _same)
+        return probed(Stream(start, spec, ""), _same)
 
-    return Stream(lambda _: map(convert, iter(make())), spec, "a generator")
+    def start(_: int) -> Iterator[Tree]:
+        return map(convert, iter(function(*args)))
+
+    return Stream(start, spec, "a generator")
 
 
 def _same(*parts: Tree) -> Tree:
@@ -231,9 +242,9 @@ def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> St
 
 
 class _KeptErrorsOut(StreamIterator):
-    def __init__(self, elements: Iterator[Tree], warn: Callable[[Exception], None]):
+    def __init__(self, elements: Iterator[Tree], logs: bool) -> None:
         self._elements = elements
-        self._warn = warn
+        self._logs = logs
 
     def make(self) -> Tree:
         while True:
@@ -242,14 +253,15 @@ class _KeptErrorsOut(StreamIterator):
             except StopIteration:
                 raise
             except Exception as error:
-                self._warn(error)
+                if self._logs:
+                    get_logger("data").warning("left out an element: %r", error)
 
 
-def kept_errors_out(parent: Stage, warn: Callable[[Exception], None]) -> Stream:
-    """Return the elements that can be made."""
+def kept_errors_out(parent: Stage, logs: bool) -> Stream:
+    """Return the elements that can be made; with logs, warn of the others."""
     return _of_elements(
         parent,
-        lambda epoch: _KeptErrorsOut(parent.iterate(epoch), warn),
+        lambda epoch: _KeptErrorsOut(parent.iterate(epoch), logs),
         "without errors",
     )
 

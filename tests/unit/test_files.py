@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hpcstrat.data import Dataset, DatasetOptions
 from hpcstrat.data.files import columns as file_columns
 from hpcstrat.data.files.columns import OpenFiles, SlabCache
-from hpcstrat.data.runs import runs_of
+from hpcstrat.data.sources import runs_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "contiguous": {},

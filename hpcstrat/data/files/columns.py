@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hpcstrat.data.runs import runs_of
+from hpcstrat.data.sources import runs_of
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array

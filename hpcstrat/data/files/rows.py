@@ -24,7 +24,7 @@ from hpcstrat.data.rows import Places, Rows, as_places
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.typing import Array, Tree
 
-__all__ = ["FileRows", "files_of"]
+__all__ = ["FileRows", "files_of", "matching_files"]
 
 _SHOWN = 6
 
@@ -57,6 +57,19 @@ def files_of(paths: Any) -> list[str]:
             )
         found += names
     return found
+
+
+def matching_files(patterns: Any) -> list[str]:
+    """Return the files that patterns mean, sorted; FileNotFoundError for none."""
+    if isinstance(patterns, (str, os.PathLike)):
+        patterns = [patterns]
+    found = {name for pattern in patterns for name in glob.glob(os.fspath(pattern))}
+    if not found:
+        raise FileNotFoundError(
+            f"expected files, found none that match {list(map(str, patterns))}; check "
+            "the pattern"
+        )
+    return sorted(found)
 
 
 class _File:

@@ -1,0 +1,203 @@
+"""Lineages: data sets are made again, as they were, from a part of their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpcstrat.data import stages, streams
+from hpcstrat.data.rows import SourceRows, Stage
+from hpcstrat.data.sources import Columns
+from hpcstrat.engine.options import AutoShardPolicy
+from hpcstrat.engine.tree import flatten
+from hpcstrat.engine.typing import Tree
+
+__all__ = ["DatasetOptions", "Lineage"]
+
+
+@dataclass
+class DatasetOptions:
+    """Options of a data set, for `Dataset.with_options`.
+
+    Parameters
+    ----------
+    auto_shard_policy : AutoShardPolicy or str
+        How a data set without random access is divided between workers.
+    """
+
+    auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
+
+
+class Lineage:
+    """A stage, and how it was made: by ``make``, of those of others, or of files.
+
+    ``opens_files`` says whether it reads files, by their names.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        parents: Sequence[Lineage] = (),
+        make: Callable[..., Stage] | None = None,
+        *,
+        files: Sequence[str] | None = None,
+        opens_files: bool = False,
+    ) -> None:
+        self.stage = stage
+        self.opens_files: bool = opens_files or any(p.opens_files for p in parents)
+        self.options: DatasetOptions = (
+            parents[0].options if parents else DatasetOptions()
+        )
+        # Batches to read ahead.
+        self.ahead: int = max((parent.ahead for parent in parents), default=0)
+        self.seed: int = parents[0].seed if parents else 0
+        # Whether it stands for a shard that distribution chooses.
+        self.is_hint = False
+        self._parents = tuple(parents)
+        self._make = make
+        self._files = None if files is None else list(files)
+        # That of all files, with the same specs, where this has a part of them.
+        self._whole: Lineage | None = None
+
+    @classmethod
+    def of_files(
+        cls,
+        files: Sequence[str],
+        make: Callable[[Sequence[str]], Stage],
+        *,
+        opens_files: bool = True,
+    ) -> Lineage:
+        """Return that of what a function makes of files, or of their names."""
+        return cls(make(files), (), make, files=files, opens_files=opens_files)
+
+    @classmethod
+    def of_names(cls, files: Sequence[str]) -> Lineage:
+        """Return that of the names of files."""
+        return cls.of_files(files, _names, opens_files=False)
+
+    def then(self, make: Callable[..., Stage], *others: Lineage) -> Lineage:
+        """Return that of what a function makes of the stages."""
+        parents = (self, *others)
+        return Lineage(make(*(parent.stage for parent in parents)), parents, make)
+
+    def spec(self) -> Tree:
+        """Return the specs of the elements, over all files."""
+        return self._whole.spec() if self._whole is not None else self.stage.spec()
+
+    def files(self) -> list[str] | None:
+        """Return the names of the files that it reads; None if it reads none."""
+        if not self.opens_files and self._files is None:
+            return None
+        for origin in (self, *self._parents):
+            if origin._files is not None:
+                return origin._files
+        names: list[str] = []
+        for parent in self._parents:
+            if parent.opens_files:
+                return parent.files()
+            if parent.gives_names():
+                names += [str(name) for name in parent.stage.iterate(0)]
+        return names
+
+    def gives_names(self) -> bool:
+        """Whether its elements are texts, such as names of files."""
+        spec = flatten(self.spec())[0]
+        return len(spec) == 1 and spec[0].dtype.kind == "U"
+
+    def opens_names(self, make: Callable[[Any], Lineage]) -> bool:
+        """Whether its elements are names of files, which a function opens."""
+        try:
+            name = self.gives_names() and next(iter(self.stage.iterate(0)))
+            return bool(name) and make(name).opens_files
+        # An error here will come again where the program sees it.
+        except Exception:
+            return False
+
+    def policy(self) -> AutoShardPolicy:
+        """Return the rule by which workers divide it; AUTO is FILE or DATA."""
+        policy = AutoShardPolicy.parse(self.options.auto_shard_policy)
+        if policy is AutoShardPolicy.AUTO:
+            # As in tf.distribute, which also prefers files where there are some.
+            has_files = self.files() is not None
+            policy = AutoShardPolicy.FILE if has_files else AutoShardPolicy.DATA
+        return policy
+
+    def with_options(self, options: Any) -> Lineage:
+        """Return that of the same elements with options of the program."""
+        holder = getattr(options, "experimental_distribute", options)
+        policy = getattr(holder.auto_shard_policy, "name", holder.auto_shard_policy)
+        made = self.then(lambda stage: stage)
+        made.options = DatasetOptions(AutoShardPolicy.parse(policy))
+        return made
+
+    def shard_files(self, num_shards: int, index: int) -> Lineage:
+        """Return that over every ``num_shards``-th file; ValueError without files."""
+        made = self._over_files(num_shards, index)
+        if made is None:
+            raise ValueError(
+                "expected a data set of files with auto-shard policy FILE, found "
+                f"{self.stage.describe()}; use policy DATA"
+            )
+        return made
+
+    def _over_files(self, num_shards: int, index: int) -> Lineage | None:
+        if self._files is not None:
+            assert self._make is not None
+            part = self._files[index::num_shards]
+            return self.of_files(part, self._make, opens_files=self.opens_files)
+        if self._make is None:
+            return None
+        parts = [parent._over_files(num_shards, index) for parent in self._parents]
+        if all(part is None for part in parts):
+            if not self.opens_files:
+                return None
+            # The elements are the names that this method opens.
+            parts = [parent.shard(num_shards, index) for parent in self._parents]
+        own = zip(parts, self._parents, strict=True)
+        return self._again([part or whole for part, whole in own])
+
+    def shard(self, num_shards: int, index: int) -> Lineage:
+        """Return that of every ``num_shards``-th element."""
+        return self.then(lambda stage: stages.shard(stage, num_shards, index))
+
+    def shard_by_hint(self, num_shards: int, index: int) -> Lineage:
+        """Return that of a shard for each `hint`; itself where there is none."""
+        if self.is_hint:
+            return self._parents[0].shard(num_shards, index)
+        parts = [parent.shard_by_hint(num_shards, index) for parent in self._parents]
+        if all(a is b for a, b in zip(parts, self._parents, strict=True)):
+            return self
+        return self._again(parts)
+
+    def hint(self) -> Lineage:
+        """Return that of a shard that distribution chooses."""
+        hinted = self.then(_hinted)
+        hinted.is_hint = True
+        return hinted
+
+    def _again(self, parents: Sequence[Lineage]) -> Lineage:
+        assert self._make is not None
+        first, *others = parents
+        made = first.then(self._make, *others)
+        made.options, made.ahead, made.seed = self.options, self.ahead, self.seed
+        made.opens_files = self.opens_files
+        made._whole = self
+        return made
+
+
+def _names(files: Sequence[str]) -> Stage:
+    return SourceRows(Columns(*flatten(np.array(files, np.str_))))
+
+
+def _hinted(parent: Stage) -> Stage:
+    def start(_: int) -> Any:
+        raise ValueError(
+            "expected a data set that is distributed with policy HINT, found "
+            "shard(SHARD_HINT, SHARD_HINT) iterated otherwise; set "
+            "DatasetOptions(auto_shard_policy='HINT')"
+        )
+
+    return streams.Stream(start, parent.spec, f"{parent.describe()}, sharded by hint")
