@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpcstrat.checkpoint.keep.owner import OWNER
+from hpcstrat.checkpoint.keep.folder import OWNER
 
 __all__ = ["listed"]
 

@@ -11,7 +11,13 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsFloat, overload
 
-from hpcstrat.checkpoint.arguments import require_one_writer, strategy_of
+from hpcstrat.checkpoint.agreement import (
+    compare_copies,
+    on_rank_0,
+    require_one_writer,
+    require_same_state,
+    strategy_of,
+)
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.schema import (
     Header,
@@ -21,13 +27,10 @@ from hpcstrat.checkpoint.file.schema import (
 )
 from hpcstrat.checkpoint.keep.folder import Folder
 from hpcstrat.checkpoint.keep.keep_rules import KeepBest, KeepRules, checked_metrics
-from hpcstrat.checkpoint.keep.retention import Retention, best_path
-from hpcstrat.checkpoint.keep.search import newest_path
+from hpcstrat.checkpoint.keep.retention import Retention, best_path, newest_path
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.on_rank_0 import on_rank_0
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restore.restorer import Restorer
-from hpcstrat.checkpoint.save.comparison import compare_copies, require_same_state
 from hpcstrat.checkpoint.save.pending_save import SaveOptions, checked_bandwidth
 from hpcstrat.checkpoint.save.saver import Saver
 from hpcstrat.engine.channel.entries import collective

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from hpcstrat.checkpoint.arguments import of_all_groups, refuse_torch
+from hpcstrat.checkpoint.agreement import is_of_group, of_all_groups, refuse_torch
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.checkpoint.file.schema import (
     RESERVED,
@@ -29,7 +29,7 @@ from hpcstrat.variables import (
 )
 from hpcstrat.variables.sharded import read_sharded
 
-__all__ = ["Objects", "is_of_group", "pieces_of"]
+__all__ = ["Objects", "pieces_of"]
 
 
 @runtime_checkable
@@ -61,6 +61,8 @@ class Objects:
     def __init__(self, objects: dict[str, Any]) -> None:
         self._variables: dict[str, Variable] = {}
         self._stateful: dict[str, SupportsCheckpoint] = {}
+        # Paths of their variables that have been found to be names of HDF5.
+        self._checked: set[str] = set()
         # In structures of variables.
         self._nested: list[SupportsCheckpoint] = []
         self._iterators: dict[str, Any] = {}
@@ -185,8 +187,10 @@ class Objects:
         found = dict(self._variables)
         for name, thing in self._stateful.items():
             for path, variable in thing.checkpoint_variables().items():
-                for part in path.split("/"):
-                    _check_name(part)
+                if path not in self._checked:
+                    for part in path.split("/"):
+                        _check_name(part)
+                    self._checked.add(path)
                 found[f"{name}/{path}"] = variable
         for path, variable in found.items():
             if _is_apart(variable) and is_of_group(variable):
@@ -289,20 +293,20 @@ class Objects:
         Collective over the strategy's replicas, if there are SyncOnRead variables.
         Those that lie elsewhere stay there, and give their bytes piece by piece.
         """
-        values: dict[str, Any] = {
-            path: pieces
-            for path, variable in variables.items()
-            if (pieces := pieces_of(variable)) is not None
-        }
-        here = {path: v for path, v in variables.items() if path not in values}
-        # One strategy after the other: a call is of the replicas of one.
-        for of_group in (False, True):
-            some = {p: v for p, v in here.items() if is_of_group(v) is of_group}
-            whole = {p: v for p, v in some.items() if not v.is_sharded}
-            read = read_all(list(whole.values()), own_rows=True)
-            values.update(zip(whole, read, strict=True))
-            apart = {p: v for p, v in some.items() if v.is_sharded}
-            values.update(zip(apart, read_sharded(list(apart.values())), strict=True))
+        values: dict[str, Any] = {}
+        # One strategy after the other: a call is of the replicas of one. In each, those
+        # that are read whole, and those in shards.
+        here: dict[tuple[bool, bool], dict[str, Any]] = {}
+        for path, variable in variables.items():
+            if (pieces := pieces_of(variable)) is not None:
+                values[path] = pieces
+                continue
+            kind = is_of_group(variable), variable.is_sharded
+            here.setdefault(kind, {})[path] = variable
+        for (_, is_sharded), some in sorted(here.items(), key=lambda item: item[0]):
+            those = list(some.values())
+            read = read_sharded(those) if is_sharded else read_all(those, own_rows=True)
+            values.update(zip(some, read, strict=True))
         return {path: values[path] for path in variables}
 
     def entries(
@@ -408,13 +412,6 @@ def pieces_of(variable: Variable | None) -> Any:
     as_stored = sys.byteorder == "little" and variable.dtype.isnative
     elsewhere: Any = variable
     return elsewhere.pieces() if as_stored else None
-
-
-def is_of_group(thing: Any) -> bool:
-    """Whether a variable, or the like, is one of each group, not of all replicas."""
-    strategy = thing.distribute_strategy
-    split = None if strategy is None else strategy.split
-    return split is not None and split.part is strategy
 
 
 def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:

@@ -22,10 +22,9 @@ import numpy as np
 from click.testing import CliRunner
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
-from hpcstrat.checkpoint.file.commit_record import pack_record
+from hpcstrat.checkpoint.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.commit_record import block_hash, pack_record
 from hpcstrat.checkpoint.file.extents import FileLayout
-from hpcstrat.checkpoint.file.hashing import block_hash
 from hpcstrat.checkpoint.file.schema import Header, checkpoint_name
 from hpcstrat.checkpoint.file.skeleton import Skeleton
 from hpcstrat.cli.main import main as command

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import CheckpointFile, open_checkpoint
 from hpcstrat.checkpoint.file.schema import FORMAT_VERSION

@@ -22,9 +22,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk import disk
-from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint import disk
+from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.blocks import Blocks
+from hpcstrat.checkpoint.file.commit_record import (
+    read_verdict,
+    room_bytes,
+    write_verdict,
+)
 from hpcstrat.checkpoint.file.extents import (
     Extent,
     FileLayout,
@@ -32,11 +37,6 @@ from hpcstrat.checkpoint.file.extents import (
     part_of,
 )
 from hpcstrat.checkpoint.file.image import Image, ImageMemory, as_bytes, fill
-from hpcstrat.checkpoint.file.part_verdicts import (
-    read_verdict,
-    room_bytes,
-    write_verdict,
-)
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.checkpoint.file.reader import CheckpointFile, check, open_checkpoint
 from hpcstrat.checkpoint.file.schema import Entry, Header

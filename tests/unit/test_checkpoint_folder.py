@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk import disk
+from hpcstrat.checkpoint import disk
 from hpcstrat.checkpoint.keep import folder
 from hpcstrat.checkpoint.save import part_writer
 from hpcstrat.testing.launcher import clean_environment

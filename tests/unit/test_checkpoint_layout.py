@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk import disk
+from hpcstrat.checkpoint import disk
 from hpcstrat.checkpoint.file import contents, index, skeleton
 from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
 from hpcstrat.checkpoint.file.schema import (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.keep import owner
+from hpcstrat.checkpoint.keep import folder
 from hpcstrat.testing.launcher import clean_environment
 
 ROOT = str(Path(hs.__file__).parents[1])
@@ -76,7 +76,7 @@ def test_a_second_job_is_told_who_saves_there(tmp_path: Path) -> None:
             other.kill()
             other.wait(60)
             manager.save(2)
-    assert not (tmp_path / owner.OWNER).exists()
+    assert not (tmp_path / folder.OWNER).exists()
 
 
 @pytest.mark.usefixtures("job")
@@ -115,13 +115,13 @@ def test_processes_of_one_job_may_save_in_turn(
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"pid": 1}'])
 def test_what_the_file_says_does_not_matter(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / owner.OWNER).write_bytes(content)
+    (tmp_path / folder.OWNER).write_bytes(content)
     with hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)) as manager:
         manager.save(1)
-        record = json.loads((tmp_path / owner.OWNER).read_text())
+        record = json.loads((tmp_path / folder.OWNER).read_text())
         assert record["pid"] == os.getpid()
     with _other_job(tmp_path / "b"):
-        (tmp_path / "b" / owner.OWNER).write_bytes(content)
+        (tmp_path / "b" / folder.OWNER).write_bytes(content)
         with pytest.raises(hs.CheckpointError, match="found another job"):
             hs.CheckpointManager(tmp_path / "b", x=hs.Variable(0.0)).save(2)
 
@@ -134,7 +134,7 @@ def test_file_systems_without_locks_serve_too(
     def refuse(*_: Any) -> None:
         raise OSError(code, "not supported")
 
-    monkeypatch.setattr(owner.fcntl, "lockf", refuse)
+    monkeypatch.setattr(folder.fcntl, "lockf", refuse)
     with _other_job(tmp_path):
         hs.CheckpointManager(tmp_path, x=hs.Variable(0.0)).save(2)
 
@@ -144,9 +144,9 @@ def test_managers_of_one_process_share_a_folder(tmp_path: Path) -> None:
     for step, manager in enumerate(managers):
         manager.save(step)
     managers[0].close()
-    assert (tmp_path / owner.OWNER).exists()
+    assert (tmp_path / folder.OWNER).exists()
     managers[1].close()
-    assert not (tmp_path / owner.OWNER).exists()
+    assert not (tmp_path / folder.OWNER).exists()
     managers[0].save(5)
     del managers, manager
-    assert not (tmp_path / owner.OWNER).exists()
+    assert not (tmp_path / folder.OWNER).exists()

@@ -27,7 +27,7 @@ from click.testing import CliRunner, Result
 import hpcstrat as hs
 from hpcstrat.checkpoint.bench import ways
 from hpcstrat.checkpoint.bench.ways import MeasuredWay, Way
-from hpcstrat.checkpoint.disk.file_systems import file_system_name
+from hpcstrat.checkpoint.disk import file_system_name
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError
 from hpcstrat.testing.launcher import clean_environment

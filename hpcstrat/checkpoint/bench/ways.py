@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.checkpoint.bench.writers import Writers, together
-from hpcstrat.checkpoint.disk.disk import (
+from hpcstrat.checkpoint.disk import (
     create,
     flush,
     forget_pages,

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from hpcstrat.checkpoint.on_rank_0 import explained
+from hpcstrat.checkpoint.agreement import explained
 from hpcstrat.errors import CheckpointError
 
 __all__ = ["Writers", "run_in_threads", "together"]

@@ -7,9 +7,8 @@ import os
 from types import TracebackType
 from typing import Self
 
-from hpcstrat.checkpoint.disk.disk import PASSING, open_to_read, read_into
-from hpcstrat.checkpoint.file.commit_record import Vouched
-from hpcstrat.checkpoint.file.hashing import block_hash
+from hpcstrat.checkpoint.disk import PASSING, open_to_read, read_into
+from hpcstrat.checkpoint.file.commit_record import Vouched, block_hash
 from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CorruptCheckpointError

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from h5py import h5a
 
-from hpcstrat.checkpoint.disk.disk import open_to_read, read_exactly
+from hpcstrat.checkpoint.disk import open_to_read, read_exactly
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.commit_record import Vouched
 from hpcstrat.checkpoint.file.extents import Extent

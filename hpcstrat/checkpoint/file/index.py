@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.schema import Entry
 from hpcstrat.checkpoint.file.structure import stored_dtype

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
 
-from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.disk import PAGE_BYTES
 
 __all__ = ["Maker"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.checkpoint.disk.disk import PASSING
+from hpcstrat.checkpoint.disk import PASSING
 from hpcstrat.checkpoint.file.commit_record import Vouched, has_record, read_vouched
 from hpcstrat.checkpoint.file.contents import header_of, read_contents
 from hpcstrat.checkpoint.file.extents import Extent

@@ -18,14 +18,14 @@ import h5py
 import numpy as np
 
 from hpcstrat._version import __version__
-from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.commit_record import ALGORITHM
 from hpcstrat.checkpoint.file.extents import (
     RECORD_BYTES,
     Extent,
     FileLayout,
     choose_block_bytes,
 )
-from hpcstrat.checkpoint.file.hashing import ALGORITHM
 from hpcstrat.checkpoint.file.image import as_bytes
 from hpcstrat.checkpoint.file.index import index_bytes, to_index
 from hpcstrat.checkpoint.file.maker import Maker

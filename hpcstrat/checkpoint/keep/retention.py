@@ -1,4 +1,4 @@
-"""Removing the checkpoints of a folder that no rule keeps."""
+"""Finding the newest and the best checkpoint, and removing what no rule keeps."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from hpcstrat.checkpoint.disk.file_names import remove
-from hpcstrat.checkpoint.file.reader import check, is_passing, read_root
+from hpcstrat.checkpoint.disk import remove
+from hpcstrat.checkpoint.file.reader import (
+    CheckpointFile,
+    check,
+    is_passing,
+    open_checkpoint,
+    read_root,
+)
 from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
 from hpcstrat.checkpoint.keep.folder import NO_FILE, Identity, identity_of
 from hpcstrat.checkpoint.keep.keep_rules import Found, KeepBest, KeepRules, kept, ranked
-from hpcstrat.checkpoint.keep.search import warn
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Retention", "best_path"]
+__all__ = ["Retention", "best_path", "find_restorable", "newest_path", "warn"]
 
 
 class Retention:
@@ -112,6 +117,61 @@ class Retention:
                 continue
         self._known = known
         return [one for _, one in known.values()]
+
+
+def _find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | None:
+    """Return the newest checkpoint that is whole, as far as its data are not read.
+
+    Damaged ones are added to ``passed_over``, whose paths are not looked at, and warned
+    of.
+    """
+    for path in reversed(list_checkpoints(directory)):
+        if path in passed_over:
+            continue
+        try:
+            return open_checkpoint(path)
+        except CorruptCheckpointError as error:
+            warn(error)
+            passed_over.append(path)
+        except FileNotFoundError:
+            continue  # Removed since it was listed.
+    return None
+
+
+def newest_path(directory: str) -> str | None:
+    """Return the path of the newest whole checkpoint; None where there is none."""
+    found = _find_newest(directory, [])
+    return None if found is None else found.path
+
+
+def find_restorable(
+    directory: str, path: str | None, passed_over: list[str]
+) -> tuple[CheckpointFile | None, list[str]]:
+    """Return the checkpoint to restore, if there is one, and paths of damaged ones.
+
+    That at ``path``, else the newest but those of ``passed_over``. CheckpointError if
+    there are some, and none of them can be read.
+    """
+    if path is not None:
+        try:
+            return open_checkpoint(path), passed_over
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"expected a checkpoint at {path}, found no such file; check the path, "
+                "or leave it out to restore the newest"
+            ) from error
+    found = _find_newest(directory, passed_over)
+    if found is None and passed_over:
+        raise CheckpointError(
+            f"expected a checkpoint in {directory} that can be read, found "
+            f"{len(passed_over)} that cannot; move them away to start anew"
+        )
+    return found, passed_over
+
+
+def warn(error: Exception) -> None:
+    """Say why a checkpoint is passed over."""
+    get_logger("checkpoint").warning("%s", error)
 
 
 def best_path(directory: str, best: KeepBest) -> str | None:

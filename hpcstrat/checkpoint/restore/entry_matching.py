@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat.checkpoint.agreement import is_of_group
 from hpcstrat.checkpoint.file.schema import Entry, Header, dtype_name, section_of
-from hpcstrat.checkpoint.objects import Objects, is_of_group
+from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.engine.arrays.casting import (
     assign,
     call_without_fp_warnings,

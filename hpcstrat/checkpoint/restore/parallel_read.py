@@ -14,8 +14,12 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from hpcstrat.checkpoint.disk.disk import NO_DESCRIPTORS, PASSING, require_descriptors
-from hpcstrat.checkpoint.disk.file_systems import goes_direct
+from hpcstrat.checkpoint.disk import (
+    NO_DESCRIPTORS,
+    PASSING,
+    goes_direct,
+    require_descriptors,
+)
 from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.image import Image, ImageMemory

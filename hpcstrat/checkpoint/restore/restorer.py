@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from hpcstrat.checkpoint.agreement import on_rank_0
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile
 from hpcstrat.checkpoint.file.schema import Header
-from hpcstrat.checkpoint.keep.retention import Retention
-from hpcstrat.checkpoint.keep.search import find_restorable, warn
+from hpcstrat.checkpoint.keep.retention import Retention, find_restorable, warn
 from hpcstrat.checkpoint.objects import Objects
-from hpcstrat.checkpoint.on_rank_0 import on_rank_0
 from hpcstrat.checkpoint.outcomes import RestoreReport
 from hpcstrat.checkpoint.restore.entry_matching import match_entries, renamed
 from hpcstrat.checkpoint.restore.parallel_read import restore_values

@@ -15,10 +15,10 @@ from typing import SupportsFloat
 
 import numpy as np
 
-from hpcstrat.checkpoint.disk.file_names import gives_back
+from hpcstrat.checkpoint.disk import gives_back
+from hpcstrat.checkpoint.file.commit_record import read_verdict, write_verdict
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.image import Image, Source
-from hpcstrat.checkpoint.file.part_verdicts import read_verdict, write_verdict
 from hpcstrat.checkpoint.save.part_writer import PartWriter
 from hpcstrat.checkpoint.save.publication import Publication
 from hpcstrat.engine.gpu.transfers import Downloads

@@ -12,8 +12,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hpcstrat.checkpoint.disk.disk import flush, open_to_write, write_all
-from hpcstrat.checkpoint.disk.file_names import flush_folder, publish, remove
+from hpcstrat.checkpoint.disk import (
+    flush,
+    flush_folder,
+    open_to_write,
+    publish,
+    remove,
+    write_all,
+)
 from hpcstrat.checkpoint.file.commit_record import pack_record
 from hpcstrat.checkpoint.file.schema import Header
 from hpcstrat.checkpoint.file.skeleton import Skeleton

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.checkpoint.disk.disk import create
-from hpcstrat.checkpoint.disk.file_systems import goes_direct
+from hpcstrat.checkpoint.agreement import explained, on_rank_0
+from hpcstrat.checkpoint.disk import create, goes_direct
+from hpcstrat.checkpoint.file.commit_record import NONCE_BYTES, room_bytes
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.image import (
     ImageMemory,
@@ -29,12 +30,10 @@ from hpcstrat.checkpoint.file.image import (
     as_bytes,
     is_elsewhere,
 )
-from hpcstrat.checkpoint.file.part_verdicts import NONCE_BYTES, room_bytes
 from hpcstrat.checkpoint.file.schema import Header, list_checkpoints, step_of
 from hpcstrat.checkpoint.file.skeleton import Skeleton, packed_python, state_bytes
 from hpcstrat.checkpoint.keep.folder import Folder, identity_of, temporary_name
 from hpcstrat.checkpoint.keep.retention import Retention
-from hpcstrat.checkpoint.on_rank_0 import explained, on_rank_0
 from hpcstrat.checkpoint.outcomes import SaveStatistics
 from hpcstrat.checkpoint.save.part_writer import KINDS_OF_WORK, RING_SLOTS
 from hpcstrat.checkpoint.save.pending_save import NewFile, PendingSave, SaveOptions

@@ -15,7 +15,7 @@ import click
 from hpcstrat.checkpoint.bench.scratch import scratch
 from hpcstrat.checkpoint.bench.ways import STRIPE_BYTES, MeasuredWay, compare
 from hpcstrat.checkpoint.bench.writers import Writers, run_in_threads
-from hpcstrat.checkpoint.disk.file_systems import file_system_name, is_local
+from hpcstrat.checkpoint.disk import file_system_name, is_local
 from hpcstrat.checkpoint.file.extents import choose_block_bytes
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.engine.topology.topology import Topology

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.checkpoint.disk.disk import flush, write_all
-from hpcstrat.checkpoint.disk.file_systems import file_system_name
+from hpcstrat.checkpoint.disk import file_system_name, flush, write_all
 
 __all__ = ["FolderFacts", "Locked", "MemoryProbe", "look_at_folder", "within"]
 

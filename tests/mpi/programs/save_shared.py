@@ -11,6 +11,7 @@ was said of others into ``FOLDER/refused-NUMBER``.
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ import numpy as np
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.file.schema import step_of
-from hpcstrat.checkpoint.keep import owner
 from hpcstrat.errors import CheckpointError
 from hpcstrat.testing.job import wait_until
 
@@ -55,7 +55,7 @@ def _steps(strategy: Any, manager: Any, which: str, count: int) -> Iterator[int]
 def main() -> None:
     """Save, and go on where a save is refused."""
     # As on a file system without locks, where nobody is refused.
-    owner.fcntl.lockf = _no_locks
+    fcntl.lockf = _no_locks
     folder, job, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     count, which = int(sys.argv[4]), sys.argv[5]
     strategy = hs.MultiWorkerMirroredStrategy()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.disk.disk import PAGE_BYTES
+from hpcstrat.checkpoint.disk import PAGE_BYTES
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import open_checkpoint
 from hpcstrat.checkpoint.file.schema import FORMAT_VERSION

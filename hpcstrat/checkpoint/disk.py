@@ -1,6 +1,7 @@
 """Files at the level of the operating system: what Python's own ``os`` leaves open.
 
-Linux manual: open(2) for O_DIRECT, fallocate(2), fsync(2).
+Linux manual: open(2) for O_DIRECT, fallocate(2), fsync(2); link(2), rename(2),
+unlink(2); statfs(2).
 """
 
 from __future__ import annotations
@@ -10,22 +11,30 @@ import ctypes
 import errno
 import fcntl
 import os
-
-from hpcstrat.checkpoint.disk.file_names import wait_for_room
+import threading
+from collections.abc import Iterator
 
 __all__ = [
     "NO_DESCRIPTORS",
     "PAGE_BYTES",
     "PASSING",
     "create",
+    "file_system_name",
     "flush",
+    "flush_folder",
     "forget_pages",
+    "gives_back",
+    "goes_direct",
     "is_direct",
+    "is_local",
     "open_to_read",
     "open_to_write",
+    "publish",
     "read_exactly",
     "read_into",
+    "remove",
     "require_descriptors",
+    "wait_for_room",
     "write_all",
 ]
 
@@ -48,6 +57,30 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST_BYTES = 1 << 30
 # Shared memory takes one, or 6 where MPI gives it; connections to other hosts, some.
 _SPARE_DESCRIPTORS = 32
+_NO_LINKS = (
+    *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
+)
+# One list for the process: the next save may be another manager's.
+_freeing: list[threading.Thread] = []
+_NAMES = {
+    0xEF53: "ext4",
+    0x58465342: "XFS",
+    0x9123683E: "Btrfs",
+    0x2FC12FC1: "ZFS",
+    0x01021994: "tmpfs",
+    0x794C7630: "overlayfs",
+    0x6969: "NFS",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x19830326: "BeeGFS",
+    0x00C36400: "Ceph",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB",
+    0x65735546: "FUSE",
+}
+# ext4 and XFS, where direct writes of several processes into one file are both allowed
+# and faster. Parallel file systems have their own ways.
+_LOCAL_TYPES = (0xEF53, 0x58465342)
 
 
 def create(path: str, nbytes: int) -> None:
@@ -218,3 +251,127 @@ def flush(file: int) -> None:
     pages.
     """
     os.fsync(file)
+
+
+def flush_folder(path: str) -> None:
+    """Bring the names in a folder to the disk."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove(path: str) -> None:
+    """Remove a file; a thread gives back its blocks, which takes long for large ones.
+
+    One rank calls it. The name is gone on return.
+    """
+    with _freed_later(path):
+        os.unlink(path)
+
+
+@contextlib.contextmanager
+def _freed_later(path: str) -> Iterator[None]:
+    """Keep a file open that loses its last name meanwhile; a thread closes it."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        # Not readable, or not there: whoever removes it finds out.
+        file = -1
+    try:
+        yield
+    finally:
+        if file >= 0:
+            _close_later(file)
+
+
+def _close_later(file: int) -> None:
+    thread = threading.Thread(
+        target=os.close, args=(file,), name="hpcstrat-remove", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError:
+        # The system gives no more threads.
+        os.close(file)
+        return
+    _freeing[:] = [*filter(threading.Thread.is_alive, _freeing), thread]
+
+
+def gives_back() -> bool:
+    """Whether a thread of this process still gives back blocks of removed files."""
+    return any(thread.is_alive() for thread in _freeing)
+
+
+def wait_for_room() -> bool:
+    """Wait for blocks that are being given back; return whether there were any."""
+    threads = list(_freeing)
+    for thread in threads:
+        thread.join()
+    return bool(threads)
+
+
+def publish(temporary: str, path: str, replaces: bool) -> None:
+    """Give a finished file its name, and take its temporary one away.
+
+    One rank calls it. Raises FileExistsError where there is a file of that name, unless
+    it ``replaces`` it.
+    """
+    if replaces:
+        with _freed_later(path):
+            os.replace(temporary, path)
+        return
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # Over NFS a call whose answer was lost is repeated, and finds its own link.
+        if not os.path.samefile(temporary, path):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        # No hard links on this file system.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, "File exists", path) from error
+        os.rename(temporary, path)
+        return
+    # The checkpoint is there; what may be left is a second name, for others to tidy.
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)
+
+
+def _type(path: str) -> int | None:
+    # The type is the first word of struct statfs; the rest fits by far.
+    words = (ctypes.c_ulong * 64)()
+    call = getattr(ctypes.CDLL(None), "statfs", None)
+    if call is None or call(os.fsencode(path), words):
+        return None
+    return int(words[0]) & 0xFFFFFFFF
+
+
+def file_system_name(path: str) -> str:
+    """Return the name of the type of a path's file system, such as ``Lustre``.
+
+    For others the number of statfs(2). ``ext4`` is also said of ext2 and ext3.
+    """
+    number = _type(path)
+    if number is None:
+        return "unknown"
+    return _NAMES.get(number, f"of type {number:#x}")
+
+
+def is_local(path: str) -> bool:
+    """Whether a path is on a file system of this machine, known to write directly well.
+
+    True for ext2 to ext4 and XFS; False where the type cannot be found out.
+    """
+    return _type(path) in _LOCAL_TYPES
+
+
+def goes_direct(choice: str | None, path: str) -> bool:
+    """Whether files at a path are read and written past the page cache.
+
+    ``choice`` is the setting ``direct_io``.
+    """
+    return choice == "on" or (choice == "auto" and is_local(path))

@@ -1,0 +1,194 @@
+"""Agreement of all ranks on a call of a manager: on its objects, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from hpcstrat.checkpoint.disk import NO_DESCRIPTORS
+from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.engine.typing import Replicas, SupportsCheckpoint
+from hpcstrat.errors import CheckpointError, CollectiveError, DivergenceError
+from hpcstrat.safety.divergence.divergence import check_mirrored
+from hpcstrat.strategies import Strategy, get_strategy
+from hpcstrat.variables import Variable
+
+__all__ = [
+    "compare_copies",
+    "explained",
+    "is_of_group",
+    "of_all_groups",
+    "on_rank_0",
+    "refuse_torch",
+    "require_one_writer",
+    "require_same_state",
+    "strategy_of",
+]
+
+_MOST_NAMES = 3
+
+
+def strategy_of(things: Any) -> Any:
+    """Return the strategy of what may be faulty arguments; else the current one.
+
+    To tell the other ranks: so it must be found in any structure, and by no means
+    raise.
+    """
+    todo = [things]
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, (Mapping, list, tuple)):
+            todo.extend(thing.values() if isinstance(thing, Mapping) else thing)
+            continue
+        strategy = getattr(thing, "distribute_strategy", None)
+        if getattr(strategy, "distributes", False):
+            return of_all_groups(strategy)
+        if isinstance(thing, SupportsCheckpoint):
+            # The caller tells what is faulty here, with its own error.
+            with suppress(Exception):
+                todo.append(thing.checkpoint_variables())
+    return of_all_groups(get_strategy())
+
+
+def of_all_groups(strategy: Any) -> Any:
+    """Return the strategy of all replicas, of which this one may be a group's."""
+    split = getattr(strategy, "split", None)
+    return strategy if split is None else split.whole
+
+
+def is_of_group(thing: Any) -> bool:
+    """Whether a variable, or the like, is one of each group, not of all replicas."""
+    strategy = thing.distribute_strategy
+    split = None if strategy is None else strategy.split
+    return split is not None and split.part is strategy
+
+
+def refuse_torch(name: str, thing: Any) -> None:
+    """Refuse what has tensors in its state, before a program has run for long."""
+    kinds = {
+        kind.__name__
+        for kind in type(thing).__mro__
+        if kind.__module__.partition(".")[0] == "torch"
+    }
+    # SGD without momentum has none.
+    has_state = getattr(thing, "defaults", {}).get("momentum") != 0
+    if "Module" in kinds or ("Optimizer" in kinds and has_state):
+        raise ValueError(
+            f"expected plain state as {name!r}, found a torch {type(thing).__name__}, "
+            "whose state_dict() has tensors; pass **hpcstrat.integrations.torch.state("
+            "model, optimizer), which makes Variables over their memory"
+        )
+
+
+def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
+    """Refuse objects of which each rank of a job would write the same files."""
+    # The launcher's number: a strategy of one replica has started no MPI to ask.
+    size = launch_from_environment().size
+    if not strategy.saves_checkpoints:
+        raise RuntimeError(
+            f"expected the first worker to save and restore, found another of "
+            f"{strategy!r}; make the manager on worker 0 alone"
+        )
+    if size == 1 or not strategy.ranks_are_independent:
+        return
+    found, advice = f"those of {strategy!r}", "use MultiWorkerMirroredStrategy"
+    if strategy.is_default:
+        some = ", ".join(sorted(names)[:_MOST_NAMES]) or "none"
+        found = f"{some}, made outside of a scope"
+        advice = (
+            "make variables and the manager inside `with strategy.scope():`; give a "
+            "model of torch to hpcstrat.integrations.torch.replicate(model, strategy) "
+            "before state, and one of Keras to hpcstrat.integrations.keras.distribute"
+        )
+    raise RuntimeError(
+        f"expected objects of a strategy over the {size} ranks of this job, found "
+        f"{found}, so that all ranks would write the same files; {advice}, or pass "
+        "independent=True and a folder for each rank"
+    )
+
+
+def compare_copies(
+    strategy: Replicas, variables: Mapping[str, Variable], turn: int | None
+) -> None:
+    """Compare mirrored variables between the replicas that are to have the same.
+
+    Collective over the strategy's replicas. Raises a DivergenceError on every replica,
+    also where copies differ in another group. ``turn`` as in `check_mirrored`.
+    """
+    split = strategy.split
+    if split is None:
+        check_mirrored(strategy, variables, turn)
+        return
+    shared = {p: v for p, v in variables.items() if not is_of_group(v)}
+    check_mirrored(strategy, shared, turn)
+    own = {p: v for p, v in variables.items() if is_of_group(v)}
+    error = None
+    try:
+        check_mirrored(split.part, own, turn)
+    except DivergenceError as exc:
+        error = exc
+    found = strategy.collectives.all_gather_object(error, "comparison within groups")
+    for each in found:
+        if each is not None:
+            raise error or each
+
+
+def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
+    """Refuse plain state that differs between replicas, of which one is saved for all.
+
+    Collective over the strategy's replicas, if there are states. Raises CollectiveError
+    on every replica.
+    """
+    if not states:
+        return
+    hashes = {name: xxh3_64_intdigest(text) for name, text in states.items()}
+    found = collectives.all_gather_object(hashes, "comparison of plain state")
+    for name in hashes:
+        own = [other.get(name) for other in found]
+        different = [rank for rank, value in enumerate(own) if value != own[0]]
+        if different:
+            raise CollectiveError(
+                f"expected the same plain state of {name!r} on every replica, of which "
+                f"one is saved for all, found another on replicas {different} than on "
+                "replica 0; keep what each replica has of its own in a Variable with "
+                "synchronization='on_read' and aggregation='none', and draw random "
+                "numbers from strategy.random(...)",
+                different,
+            )
+
+
+def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
+    """Run an action on replica 0; return its result, which must pickle, on all.
+
+    Collective over the strategy's replicas. What it raises is a CheckpointError on all
+    of them: its own, or one with its text.
+    """
+    # An error travels as its text and class: not all errors pickle, and a traceback of
+    # replica 0 does not belong to another one's.
+    outcome: Any = None
+    if strategy.replica_id == 0:
+        try:
+            outcome = ("", action())
+        except CheckpointError as error:
+            outcome = (str(error), type(error))
+        except Exception as error:
+            outcome = (explained(what, error), CheckpointError)
+    text, result = strategy.collectives.broadcast_object(outcome, 0, what)
+    if text:
+        raise result(text)
+    return result
+
+
+def explained(what: str, error: BaseException) -> str:
+    """Return the message, with advice, of an error of the operating system."""
+    advice = "check the path, its permissions and the space on the file system"
+    if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+        advice = "close files, or raise their number (ulimit -n)"
+    if isinstance(error, FileExistsError) and what.startswith("save"):
+        advice = "pass overwrite=True, or another step"
+    return (
+        f"expected {what} to succeed, found {type(error).__name__}: {error}; {advice}"
+    )
