@@ -121,6 +121,7 @@ DEVICE_TESTS = [
         "device_logical",
         "device_metrics",
         "device_optimizers",
+        "device_torch",
     )
 ]
 

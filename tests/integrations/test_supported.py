@@ -95,6 +95,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         (EXCHANGES, "calls_in_loops_and_branches"),
         (EXCHANGES, "gradients_through_loops_and_checkpoints"),
     ],
+    "arrays on GPUs": [("check_device_jax", "take_their_place_in_xlas_stream")],
     "`vmap`": [(EXCHANGES, "vmap_is_refused")],
     "optax": [(EXCHANGES, "optax_takes_it")],
     "asynchronous dispatch": [
@@ -166,5 +167,5 @@ def test_every_line_has_a_test() -> None:
 @pytest.mark.parametrize("start", TESTED)
 def test_its_tests_are_there(start: str) -> None:
     for file, words in TESTED[start]:
-        [path] = HERE.rglob(f"{file}.py")
+        [path] = HERE.parent.rglob(f"{file}.py")
         assert re.search(rf"^def \w*{words}\w*\(", path.read_text(), re.M), words

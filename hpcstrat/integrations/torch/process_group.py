@@ -3,6 +3,15 @@
 Every call of the group is one of the library's own, whose header compares what the
 ranks call. All have ended when they return; only send and recv go on, and where a
 hook asks for all_reduce, that ends with the backward pass.
+
+Tensors on GPUs stay there in all_reduce (of sums and means), broadcast, all_gather and
+reduce_scatter, see `hpcstrat.integrations.torch.device_tensors`; all else of them goes
+through the host. In a hook of a backward pass torch's current stream is the one in
+which the bucket of gradients was filled, so the sum that is started there waits for
+these kernels only; NCCL sums while the backward pass goes on. At its end torch lets the
+stream of its caller wait for all others (``GraphTask::exec_post_processing``), makes it
+the current one, and only then makes the calls that were queued: those let it wait for
+the sums. DDP keeps the bucket until then.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.constants import default_pg_timeout
 
+from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.exchanges import Exchanges
@@ -26,10 +36,13 @@ from hpcstrat.engine.reduction.messages import Messages, Transfer
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError, TopologyError
+from hpcstrat.integrations.torch import device_tensors
+from hpcstrat.integrations.torch.device_tensors import DeviceTensors
 from hpcstrat.integrations.torch.host_tensors import HostTensors
 from hpcstrat.integrations.torch.postponed import Postponed
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.integrations.torch.shared_storages import share_storage
+from hpcstrat.integrations.torch.tensors import torchs_stream
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.strategies.connection import subset
 
@@ -49,13 +62,13 @@ def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Me
             bound = functools.partial(method, self, *args, **kwargs)
 
             def make() -> Any:
-                with torch.no_grad(), _recorded(what):
+                with torch.no_grad(), _recorded(what), torchs_stream():
                     return self.collectives.call(what, bound)
 
             if postponed and Postponed.possible():
                 self.share_storage(*args, **kwargs)
                 start = None
-                if self.collectives.overlaps:
+                if self.starts(*args):
                     start = functools.partial(self.start_sum, *args, **kwargs)
                 return self.postponed.add(make, start)
             self.postponed.give_way()
@@ -155,6 +168,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             self.collectives.use_mapped_memory(self._areas)
         else:
             self._areas.off = True
+        self._told_of_host = False
         # A communicator made for this group, to be freed with it.
         self._comm = comm
         # FSDP2, DTensor and functional collectives find groups by their names.
@@ -193,6 +207,42 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _end_coalescing(self, device: Any = None) -> Any:
         return _done([])
 
+    # Where tensors are.
+
+    def _stay_on_gpu(self, tensors: Sequence[Any]) -> bool:
+        """Whether tensors are all on GPUs, of a strategy that can work there."""
+        if not tensors or not all(map(device_tensors.is_on_gpu, tensors)):
+            return False
+        if self.strategy.topology.gpu is not None:
+            return True
+        if not self._told_of_host and self._rank == 0:
+            _logger.warning(
+                "tensors on GPUs go through the host: import cupy before "
+                "init_process_group, or set HPCSTRAT_DEVICE=gpu, to sum them where "
+                "they are"
+            )
+        self._told_of_host = True
+        return False
+
+    def _arrays_of(
+        self, tensors: Sequence[Any], reduction: Reduction | None = None
+    ) -> HostTensors | DeviceTensors:
+        """Return what gives the arrays of tensors for a call, where it can be made."""
+        adds = reduction is None or reduction.adds
+        if adds and self._stay_on_gpu(tensors):
+            return DeviceTensors()
+        return HostTensors()
+
+    def starts(self, tensors: Any, *_: Any) -> bool:
+        """Whether a sum of tensors goes on by itself once it is started.
+
+        Not collective; the same on every rank.
+        """
+        if not self._stay_on_gpu(_listed(tensors)):
+            return self.collectives.overlaps
+        group = getattr(self.collectives.channel, "device_group", None)
+        return group is not None and bool(group.capabilities.nccl)
+
     # Reductions.
 
     @_operation("all_reduce", postponed=True)
@@ -203,9 +253,9 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             for tensor in tensors:
                 self._reduce_sparse(tensor, opts)
             return _done(tensors)
-        host = HostTensors()
-        arrays = [host.write(tensor) for tensor in tensors]
         reduction = Reduction(opts, tensors[0], self._size)
+        held = self._arrays_of(tensors, reduction)
+        arrays = [held.write(tensor) for tensor in tensors]
         if reduction.function is np.add:
             op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
             given: Any = arrays[0] if len(arrays) == 1 else arrays
@@ -216,7 +266,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
                 self._exchanges.combine(reduction.function, array, what)
         for array in arrays:
             reduction.conclude(array)
-        host.written()
+        held.written()
         return _done(tensors)
 
     allreduce_coalesced = allreduce
@@ -237,24 +287,24 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         reduction = Reduction(opts, tensors[0], self._size)
         if reduction.function is not np.add:
             return None
-        host = HostTensors()
+        held = self._arrays_of(tensors, reduction)
 
         def begin() -> Any:
-            arrays = [host.write(tensor) for tensor in tensors]
+            arrays = [held.write(tensor) for tensor in tensors]
             op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
             given: Any = arrays[0] if len(arrays) == 1 else arrays
             start = self.collectives.start_in_call
             return start(op, given, "all_reduce", out=given, part=True), arrays
 
-        with torch.no_grad(), _recorded("all_reduce"):
+        with torch.no_grad(), _recorded("all_reduce"), torchs_stream():
             started, arrays = self.collectives.call("all_reduce", begin)
 
         def end() -> Any:
-            started.wait()
-            with torch.no_grad():
+            with torch.no_grad(), torchs_stream():
+                started.wait()
                 for array in arrays:
                     reduction.conclude(array)
-                host.written()
+                held.written()
             return _done(tensors)
 
         return end
@@ -309,11 +359,12 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     @_operation("reduce_scatter")
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         """Reduce a list of tensors, of which each rank gets the one of its number."""
-        host = HostTensors()
         for out, parts in zip(_listed(outs), ins, strict=True):
-            arrays = [host.read(part) for part in parts]
-            self._scatter_sums(host.write(out), arrays, out, opts)
-        host.written()
+            reduction = Reduction(opts, out, self._size)
+            held = self._arrays_of([out, *parts], reduction)
+            arrays = [held.read(part) for part in parts]
+            self._scatter_sums(held.write(out), arrays, reduction)
+            held.written()
         return _done(outs)
 
     @_operation("reduce_scatter_tensor")
@@ -329,19 +380,23 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self, outs: Any, ins: Any, opts: Any = None
     ) -> Any:
         """Do this with several tensors."""
-        host = HostTensors()
         for out, whole in zip(outs, ins, strict=True):
-            rows = self._rows(host.read(whole), "reduce_scatter_tensor")
-            self._scatter_sums(host.write(out), rows, out, opts)
-        host.written()
+            reduction = Reduction(opts, out, self._size)
+            held = self._arrays_of([out, whole], reduction)
+            rows = self._rows(held.read(whole), "reduce_scatter_tensor")
+            self._scatter_sums(held.write(out), rows, reduction)
+            held.written()
         return _done(outs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_sums(
-        self, out: Array, parts: Sequence[Array], tensor: Any, opts: Any
+        self, out: Array, parts: Sequence[Array], reduction: Reduction
     ) -> None:
-        reduction = Reduction(opts, tensor, self._size)
+        if is_device(out):
+            op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
+            device_tensors.reduce_scatter(self.collectives, op, parts, out, self._rank)
+            return
         self._exchanges.reduce_scatter(
             reduction.function,
             parts,
@@ -356,10 +411,15 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     @_operation("broadcast")
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Any:
         """Give all ranks one rank's tensors."""
-        tensors, host = _listed(tensors), HostTensors()
-        for tensor in tensors:
-            self._exchanges.broadcast(host.write(tensor), _root(opts), "broadcast")
-        host.written()
+        tensors, root = _listed(tensors), _root(opts)
+        held = self._arrays_of(tensors)
+        arrays = [held.write(tensor) for tensor in tensors]
+        if isinstance(held, DeviceTensors):
+            device_tensors.broadcast(self.collectives, arrays, root)
+        else:
+            for array in arrays:
+                self._exchanges.broadcast(array, root, "broadcast")
+        held.written()
         return _done(tensors)
 
     @_operation("all_gather")
@@ -367,11 +427,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         """Give all ranks the tensors of all, as lists."""
         if isinstance(ins, torch.Tensor):
             outs, ins = [outs], [ins]
-        host = HostTensors()
         for out, own in zip(outs, ins, strict=True):
-            parts = [host.write(part) for part in out]
-            self._exchanges.all_gather(host.read(own), parts, "all_gather")
-        host.written()
+            held, what = self._arrays_of([own, *out]), "all_gather"
+            parts, array = [held.write(part) for part in out], held.read(own)
+            if is_device(array):
+                device_tensors.all_gather(self.collectives, array, parts, what)
+            else:
+                self._exchanges.all_gather(array, parts, what)
+            held.written()
         return _done(outs)
 
     @_operation("all_gather")
@@ -392,12 +455,16 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     @_operation("all_gather_into_tensor")
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         """Do this with several tensors."""
-        host, what = HostTensors(), "all_gather_into_tensor"
+        what = "all_gather_into_tensor"
         for out, own in zip(outs, ins, strict=True):
-            whole = host.write(out)
-            rows = self._rows(whole, what)
-            self._exchanges.all_gather(host.read(own), rows, what, whole)
-        host.written()
+            held = self._arrays_of([out, own])
+            whole, array = held.write(out), held.read(own)
+            if is_device(whole):
+                device_tensors.all_gather(self.collectives, array, [whole], what)
+            else:
+                rows = self._rows(whole, what)
+                self._exchanges.all_gather(array, rows, what, whole)
+            held.written()
         return _done(outs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -590,5 +657,5 @@ def register() -> None:
         )
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(
-            BACKEND, _create, extended_api=True, devices=["cpu"]
+            BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
         )

@@ -60,6 +60,11 @@ class Reduction:
         """By what results are divided in floating point; 0 for not at all."""
         return self.size if self.averages and self.inexact else 0
 
+    @property
+    def adds(self) -> bool:
+        """Whether it is a sum or a mean as the library's own calls have them."""
+        return self.function is np.add and (self.inexact or not self.averages)
+
     def conclude(self, array: Array) -> None:
         """Divide integers, towards zero, as torch does: their average is an integer."""
         if self.averages and not self.inexact:

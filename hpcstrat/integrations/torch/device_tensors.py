@@ -1,0 +1,96 @@
+"""Tensors on GPUs in calls of the process group, in their own memory.
+
+All is work of torch's current stream, which is CuPy's while a call is made: torch's
+kernels before the call have written the tensors, those behind it see the results, and
+torch hands the memory of tensors out again in the order of this stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hpcstrat.engine.options import ReduceOp
+from hpcstrat.engine.typing import Array
+from hpcstrat.integrations.torch.tensors import memory_of
+
+__all__ = ["DeviceTensors", "all_gather", "broadcast", "is_on_gpu", "reduce_scatter"]
+
+# What CuPy reads, and the library's kernels and messages take.
+_TYPES = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+    *(torch.complex64, torch.complex128),
+}
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a dense tensor, of numbers, is in the memory of a GPU with CUDA."""
+    dense = tensor.layout is torch.strided
+    return dense and tensor.device.type == "cuda" and tensor.dtype in _TYPES
+
+
+class DeviceTensors:
+    """The arrays of one call, as `HostTensors` has them of tensors on the host."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(self, tensor: torch.Tensor) -> Array:
+        """Return a contiguous array of a tensor's values."""
+        return memory_of(_contiguous(tensor))
+
+    def write(self, tensor: torch.Tensor) -> Array:
+        """Return an array of a tensor's values, to be overwritten by the call."""
+        own = _contiguous(tensor)
+        if own.data_ptr() != tensor.data_ptr():
+            self._copies.append((tensor, own))
+        return memory_of(own)
+
+    def written(self) -> None:
+        """Copy into the tensors what lies elsewhere; a second call does nothing."""
+        copies, self._copies = self._copies, []
+        for tensor, own in copies:
+            tensor.copy_(own)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def broadcast(collectives: Any, arrays: Sequence[Array], root: int) -> None:
+    """Give all ranks one rank's arrays, in place; collective over them."""
+    found = collectives.broadcast(list(arrays), root, "broadcast")
+    for array, result in zip(arrays, found, strict=True):
+        array[...] = result
+
+
+def all_gather(collectives: Any, own: Array, parts: Sequence[Array], what: str) -> None:
+    """Copy all ranks' arrays, one behind the other, into parts; collective over them.
+
+    ValueError on this rank where the parts have not the size of these arrays.
+    """
+    whole = collectives.all_gather(own.reshape(-1), 0, what)
+    size = sum(part.size for part in parts)
+    if whole.size != size:
+        raise ValueError(
+            f"expected memory for the {whole.size} elements of all ranks in {what}, "
+            f"found {size}; make the tensors as large as what the ranks give"
+        )
+    start = 0
+    for part in parts:
+        part.reshape(-1)[...] = whole[start : start + part.size]
+        start += part.size
+
+
+def reduce_scatter(
+    collectives: Any, op: ReduceOp, parts: Sequence[Array], out: Array, rank: int
+) -> None:
+    """Reduce parts, and keep the one of this rank's number; collective over the ranks.
+
+    All parts come to all ranks: twice what NCCL's own call would move.
+    """
+    sums = collectives.batch_reduce(op, list(parts), "reduce_scatter")
+    out.reshape(-1)[...] = sums[rank].reshape(-1)
