@@ -144,7 +144,7 @@ class Ways:
         self.left_out: dict[str, str] = {}
         self.transports: dict[str, str] = {}
         self._told = _Told()
-        logger = logging.getLogger("hpcstrat.engine.gpu")
+        logger = logging.getLogger("hpcstrat.device")
         logger.addHandler(self._told)
         logger.setLevel(logging.INFO)
         topology = bench.strategy.topology

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcstrat import testing
-from hpcstrat.testing.launcher import clean_environment
+from hpcstrat.testing.launcher import clean_environment, find_launcher
 
 ROOT = Path(__file__).parents[2]
 STANDIN = ROOT / "tests" / "gpu" / "standin"
@@ -36,17 +36,22 @@ ENVIRONMENT = {
     ("name", "options", "gpus", "expected"),
     [
         # With a GPU each there is NCCL.
-        ("allreduce", ["--sizes", "4KiB,300KiB"], 2, "nccl, by CuPy  "),
-        ("fused", [], 1, "12 gradients on GPUs"),
-        ("step", ["--gradients", "20KiB"], 1, "overhead (goal 5%)"),
-        ("checkpoint", ["--size", "256KiB", "--folder", "."], 1, "until durable"),
+        (
+            "allreduce",
+            ["--sizes", "4KiB,300KiB"],
+            2,
+            ["nccl, by CuPy  ", "hpcstrat: by nccl: NCCL", "hpcstrat, Staging"],
+        ),
+        ("fused", [], 1, ["12 gradients on GPUs"]),
+        ("step", ["--gradients", "20KiB"], 1, ["overhead (goal 5%)"]),
+        ("checkpoint", ["--size", "256KiB", "--folder", "."], 1, ["until durable"]),
     ],
 )
 def test_a_trial_runs_on_two_ranks_and_writes_nothing(
     name: str,
     options: list[str],
     gpus: int,
-    expected: str,
+    expected: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -56,7 +61,7 @@ def test_a_trial_runs_on_two_ranks_and_writes_nothing(
     environment = {**ENVIRONMENT, "HPCSTRAT_STANDIN_DEVICES": str(gpus)}
     done = testing.launch(2, command, timeout=60, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert expected in done.stdout
+    assert [text for text in expected if text not in done.stdout] == []
     assert f"{gpus} x Stand-in" in done.stdout
     assert not list(tmp_path.rglob("*.json"))
 
@@ -123,6 +128,55 @@ def test_questions_for_a_machine_with_gpus_are_settled_on_the_stand_in() -> None
     assert "by messages of MPI" in done.stdout
     assert "SYSTEM_ERROR" in done.stdout
     assert "3 of 3 questions settled" in done.stdout
+
+
+def _all(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run device.sh on two GPUs."""
+    return subprocess.run(
+        ["bash", str(BENCHMARKS / "device.sh"), str(folder)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=clean_environment(
+            {
+                **ENVIRONMENT,
+                "HPCSTRAT_STANDIN_DEVICES": "2",
+                "PYTHON": sys.executable,
+                "MPIRUN": find_launcher(),
+                **settings,
+            }
+        ),
+    )
+
+
+def test_a_step_of_all_that_fails_or_takes_too_long_stops_no_other(
+    tmp_path: Path,
+) -> None:
+    """And the file of results names both: the stand-in has no figures to write."""
+    python = tmp_path / "python"
+    stuck = 'case "$*" in *bench_fused*) sleep 100 ;; esac'
+    python.write_text(f'#!/bin/sh\n{stuck}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    results = tmp_path / "results"
+    steps = "fused checkpoint doctor"
+    done = _all(results, PYTHON=str(python), STEPS=steps, LIMIT="20")
+    assert done.returncode == 1, done.stdout + done.stderr
+    [file] = results.iterdir()
+    told = file.read_text()
+    assert told.count("== ") == 3
+    assert "NCCL" in told
+    end = told.splitlines()[-3:]
+    assert end[0] == "1 of 3 steps done"
+    assert end[1] == "failed: fused on 2 ranks: not done after 20 seconds"
+    assert end[2].startswith("failed: checkpoint on 2 ranks: status ")
+
+
+def test_steps_of_all_are_tried_on_the_stand_in(tmp_path: Path) -> None:
+    done = _all(tmp_path / "results", STEPS="probe fused", SMOKE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "2 of 2 steps done"
+    assert not list(tmp_path.iterdir())
 
 
 def test_figures_of_a_shared_gpu_say_how_it_is_shared() -> None:
