@@ -80,20 +80,6 @@ class ImageMemory:
         self._take_back(nbytes)
         return Image(num_slots, slot_bytes, self._region)
 
-    def lock(self) -> bool:
-        """Lock the pages of the image, if the system lets them be, for a GPU's copies.
-
-        They stay locked until the memory is given back: to lock them can take longer
-        than to copy. Returns whether they are locked.
-        """
-        region = self._region
-        if region is None:
-            return False
-        # All of the memory is locked, or nothing.
-        self._take_back(region.bytes.size)
-        region.lock()
-        return region.locked
-
     def _take_back(self, nbytes: int) -> None:
         """Have the first bytes stay, whatever the system needs."""
         if self._lent_from < nbytes and self._region is not None:
@@ -109,7 +95,7 @@ class ImageMemory:
         locked: what a GPU writes to them would not keep them, either.
         """
         region = self._region
-        if region is not None and not region.locked and hasattr(mmap, "MADV_FREE"):
+        if region is not None and not region.unlocks and hasattr(mmap, "MADV_FREE"):
             with contextlib.suppress(OSError):
                 region.map.madvise(mmap.MADV_FREE)
                 self._lent_from = 0
@@ -143,30 +129,45 @@ def _pages(nbytes: int) -> mmap.mmap:
 
 
 class _Region:
-    """Memory that begins on a page; unlocked with the last image that is in it."""
+    """Memory that begins on a page; unlocked with the last image that is in it.
+
+    Pages are locked place by place, each when a GPU first copies to it: the copies to
+    one go on while the next is locked, which can take as long.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.map = _pages(nbytes)
         self.bytes: Array = np.frombuffer(self.map, np.uint8)
-        self._unlock: Callable[[], Any] | None = None
+        # By the number of a place.
+        self.unlocks: dict[int, Callable[[], Any]] = {}
+        self._slot_bytes = 0
         self._refused = False
 
-    @property
-    def locked(self) -> bool:
-        """Whether a GPU may copy to it by itself."""
-        return self._unlock is not None
+    def cut(self, slot_bytes: int) -> None:
+        """Have places of another size; no place may be in use."""
+        if slot_bytes != self._slot_bytes:
+            self.unlock()
+            self._slot_bytes = slot_bytes
 
-    def lock(self) -> None:
-        """Lock the pages, unless they are, or the system has refused it."""
-        if not self.locked and not self._refused:
-            self._unlock = lock_pages(self, self.bytes)
-            self._refused = not self.locked
+    def place(self, index: int) -> Array:
+        """Return the bytes of a place."""
+        start = index * self._slot_bytes
+        return self.bytes[start : start + self._slot_bytes]
+
+    def lock(self, index: int) -> bool:
+        """Lock the pages of a place; whether they are, which the system may refuse."""
+        if index not in self.unlocks and not self._refused:
+            unlock = lock_pages(self, self.place(index))
+            if unlock is None:
+                self._refused = True
+            else:
+                self.unlocks[index] = unlock
+        return index in self.unlocks
 
     def unlock(self) -> None:
         """Unlock the pages: memory must not go back to the system before."""
-        unlock, self._unlock = self._unlock, None
-        if unlock is not None:
-            unlock()
+        while self.unlocks:
+            self.unlocks.popitem()[1]()
 
 
 class Image:
@@ -180,11 +181,19 @@ class Image:
     ) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self._region = _Region(num_slots * slot_bytes) if region is None else region
+        self._region.cut(slot_bytes)
 
     def slot(self, index: int) -> Array:
         """Return a view of a place, of ``slot_bytes`` bytes."""
-        start = index * self.slot_bytes
-        return self._region.bytes[start : start + self.slot_bytes]
+        return self._region.place(index)
+
+    def lock(self, index: int) -> bool:
+        """Have a GPU write to a place by itself; whether the system lets it.
+
+        The pages stay locked until the memory is given back: to lock them can take
+        longer than to copy.
+        """
+        return self._region.lock(index)
 
 
 def as_bytes(value: Array) -> Array:

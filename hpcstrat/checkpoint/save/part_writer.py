@@ -160,7 +160,9 @@ class PartWriter:
         if self._downloads is not None:
             for index, pairs in enumerate(missing):
                 if pairs:
-                    self._arrivals[index] = self._downloads.fetch(pairs)
+                    # The GPU copies to one place while the next is locked.
+                    locked = self._image.lock(index)
+                    self._arrivals[index] = self._downloads.fetch(pairs, locked)
             self._downloads.end()
         self.seconds["copy"] = time.perf_counter() - begin
 
@@ -234,7 +236,7 @@ class PartWriter:
         missing = fill(self._image.slot(slot), self.plan, block, self._values)
         if missing:
             assert self._downloads is not None
-            self._downloads.fetch(missing).wait()
+            self._downloads.fetch(missing, self._image.lock(slot)).wait()
         with self._lock:
             self.seconds["copy"] += time.perf_counter() - begin
 

@@ -116,7 +116,7 @@ class Saver:
             downloads = self._from_device(values)
             image = self._memory.image(slots, save.plan.block_bytes)
             if downloads is not None:
-                downloads.begin(self._memory.lock())
+                downloads.begin()
             save.write(image, data, blocks, self._num_cores, downloads=downloads)
         except UnavailableError as error:
             # A server is its only replica, and may go on without the save.
@@ -172,7 +172,7 @@ class Saver:
         try:
             fetch = None
             if (downloads := self._from_device(values)) is not None:
-                downloads.begin(locked=False)
+                downloads.begin()
                 fetch = downloads.fetch
             return exchange_rows(
                 save.plan, values, self._strategy, save.order.path, fetch=fetch

@@ -129,16 +129,13 @@ class Downloads:
         self._device = cupy.cuda.Device()
         self._lane = Lane()
         self._lock = threading.Lock()
-        self._locked = False
         self._halves: list[Array] = []
 
-    def begin(self, locked: bool) -> None:
+    def begin(self) -> None:
         """Let the copies that follow see what the program's stream has been given.
 
-        For the program's thread. ``locked`` says that all memory copied to is
-        page-locked.
+        For the program's thread.
         """
-        self._locked = locked
         self._lane.enter()
 
     def end(self) -> None:
@@ -148,14 +145,16 @@ class Downloads:
         """
         self._lane.leave()
 
-    def fetch(self, pairs: Sequence[tuple[Array, Array]]) -> Arrival:
+    def fetch(
+        self, pairs: Sequence[tuple[Array, Array]], locked: bool = False
+    ) -> Arrival:
         """Copy contiguous bytes from the first of each pair to the second.
 
         Into memory that is not page-locked, the caller waits for it.
         """
         with self._lock:
             self._device.use()
-            if not self._locked:
+            if not locked:
                 self._fetch_in_halves(pairs)
                 return Arrival()
             for source, target in pairs:
