@@ -1,4 +1,4 @@
-"""What a job of rank tests tells while it runs, a line for each event.
+"""Lines that a job of rank tests writes while it runs, one for each event.
 
 Each has a file of tests, an event, and a text: ``collected`` and the number of tests;
 ``started``, ``passed`` or ``skipped`` and the test; ``failed`` and what failed.
