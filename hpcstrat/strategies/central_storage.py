@@ -68,6 +68,7 @@ class CentralStorageStrategy(MpiStrategy):
     """
 
     parameter_devices = ("CPU:0",)
+    _gathers_results = True
 
     def __init__(
         self,
@@ -102,22 +103,14 @@ class CentralStorageStrategy(MpiStrategy):
             problem=problem,
         )
         # From here on the ranks know the same, so that all raise, and close, or none.
-        count, wrong = self.num_replicas_in_sync, ""
         if self.settings.device == "gpu":
-            wrong = (
+            self.close()
+            raise ValueError(
                 "expected the setting device='auto' or 'cpu' for CentralStorageStrategy"
                 ", whose variables lie in host memory, found 'gpu'; change it, or use "
                 "MirroredStrategy"
             )
-        elif names is not None and (len(names) != count or len(set(names)) < count):
-            wrong = (
-                f"expected {count} different devices, one for each rank, found {names};"
-                f" launch with mpirun -n {max(1, len(set(names)))}, or leave "
-                "compute_devices out"
-            )
-        if wrong:
-            self.close()
-            raise ValueError(wrong)
+        self._require_devices(names, self.num_replicas_in_sync, "compute_devices")
         self.pool = SegmentPool()
         if names is not None:
             names = [names[replica] for replica in self.topology.worker_replicas]
@@ -136,17 +129,6 @@ class CentralStorageStrategy(MpiStrategy):
         Not collective. For the library's own modules.
         """
         return Copies if self.num_replicas_in_sync == 1 else StepSlices
-
-    def _local_results(
-        self, value: Any, parts: list[Any], distributed: bool
-    ) -> tuple[Any, ...]:
-        # A value may be distributed on some ranks only: None is not.
-        found = self.collectives.all_gather_object(
-            (distributed, parts[0]), "experimental_local_results"
-        )
-        if not any(wrapped for wrapped, _ in found):
-            return (value,)
-        return tuple(found[replica][1] for replica in self.topology.worker_replicas)
 
 
 def _require_host(names: Sequence[str], parameter_device: str | None) -> None:

@@ -51,6 +51,8 @@ class MirroredStrategy(MpiStrategy):
         have one. On every rank.
     """
 
+    _gathers_results = True
+
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -89,25 +91,8 @@ class MirroredStrategy(MpiStrategy):
                 f"ranks on {workers} nodes; use MultiWorkerMirroredStrategy"
             )
         each = 1 if self.settings.share_gpus and gpu_numbers(names or ()) else count
-        if names is not None and (len(names) != count or len(set(names)) < each):
-            self.close()
-            raise ValueError(
-                f"expected {count} different devices, one for each rank, found "
-                f"{names}; launch with mpirun -n {max(1, len(set(names)))}, or leave "
-                "devices out"
-            )
+        self._require_devices(names, each, "devices")
         self._bind(names)
-
-    def _local_results(
-        self, value: Any, parts: list[Any], distributed: bool
-    ) -> tuple[Any, ...]:
-        # A value may be distributed on some ranks only: None is not.
-        found = self.collectives.all_gather_object(
-            (distributed, parts), "experimental_local_results"
-        )
-        if any(wrapped for wrapped, _ in found):
-            return tuple(part for _, own in found for part in own)
-        return (value,)
 
 
 def _more_than_ranks(names: Sequence[str], comm: Any) -> int | None:

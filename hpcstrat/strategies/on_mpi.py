@@ -70,6 +70,9 @@ class MpiStrategy(Strategy):
     (CollectiveError). A wrong argument on another rank is a ReplicaError.
     """
 
+    # Whether `experimental_local_results` has those of all ranks of this worker.
+    _gathers_results = False
+
     def __init__(
         self,
         *,
@@ -145,6 +148,22 @@ class MpiStrategy(Strategy):
         if self.settings.step_digests and self.rank == 0:
             self.digests = StepDigests(self.settings.step_digests)
 
+    def _require_devices(
+        self, names: Sequence[str] | None, least: int, argument: str
+    ) -> None:
+        """Refuse another number of named devices than replicas, or fewer different.
+
+        Collective over ``topology.replica_comm``, where it raises, as all do.
+        """
+        count = self.num_replicas_in_sync
+        if names is None or (len(names) == count and len(set(names)) >= least):
+            return
+        self.close()
+        raise ValueError(
+            f"expected {count} different devices, one for each rank, found {names}; "
+            f"launch with mpirun -n {max(1, len(set(names)))}, or leave {argument} out"
+        )
+
     def _bind(self, names: Sequence[str] | None = None) -> None:
         """Give each rank its device; every strategy does so when it is made."""
         try:
@@ -214,6 +233,20 @@ class MpiStrategy(Strategy):
             self._connection.copies.add(variable)
         if self.digests is not None:
             self.digests.add(variable)
+
+    def _local_results(
+        self, value: Any, parts: list[Any], distributed: bool
+    ) -> tuple[Any, ...]:
+        if not self._gathers_results:
+            return super()._local_results(value, parts, distributed)
+        # A value may be distributed on some ranks only: None is not.
+        found = self.collectives.all_gather_object(
+            (distributed, parts), "experimental_local_results"
+        )
+        if not any(wrapped for wrapped, _ in found):
+            return (value,)
+        ranks = self.topology.worker_replicas
+        return tuple(part for rank in ranks for part in found[rank][1])
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         # Checks the argument.
