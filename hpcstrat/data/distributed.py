@@ -109,24 +109,9 @@ class DistributedDataset(ResumableDataset):
         """Number of examples of an epoch, over all replicas; -1 without an end."""
         return self._stage.num_rows
 
-    def restore_state(self, state: dict[str, int]) -> None:
-        """Make the next iteration go on where another stood.
-
-        Not collective: call it on every replica with the same state.
-
-        Parameters
-        ----------
-        state : dict of str to int
-            From `state`, perhaps of another number of replicas.
-
-        Raises
-        ------
-        ValueError
-            If the state is that of another data set.
-        """
-        super().restore_state(state)
+    def _keep_order(self, version: int) -> None:
         epoch, position = self._next
-        if position and int(state.get("order_version", 1)) < ORDER_VERSION:
+        if position and version < ORDER_VERSION:
             # The rest of that epoch must be the rest of its order.
             self._dataset.keep_old_order(epoch)
 

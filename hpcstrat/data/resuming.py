@@ -29,8 +29,6 @@ class ResumableDataset(ReducibleDataset):
     _next = (0, 0)
     # Where the latest one stands; None before it, and after a restore.
     _latest: EpochPlace | None = None
-    # Keys of a state that say of which data set it is.
-    _compared: tuple[str, ...] = ("num_rows", "shuffle_seed")
 
     @property
     def num_rows(self) -> int:
@@ -88,7 +86,12 @@ class ResumableDataset(ReducibleDataset):
             "shuffle_seed": self._dataset.seed,
             "num_rows": self.num_rows,
             "order_version": ORDER_VERSION,
+            **self._more_state(),
         }
+
+    def _more_state(self) -> dict[str, int]:
+        """Return into how many parts the data are cut, where ranks may differ in it."""
+        return {}
 
     def check_state(self, state: dict[str, int]) -> None:
         """Check that a state is of this data set.
@@ -106,7 +109,7 @@ class ResumableDataset(ReducibleDataset):
             If it is that of another data set, or of another division of its files.
         """
         own = self.state()
-        for key in self._compared:
+        for key in ("num_rows", "shuffle_seed", *self._more_state()):
             if int(state.get(key, 0)) != own[key]:
                 advice = "restore with the data set that was saved"
                 if key == "num_parts":
@@ -134,6 +137,10 @@ class ResumableDataset(ReducibleDataset):
         self.check_state(state)
         self._next = (int(state["epoch"]), int(state["global_position"]))
         self._latest = None
+        self._keep_order(int(state.get("order_version", 1)))
+
+    def _keep_order(self, version: int) -> None:
+        """Let an epoch that was begun by an older order go on in that."""
 
 
 class StreamDataset(ResumableDataset, DealtDataset):
@@ -155,8 +162,6 @@ class StreamDataset(ResumableDataset, DealtDataset):
         As of `DealtDataset`.
     """
 
-    _compared = ("num_rows", "shuffle_seed", "num_parts")
-
     def __init__(
         self,
         strategy: Replicas,
@@ -175,23 +180,11 @@ class StreamDataset(ResumableDataset, DealtDataset):
         self._begin_at(place)
         return DistributedIterator(self._begin(place), self)
 
-    def _num_parts(self) -> int:
-        """Return into how many different parts the data are divided."""
-        if self._dataset.lineage.policy() is AutoShardPolicy.DATA:
-            return 1
-        return self._place.num_workers * self._place.num_replicas
-
-    def state(self) -> dict[str, int]:
-        """Return `ResumableDataset.state`, and into how many parts the data are cut.
-
-        Not collective; the same on every replica after the same step.
-
-        Returns
-        -------
-        dict of str to int
-            Its positions count steps.
-        """
-        return {**super().state(), "num_parts": self._num_parts()}
+    def _more_state(self) -> dict[str, int]:
+        parts = 1
+        if self._dataset.lineage.policy() is not AutoShardPolicy.DATA:
+            parts = self._place.num_workers * self._place.num_replicas
+        return {"num_parts": parts}
 
     def _source(self) -> str:
         return self._dataset.describe()
