@@ -15,14 +15,14 @@ from hpcstrat.data.elements import (
     stack,
 )
 from hpcstrat.data.rows import UNKNOWN, Stage
-from hpcstrat.data.streams import END, Stream, StreamIterator
+from hpcstrat.data.streams import END, Stream
 from hpcstrat.engine.tree import flatten, tree_map
 from hpcstrat.engine.typing import Tree
 
 __all__ = ["batches", "padded", "rebatched", "unbatched"]
 
 
-class _Batches(StreamIterator):
+class _Batches(Iterator[Tree]):
     """Batches of successive elements, of sizes that come in turn."""
 
     def __init__(
@@ -38,7 +38,7 @@ class _Batches(StreamIterator):
         self._collate = collate
         self._last: Tree = None
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         size = next(self._sizes)
         rows: list[Tree] = []
         while len(rows) < size:
@@ -90,7 +90,7 @@ def padded(
     )
 
 
-class _Rows(StreamIterator):
+class _Rows(Iterator[Tree]):
     """The rows of batches, one by one."""
 
     def __init__(self, elements: Iterator[Tree]) -> None:
@@ -98,7 +98,7 @@ class _Rows(StreamIterator):
         self._batch: Tree = None
         self._next = self._length = 0
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         while self._next == self._length:
             batch = next(self._elements)
             self._length, self._next = batch_length(batch), 0

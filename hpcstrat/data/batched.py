@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 from hpcstrat.data.batches import owned_first
 from hpcstrat.data.elements import (
@@ -77,16 +77,13 @@ class Batched(Stage):
         return _Batches(self, epoch)
 
 
-class _Batches:
+class _Batches(Iterator[Tree]):
     """Batches one after another; goes on behind one that failed."""
 
     def __init__(self, stage: Batched, epoch: int) -> None:
         self._stage = stage
         self._epoch = epoch
         self._position = 0
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Tree:
         start = self._position

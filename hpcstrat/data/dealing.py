@@ -7,8 +7,8 @@ share, see `hpcstrat.data.comparing`; or one rank runs the pipeline for all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from hpcstrat.data.comparing import explain_difference
 from hpcstrat.data.iterator import (
@@ -112,7 +112,7 @@ class DealtDataset(ReducibleDataset):
         return "the program's own batches"
 
 
-class _DealtBatches:
+class _DealtBatches(Iterator[Tree]):
     """This replica's batches; goes on after a step that failed, if a pipeline does."""
 
     def __init__(
@@ -138,9 +138,6 @@ class _DealtBatches:
         self._copies = shares and place.comm is not None
         self._number = -1
         self._ended = False
-
-    def __iter__(self) -> Self:
-        return self
 
     @collective
     def __next__(self) -> Tree:

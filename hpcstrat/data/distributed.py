@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.data.batched import Batched
@@ -147,7 +147,7 @@ class DistributedDataset(ResumableDataset):
         return table(type(self).__name__, rows)
 
 
-class _Batches:
+class _Batches(Iterator[Tree]):
     """This replica's batches of an epoch; goes on after a batch that cannot be read."""
 
     def __init__(
@@ -171,9 +171,6 @@ class _Batches:
         if ahead > 0:
             start = place.position
             self._reader = read_batches_ahead(stage, self._read, ahead, start)
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Tree:
         place, stage, strategy = self.place, self._stage, self._strategy

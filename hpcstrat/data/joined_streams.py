@@ -15,14 +15,14 @@ from hpcstrat.data.elements import (
 )
 from hpcstrat.data.order import generator_of
 from hpcstrat.data.rows import INFINITE, UNKNOWN, Stage
-from hpcstrat.data.streams import END, Chained, Stream, StreamIterator
+from hpcstrat.data.streams import END, Chained, Stream
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Tree
 
 __all__ = ["chosen", "concatenated", "interleaved", "sampled", "zipped"]
 
 
-class _Interleaved(StreamIterator):
+class _Interleaved(Iterator[Tree]):
     """Blocks of elements of several data sets in turn; tf.data's algorithm.
 
     A slot whose data set ends is passed on, and filled anew when its turn comes again.
@@ -46,7 +46,7 @@ class _Interleaved(StreamIterator):
         self._slot = (self._slot + 1) % len(self._slots)
         self._given = 0
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         while self._is_open or any(slot is not None for slot in self._slots):
             current = self._slots[self._slot]
             if current is not None:
@@ -96,7 +96,7 @@ def interleaved(
     return Stream(start, spec, f"{parent.describe()}, interleaved")
 
 
-class _Chosen(StreamIterator):
+class _Chosen(Iterator[Tree]):
     def __init__(
         self,
         choices: Iterator[Any],
@@ -107,7 +107,7 @@ class _Chosen(StreamIterator):
         self._sources: list[Iterator[Tree] | None] = list(sources)
         self._stops = stop_on_empty
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         while any(source is not None for source in self._sources):
             number = int(next(self._choices))
             if not 0 <= number < len(self._sources):
@@ -147,14 +147,14 @@ def chosen(parents: Sequence[Stage], choices: Stage, stop_on_empty: bool) -> Str
     )
 
 
-class _Draws(StreamIterator):
+class _Draws(Iterator[Tree]):
     """Numbers of data sets, drawn by weight among those that have not ended."""
 
     def __init__(self, weights: Any, key: Any) -> None:
         self._ends = np.cumsum(weights / np.sum(weights))
         self._generator = generator_of(*key)
 
-    def make(self) -> int:
+    def __next__(self) -> int:
         drawn = np.searchsorted(self._ends, self._generator.random(), side="right")
         return min(int(drawn), len(self._ends) - 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -324,14 +324,11 @@ def function_steps(
     return Steps(dataset, lambda batches: deal_elements(batches, len(place.replicas)))
 
 
-class _SideBySide:
+class _SideBySide(Iterator[list[Tree]]):
     """Steps of several pipelines; a replica whose pipeline has ended has None."""
 
     def __init__(self, pipelines: Iterable[Iterable[Any]]) -> None:
         self._iterators = [iter(pipeline) for pipeline in pipelines]
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> list[Tree]:
         elements = [next(iterator, None) for iterator in self._iterators]

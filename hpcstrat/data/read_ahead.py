@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from hpcstrat.data.batched import Batched
 from hpcstrat.data.rows import Rows, Stage
@@ -89,7 +89,7 @@ def _end(tickets: Any, count: int, is_closed: list[bool]) -> None:
         tickets.put(None)
 
 
-class ReadAhead:
+class ReadAhead(Iterator[Tree]):
     """Iterates over what ``calls`` return when called, ``depth`` of them ahead.
 
     StopIteration of a call ends it. Calls run in ``num_threads`` threads, each with
@@ -128,10 +128,6 @@ class ReadAhead:
             ticket = _Ticket(call)
             self._ready.append(ticket)
             self._tickets.put(ticket)
-
-    def __iter__(self) -> Self:
-        """Return the iterator itself."""
-        return self
 
     def __next__(self) -> Tree:
         """Return the next element, or raise the error of its making."""

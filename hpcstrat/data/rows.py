@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -133,7 +133,7 @@ class Rows(Stage):
         return tree_map(lambda leaf: ArraySpec(leaf.shape[1:], leaf.dtype), block)
 
 
-class _Elements:
+class _Elements(Iterator[Tree]):
     """Elements one after another, read in blocks."""
 
     def __init__(self, rows: Rows, epoch: int) -> None:
@@ -143,9 +143,6 @@ class _Elements:
         self._ready: deque[Tree] = deque()
         # Behind an error rows are read one by one, up to here.
         self._careful = 0
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Tree:
         if not self._ready:

@@ -10,14 +10,14 @@ import numpy as np
 from hpcstrat.data.batches import batch_length
 from hpcstrat.data.elements import ArraySpec, batched_spec, call_with
 from hpcstrat.data.rows import Stage
-from hpcstrat.data.streams import END, Stream, StreamIterator
+from hpcstrat.data.streams import END, Stream
 from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Tree
 
 __all__ = ["bucketed", "packed"]
 
 
-class _Packed(StreamIterator):
+class _Packed(Iterator[Tree]):
     """Sequences one behind the other, in rows of a fixed length."""
 
     def __init__(self, elements: Iterator[Tree], length: int, pad: Any) -> None:
@@ -26,7 +26,7 @@ class _Packed(StreamIterator):
         self._pad = pad
         self._left: Tree = None
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         parts, free = [], self._length
         while True:
             element = self._left
@@ -155,7 +155,7 @@ def collated_spec(parent: Stage) -> Tree:
     )
 
 
-class _Buckets(StreamIterator):
+class _Buckets(Iterator[Tree]):
     """Batches of elements of similar length, in tf.data's order."""
 
     def __init__(
@@ -176,7 +176,7 @@ class _Buckets(StreamIterator):
         self._drop = drop_remainder
         self._waiting: dict[int, list[Tree]] = {}
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         while self._elements is not None:
             element = next(self._elements, END)
             if element is END:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Self
 
 from hpcstrat.data.batches import (
     as_batch,
@@ -53,7 +52,7 @@ def pour_slots(
     return _SlotPieces(_Stream(batches), sizes, replicas[0], len(replicas))
 
 
-class _SlotPieces:
+class _SlotPieces(Iterator[list[Tree]]):
     """The iterator of `pour_slots`."""
 
     def __init__(
@@ -63,9 +62,6 @@ class _SlotPieces:
         self._sizes = sizes
         self._slot = first
         self._count = count
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> list[Tree]:
         slots = range(self._slot, self._slot + self._count)
@@ -154,16 +150,13 @@ def deal_pieces(
     return _DealtPieces(_Pieces(batches, num_replicas), count)
 
 
-class _Pieces:
+class _Pieces(Iterator[Tree]):
     """All pieces of all batches, one behind the other."""
 
     def __init__(self, batches: Iterable[Tree], num_replicas: int) -> None:
         self._batches = iter(batches)
         self._num_replicas = num_replicas
         self._ready: deque[Tree] = deque()
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> Tree:
         if not self._ready:
@@ -173,16 +166,13 @@ class _Pieces:
         return self._ready.popleft()
 
 
-class _DealtPieces:
+class _DealtPieces(Iterator[list[Tree]]):
     """The iterator of `deal_elements`."""
 
     def __init__(self, elements: Iterable[Tree], count: int) -> None:
         self._elements = iter(elements)
         self._count = count
         self._step: list[Tree] = []
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> list[Tree]:
         while len(self._step) < self._count:

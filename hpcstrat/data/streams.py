@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ __all__ = [
     "END",
     "Chained",
     "Stream",
-    "StreamIterator",
     "buffered",
     "cached",
     "generated",
@@ -79,20 +78,6 @@ class Stream(Stage):
     def describe(self) -> str:
         """Return the name."""
         return self._name
-
-
-class StreamIterator:
-    """Calls ``make`` for each element; that raises StopIteration at the end."""
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Tree:
-        return self.make()
-
-    def make(self) -> Tree:
-        """Return the next element."""
-        raise NotImplementedError
 
 
 def _of_elements(
@@ -205,7 +190,7 @@ def _typed(leaf: Any, spec: Any) -> Any:
     return leaf.astype(dtype, copy=False)
 
 
-class _Buffered(StreamIterator):
+class _Buffered(Iterator[Tree]):
     """Elements in the order of tf.data's shuffle."""
 
     def __init__(self, elements: Iterator[Tree], size: int | None, key: Any) -> None:
@@ -215,7 +200,7 @@ class _Buffered(StreamIterator):
         self._generator = generator_of(*key)
         self._is_open = True
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         while self._is_open and (self._size is None or len(self._buffer) < self._size):
             element = next(self._elements, END)
             if element is END:
@@ -241,12 +226,12 @@ def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> St
     return _of_elements(parent, start, f"shuffled by seed {seed}", parent.cardinality)
 
 
-class _KeptErrorsOut(StreamIterator):
+class _KeptErrorsOut(Iterator[Tree]):
     def __init__(self, elements: Iterator[Tree], logs: bool) -> None:
         self._elements = elements
         self._logs = logs
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         while True:
             try:
                 return next(self._elements)
@@ -266,7 +251,7 @@ def kept_errors_out(parent: Stage, logs: bool) -> Stream:
     )
 
 
-class Chained(StreamIterator):
+class Chained(Iterator[Tree]):
     """The elements of iterators, one behind the other.
 
     ``ends_if_empty``: where the first of them have none, it does not go on for ever.
@@ -279,7 +264,7 @@ class Chained(StreamIterator):
         self._elements: Iterator[Tree] | None = None
         self._is_empty = ends_if_empty
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         while True:
             if self._elements is None:
                 self._elements = next(self._iterators)
@@ -309,7 +294,7 @@ def repeated(parent: Stage, count: int) -> Stream:
     return _of_elements(parent, start, f"{count} times", cardinality)
 
 
-class _Strided(StreamIterator):
+class _Strided(Iterator[Tree]):
     """Every ``step``-th element from ``first``, at most ``count``."""
 
     def __init__(
@@ -320,7 +305,7 @@ class _Strided(StreamIterator):
         self._step = step
         self._left = count
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         if self._left == 0:
             raise StopIteration
         while self._wait:
@@ -364,12 +349,12 @@ class _Cache:
             return tree_map(lambda leaf: leaf.copy(), self._kept[number])
 
 
-class _FromCache(StreamIterator):
+class _FromCache(Iterator[Tree]):
     def __init__(self, cache: _Cache) -> None:
         self._cache = cache
         self._number = 0
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         element = self._cache.element(self._number)
         self._number += 1
         return element
@@ -405,7 +390,7 @@ def taken_while(parent: Stage, function: Callable[..., Any]) -> Stream:
     )
 
 
-class _Lines(StreamIterator):
+class _Lines(Iterator[Tree]):
     """Lines of files, one file behind the other."""
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -413,7 +398,7 @@ class _Lines(StreamIterator):
         self._lines: deque[str] = deque()
         self._file: Any = None
 
-    def make(self) -> Tree:
+    def __next__(self) -> Tree:
         while True:
             if self._file is None:
                 if not self._paths:
