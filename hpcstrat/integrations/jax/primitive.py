@@ -309,10 +309,10 @@ def _inside(
         # Outside of jit it is no other way there.
         problem = problem and f"{problem}; use another version of JAX"
         problem = problem or _gpu_problem(exchange)
-    elif problem:
-        problem = f"{problem}; call {exchange.what} outside of jit"
-    elif exchange.strategy.logical:
-        problem = let_replicas_meet(exchange.strategy, _await_others)
+    else:
+        if exchange.strategy.logical:
+            problem = problem or let_replicas_meet(exchange.strategy, _await_others)
+        problem = problem and f"{problem}; call {exchange.what} outside of jit"
     if problem:
         refuse(exchange.strategy, exchange.what, NotImplementedError(problem))
     if (channel := exchange.strategy.collectives.channel) is not None:
