@@ -186,14 +186,6 @@ class Channel:
 
     # Headers alone.
 
-    def mark(self, call: Call) -> int:
-        """Return what ranks compare: the call, and the place of its data.
-
-        An interrupt before a header leaves a rank's ring a place ahead.
-        """
-        # Each worker has its own rings; its steps compare them.
-        return call.digest if self.wire is not None else call.digest ^ self.rings.next
-
     def post(
         self,
         call: Call,
@@ -208,9 +200,11 @@ class Channel:
         """
         self.num_calls += 1
         if self.wire is None:
-            self.steps.post(run, self.mark(call), flags)
+            # An interrupt before a header leaves a rank's ring a place ahead.
+            self.steps.post(run, call.digest ^ self.rings.next, flags)
         else:
-            self.wire.post(run, self.mark(call), flags, carried)
+            # Each worker has its own rings; its steps compare them.
+            self.wire.post(run, call.digest, flags, carried)
 
     def poll_header(self, call: Call) -> bool | None:
         """Look whether all ranks have announced the same; None while some are missing.

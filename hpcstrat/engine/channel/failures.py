@@ -93,7 +93,8 @@ class Failures:
         """
         channel = self._channel
         announcement = Announcement(self._rank, 0, call.text)
-        announcement.digest = channel.mark(call)
+        place = 0 if channel.wire is not None else channel.rings.next
+        announcement.digest = call.digest ^ place
         announcement.run_fingerprint = channel.position.run_fingerprint
         announcements = self._gather(announcement)
         error, check = None, channel.position.copy_check

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,20 +167,25 @@ class WireHeaders:
         own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
         self._done, self._same = False, True
         # A flag has all ranks agree once more, on the same values.
-        self._steps = self._compare(own, load, finishes=not flags)
         if self.alone:
+            self._steps = self._compare_across(own, load, finishes=not flags)
             next(self._steps, None)
         else:
+            self._steps = self._compare_in_worker(own, load, finishes=not flags)
             # Each worker has its own rings, whose places its own ranks compare.
             self._segment.post(run, digest ^ self._rings.next, flags)
 
     def agreed(self) -> bool:
         """Whether all ranks have announced the same; False while some are missing."""
-        return (self._done or self._came()) and self._same
+        if not self._done:
+            next(self._steps, None)
+        return self._done and self._same
 
     def missing(self) -> list[int]:
         """Return ``[-1]`` while ranks are missing: it is not known which."""
-        return [] if self._done or self._came() else [-1]
+        if not self._done:
+            next(self._steps, None)
+        return [] if self._done else [-1]
 
     def close(self) -> None:
         """Free the requests; not collective."""
@@ -193,28 +198,49 @@ class WireHeaders:
             request.Free()
         self._receives = []
 
-    def _came(self) -> bool:
-        """Go as far as that can be without waiting; whether that is to the end."""
-        next(self._steps, None)
-        return self._done
-
-    def _compare(
+    def _compare_across(
         self, own: bytes, load: HeaderPayload | None, *, finishes: bool
     ) -> Iterator[None]:
-        """Compare headers, step by step; yields where it has to wait."""
-        if not self.alone:
-            yield from self._compare_inside()
+        """Tell the other workers; goes as far as can be without waiting, and yields."""
+        every = self._messages_for(load)
+        self._header[:] = own
+        self._travels = True
+        for step, receive in enumerate(self._receives):
+            messages = every[step]
+            sent = messages.first
+            sent.Start()
+            receive.Start()
+            behind = _started(messages.sends) if messages.sends else []
+            # The next message is laid out in the memory that this one is sent from.
+            while not (receive.Test() and sent.Test()):
+                yield
+            header = self._reads[step]()
+            if not self._same or header != own:
+                # What follows another header must not be left for the next.
+                messages = self._differ(header)[step]
+                every, load = self._kept[0], None
+            if messages.receives:
+                behind += _started(messages.receives)
+            while behind and not type(behind[0]).Testall(behind):
+                yield
+            if load is not None:
+                load.take(step)
+        self._travels = False
+        if load is not None and finishes:
+            load.finish()
+        self._done = self.alone
+
+    def _compare_in_worker(
+        self, own: bytes, load: HeaderPayload | None, *, finishes: bool
+    ) -> Iterator[None]:
+        """Do the same as one of several ranks of a worker, of which the first tells."""
+        yield from self._compare_inside()
         if self._leads:
             if not self._same:
                 own, load = _DIFFERENT, None
-            self._travels = True
-            load = yield from self._compare_across(own, load)
-            self._travels = False
-            if load is not None and finishes:
-                load.finish()
-        if not self.alone:
-            self._segment.post(0, 0, int(not self._same))
-            yield from self._compare_inside()
+            yield from self._compare_across(own, load, finishes=finishes)
+        self._segment.post(0, 0, int(not self._same))
+        yield from self._compare_inside()
         self._done = True
 
     def _compare_inside(self) -> Iterator[None]:
@@ -227,10 +253,8 @@ class WireHeaders:
                 return
             yield
 
-    def _compare_across(
-        self, own: bytes, load: HeaderPayload | None
-    ) -> Generator[None, None, HeaderPayload | None]:
-        """Tell the other workers; returns the values, where all have the same call."""
+    def _messages_for(self, load: HeaderPayload | None) -> list[_Messages]:
+        """Return the messages of a header with values, which are laid behind it."""
         nbytes = 0
         if load is not None:
             load.gather()
@@ -238,32 +262,14 @@ class WireHeaders:
         if nbytes not in self._kept and len(self._kept) > _MOST_KEPT:
             self._forget()
             self._make_messages(0)
-        every = self._kept.get(nbytes) or self._make_messages(nbytes)
-        self._header[:] = own
-        for step, receive in enumerate(self._receives):
-            messages = every[step]
-            messages.first.Start()
-            receive.Start()
-            behind = _started(messages.sends)
-            # The next message is laid out in the memory that this one is sent from.
-            while not (receive.Test() and messages.first.Test()):
-                yield
-            header = self._reads[step]()
-            if self._same and header != own:
-                self._same, load = False, None
-                self._header[:] = _DIFFERENT
-            if not self._same:
-                # From here on only headers are sent, but what follows another one must
-                # not be left for the next.
-                every = self._kept[0]
-                nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
-                messages = (self._kept.get(nbytes) or self._make_messages(nbytes))[step]
-            behind += _started(messages.receives)
-            while behind and not type(behind[0]).Testall(behind):
-                yield
-            if load is not None:
-                load.take(step)
-        return load
+        return self._kept.get(nbytes) or self._make_messages(nbytes)
+
+    def _differ(self, header: bytes) -> list[_Messages]:
+        """Send another header from here on; return the messages of one that came."""
+        self._same = False
+        self._header[:] = _DIFFERENT
+        nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
+        return self._kept.get(nbytes) or self._make_messages(nbytes)
 
 
 def _started(requests: Sequence[Any]) -> list[Any]:
