@@ -281,8 +281,8 @@ MUTANTS = (
     _m(
         "dealing: the error of one replica's part is kept to itself",
         "3:data_failures 3:data_workers",
-        "[max(found), -min(found), failed is not None, *marks], np.int64",
-        "[max(found), -min(found), 0, *marks], np.int64",
+        "with self._strategy.together(_NEXT), collectives.all_raise(_NEXT):",
+        "with collectives.all_raise(_NEXT):",
     ),
     _m(
         "watchdog: nobody asks where the others are",
