@@ -26,7 +26,7 @@ mapfile -t scripts < <(find .ci jobs benchmarks packaging tests/cluster \
 # A file in git stays in every clone for ever. A copy without git holds nothing but its files.
 check_sizes() {
     local large
-    large="$({ git ls-files -z --cached --others --exclude-standard 2>/dev/null || find . -type f -print0; } |
+    large="$({ git ls-files -z --cached --others --exclude-standard 2>/dev/null || find . -path ./.venv -prune -o -type f -print0; } |
         xargs -0 stat --format='%s bytes: %n' 2>/dev/null | awk '$1 > 1048576' || true)"
     [[ -z $large ]] || { echo "expected files of 1 MiB at most, found" "$large" && false; }
 }
