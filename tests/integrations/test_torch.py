@@ -18,7 +18,9 @@ from tests.mpi.rank_files import RankFiles, names_in, rank_files
 __all__ = ["rank_files"]
 
 RANKS = Path(__file__).parent / "ranks"
-NAMES = "process_group", "built_on_groups", "fsdp", "horovod", "torch_*"
+# Logical replicas come last, as XLA has threads then. In one job: most of a short one
+# is to import PyTorch, on each rank.
+NAMES = "process_group", "built_on_groups", "fsdp", "horovod", "torch_*", "logical_*"
 FILES = [file for name in NAMES for file in names_in(RANKS, f"check_{name}.py")]
 
 

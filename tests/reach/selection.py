@@ -1,9 +1,9 @@
 """The tests of a module of the library: their files, and arguments for pytest.
 
-They are the files in the folders that mirror the module's (``tests/unit/FOLDER``,
-``tests/mpi/ranks/FOLDER``) whose names begin with its name, and those that the table
-has for it. Where there is none: those that import or name it, those of its folder, or
-the first ones of other modules of its folder.
+They are the files in the folders that mirror the module's (``tests/unit/FOLDER`` and
+``tests/mpi/ranks/FOLDER``; ``tests/integrations/ranks``, ``tests/gpu``) that have its
+name, and those that the table has for it. Where there is none: those that import or
+name it, those of its folder, or the first ones of other modules of its folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["TABLE", "arguments_for", "files_for", "files_of", "mirrors", "unwanted"]
+__all__ = [
+    "TABLE",
+    "arguments_for",
+    "files_for",
+    "files_of",
+    "mirrors",
+    "unwanted",
+    "with_name_of",
+]
 
 _ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parent / "table.json"
@@ -26,8 +34,7 @@ RUNNERS = {
     "tests/mpi/ranks": ("tests/mpi/test_ranks.py",),
     "tests/gpu": ("tests/gpu/test_ranks_on_gpu.py",),
     "tests/integrations/ranks": tuple(
-        f"tests/integrations/test_{name}.py"
-        for name in ("torch", "jax", "keras", "logical")
+        f"tests/integrations/test_{name}.py" for name in ("torch", "jax", "keras")
     ),
 }
 # First, last and middle ranks; where a file does not run there, as few as it runs on.
@@ -54,8 +61,8 @@ def files_of(module: str, table: Mapping[str, Sequence[str]]) -> list[str]:
     Those that have its name come first.
     """
     folder = Path(module).parent
-    files = [*_with_name_of(module), *table.get(module, ())]
-    files = files or _that_name(module) or _in(mirrors(folder))
+    files = [*with_name_of(module), *table.get(module, ())]
+    files = files or _that_name(module) or _found(mirrors(folder))
     while not files and folder.name:
         alike = [files for name, files in table.items() if Path(name).parent == folder]
         files = [name for names in alike for name in names[:1]]
@@ -63,11 +70,36 @@ def files_of(module: str, table: Mapping[str, Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def mirrors(folder: Path) -> list[Path]:
-    """Return the folders of tests that mirror a folder of the library."""
+def mirrors(folder: Path) -> list[str]:
+    """Return patterns of the test files in the mirrors of a folder of the library."""
     inside = folder.relative_to("hpcstrat")
-    tests = _ROOT / "tests"
-    return [tests / "unit" / inside, tests / "mpi" / "ranks" / inside]
+    found = [f"tests/unit/{inside}/test_*.py", f"tests/mpi/ranks/{inside}/check_*.py"]
+    match inside.parts:
+        case "engine", "gpu", *_:
+            found.append("tests/gpu/check_*.py")
+        case "integrations", _, *_:
+            found.append("tests/integrations/ranks/check_*.py")
+    return found
+
+
+def _found(patterns: Sequence[str]) -> list[str]:
+    found = [path for pattern in patterns for path in sorted(_ROOT.glob(pattern))]
+    return [os.fspath(path.relative_to(_ROOT)) for path in found]
+
+
+def with_name_of(module: str) -> list[str]:
+    """Return the test files in the mirrored folders that have the name of a module.
+
+    A longer name begins with the other, and with ``_``.
+    """
+    path = Path(module)
+    rooms = "".join(rf"(?:{re.escape(part)}_)?" for part in path.parts[-3:-1])
+    own = []
+    for file in _found(mirrors(path.parent)):
+        name = re.sub(rf"^(?:test|check)_{rooms}", "", Path(file).stem)
+        if f"{name}_".startswith(f"{path.stem}_") or path.stem.startswith(f"{name}_"):
+            own.append(file)
+    return own
 
 
 @functools.cache
@@ -77,17 +109,6 @@ def _all_tests() -> dict[Path, str]:
     for pattern in ("test_*.py", "check_*.py"):
         found += sorted((_ROOT / "tests").rglob(pattern))
     return {path: path.read_text() for path in found}
-
-
-def _in(folders: Sequence[Path]) -> list[str]:
-    found = [path for path in _all_tests() if path.parent in folders]
-    return [os.fspath(path.relative_to(_ROOT)) for path in found]
-
-
-def _with_name_of(module: str) -> list[str]:
-    path = Path(module)
-    own = re.compile(rf"(test|check)_{re.escape(path.stem)}(_\w+)?\.py")
-    return [name for name in _in(mirrors(path.parent)) if own.match(Path(name).name)]
 
 
 def _that_name(module: str) -> list[str]:

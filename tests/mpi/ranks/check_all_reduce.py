@@ -612,6 +612,7 @@ def test_wrong_outs_are_refused_and_the_others_learn_of_it(
     assert_usable(strategy, job)
 
 
+@pytest.mark.once
 def test_memory_stays_flat_over_many_reductions(strategy: Any, job: Any) -> None:
     def resident() -> int:
         with open("/proc/self/statm", encoding="ascii") as file:

@@ -95,6 +95,7 @@ def test_replica_order_follows_the_communicator_that_was_given(job: Any) -> None
     reverse.Free()
 
 
+@pytest.mark.once
 def test_closing_frees_all_and_may_be_repeated(topology_layout: Any, job: Any) -> None:
     from mpi4py import MPI
 
