@@ -48,7 +48,7 @@ OF_LANE = {
         "tests/mpi/test_marked_tests.py",
         "tests/mpi/test_starting.py",
         "tests/mpi/test_testing.py",
-        "tests/unit/test_probe.py",
+        "tests/unit/engine/gpu/probe/test_probe.py",
     ),
 }
 # Files of long jobs without a fixture in common: they may be torn apart.

@@ -30,7 +30,7 @@ from hpcstrat.checkpoint.file.skeleton import Skeleton
 from hpcstrat.cli.main import main as command
 from hpcstrat.errors import CorruptCheckpointError
 
-VERSION_1 = Path(__file__).parents[1] / "unit" / "data" / "version-1.h5"
+VERSION_1 = Path(__file__).parents[1] / "old_files" / "version-1.h5"
 HUGE = 6 << 30
 _ROOM_BYTES = 1 << 30
 _LIMIT_SECONDS = 30

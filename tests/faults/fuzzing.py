@@ -32,7 +32,7 @@ from hpcstrat.checkpoint.file.reader import check, open_checkpoint, read_values
 from hpcstrat.checkpoint.file.schema import named_dtype
 from hpcstrat.errors import CheckpointError
 
-VERSION_1 = Path(__file__).parents[1] / "unit" / "data" / "version-1.h5"
+VERSION_1 = Path(__file__).parents[1] / "old_files" / "version-1.h5"
 RECORD_BYTES = 4096
 # The numbers of the record, and the hash of the prefix.
 NUMBERS, ROOT = struct.Struct("<8Q"), slice(80, 96)

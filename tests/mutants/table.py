@@ -225,13 +225,13 @@ MUTANTS = (
     ),
     _m(
         "wire: what follows another header is left for the next one",
-        "tests/unit/test_any_order.py",
+        "tests/unit/engine/collectives/test_any_order.py",
         "        nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)\n",
         "        nbytes = 0\n",
     ),
     _m(
         "pipeline: a sum begins a step before the one that was begun before it",
-        "tests/unit/test_any_order.py",
+        "tests/unit/engine/collectives/test_any_order.py",
         "if before is not None and flow.num_begun >= before.num_begun:",
         "if False:",
     ),
@@ -336,7 +336,7 @@ MUTANTS = (
     ),
     _m(
         "Adam: its two slots are swapped",
-        "tests/unit/test_optimizers.py",
+        "tests/unit/optimizers/test_optimizer.py",
         "self._first_stage(step, gradient, *slots)\n        gradient *=",
         "self._first_stage(step, gradient, *reversed(slots))\n        gradient *=",
     ),
@@ -380,45 +380,45 @@ MUTANTS = (
     ),
     _m(
         "splitting: the rest of a batch is lost",
-        "2:data tests/unit/test_sources.py",
+        "2:data tests/unit/data/test_sources.py",
         "self._parts.appendleft((batch, stop, length))",
         "pass",
     ),
     # Checkpoints.
     _m(
         "save: the header is renamed before it is on disk",
-        "tests/unit/test_checkpoint_engine.py tests/mpi/test_failing_disk.py",
+        "tests/unit/checkpoint/file/test_image.py tests/mpi/test_failing_disk.py",
         "            os.ftruncate(file, plan.size)\n            flush(file)",
         "            os.ftruncate(file, plan.size)",
     ),
     _m(
         "save: the part of a rank is not flushed",
-        "tests/unit/test_checkpoint_engine.py tests/mpi/test_failing_disk.py",
+        "tests/unit/checkpoint/file/test_image.py tests/mpi/test_failing_disk.py",
         "            if self.error is None:\n                flush(self._file)",
         "            if self.error is None:",
     ),
     _m(
         "save: the folder is not flushed after the rename",
-        "tests/unit/test_checkpoint_engine.py tests/mpi/test_failing_disk.py",
+        "tests/unit/checkpoint/file/test_image.py tests/mpi/test_failing_disk.py",
         "published = True\n                flush_folder(os.path.dirname("
         "self.target.path))",
         "published = True",
     ),
     _m(
         "save: short writes lose the rest",
-        "tests/unit/test_checkpoint_engine.py 3:checkpoint_faults",
+        "tests/unit/checkpoint/file/test_image.py 3:checkpoint_faults",
         "        done += written\n        if written % PAGE_BYTES:",
         "        done = data.nbytes\n        if written % PAGE_BYTES:",
     ),
     _m(
         "save: the hash of a block stands in its neighbor's place",
-        "3:restoring 3:saving tests/unit/test_checkpoint_engine.py",
+        "3:restoring 3:saving tests/unit/checkpoint/file/test_image.py",
         "self.hashes[index] = block_hash(data)",
         "self.hashes[index - 1] = block_hash(data)",
     ),
     _m(
         "restore: the hashes are not those of the commit record",
-        "3:checkpoint_input tests/unit/test_checkpoint_damage.py",
+        "3:checkpoint_input tests/unit/checkpoint/file/test_damage.py",
         "if hasher.digest() != root:",
         "if len(hasher.digest()) != len(root):",
     ),
@@ -436,13 +436,13 @@ MUTANTS = (
     ),
     _m(
         "keep: the best is the worst",
-        "tests/unit/test_retention.py",
+        "tests/unit/checkpoint/keep/test_retention.py",
         'sign = 1 if best.mode == "min" else -1',
         'sign = -1 if best.mode == "min" else 1',
     ),
     _m(
         "keep: one less than was asked for",
-        "tests/unit/test_retention.py",
+        "tests/unit/checkpoint/keep/test_retention.py",
         "keep = ordered[-rules.max_to_keep :]",
         "keep = ordered[1 - rules.max_to_keep :] if rules.max_to_keep > 1 else []",
     ),

@@ -39,14 +39,14 @@ def test_every_module_has_tests() -> None:
 
 def test_a_module_that_is_not_in_the_table_has_the_files_that_name_it() -> None:
     found = files_of("hpcstrat/engine/channel/wire_headers.py", {})
-    assert "tests/unit/test_wire_headers.py" in found
+    assert "tests/unit/engine/channel/test_wire_headers.py" in found
     assert "tests/mpi/ranks/check_inlined.py" in found
 
 
 def test_new_modules_have_the_files_of_others_in_their_folder() -> None:
-    table = {"hpcstrat/data/order.py": ["tests/unit/test_order.py"]}
+    table = {"hpcstrat/data/order.py": ["tests/unit/data/test_order.py"]}
     unnamed = "".join(("hpcstrat/data/new", "_one.py"))
-    assert files_of(unnamed, table) == ["tests/unit/test_order.py"]
+    assert files_of(unnamed, table) == ["tests/unit/data/test_order.py"]
 
 
 def test_pytest_collects_the_files_of_a_module_with_their_ranks() -> None:

@@ -280,7 +280,7 @@ def test_a_rule_of_ones_own_over_a_bundled_one_is_called_for_each_variable() -> 
 def test_the_optimizer_of_the_guide_accumulates_clips_and_is_restored(
     tmp_path: Path,
 ) -> None:
-    guide = Path(__file__).parents[2] / "docs" / "recipes.md"
+    guide = Path(__file__).parents[3] / "docs" / "recipes.md"
     (code,) = (b.code for b in blocks(guide.read_text()) if "RMSProp(hs." in b.code)
     names: dict[str, Any] = {}
     exec(code, names)

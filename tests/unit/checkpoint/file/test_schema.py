@@ -326,7 +326,7 @@ def test_header_says_what_the_file_holds(path: Path) -> None:
 
 
 def test_reader_of_the_specification_reads_it(path: Path) -> None:
-    guide = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
+    guide = Path(__file__).parents[4] / "docs" / "checkpoint-format.md"
     code = guide.read_text().partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {}
     exec(code, names)

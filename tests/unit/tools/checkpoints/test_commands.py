@@ -33,7 +33,7 @@ from hpcstrat.errors import CheckpointError
 from hpcstrat.testing.launcher import clean_environment
 from hpcstrat.tools.checkpoints.bench import advise, parse_size
 
-VERSION_1 = Path(__file__).parent / "data" / "version-1.h5"
+VERSION_1 = Path(__file__).parents[3] / "old_files" / "version-1.h5"
 
 
 def _run(*words: Any) -> Result:

@@ -20,7 +20,7 @@ from hpcstrat.safety.watchdog.late_ranks import LateRank, LateReport, some_ranks
 from hpcstrat.safety.watchdog.pages import STATUS_START, WAITS, Page, Status
 from hpcstrat.safety.watchdog.stacks import Process, Stacks, look_at, own_stacks
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[4]
 HELD = """
 import ctypes, os, sys
 from hpcstrat.safety.watchdog.stacks import prepare
