@@ -30,11 +30,8 @@ WITHOUT_ARRAYS |= {"central_storage", "variables_as_arrays"}
 WITHOUT_ARRAYS |= {"arrays", "casting", "errstate", "order"}
 # See check_device_logical.py; state of variables on GPUs is not divided.
 WITHOUT_ARRAYS |= {"logical", "sharded"}
-EVERYTHING = sorted(
-    path.stem.removeprefix("check_")
-    for path in RANKS.glob("check_*.py")
-    if path.stem.removeprefix("check_") not in WITHOUT_ARRAYS
-)
+FILES = {path.stem.removeprefix("check_"): path for path in RANKS.rglob("check_*.py")}
+EVERYTHING = sorted(FILES.keys() - WITHOUT_ARRAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +53,7 @@ def _passed(n: int, transport: str, files: list[str], *options: str) -> int:
 
 
 def _paths(names: list[str]) -> list[str]:
-    return [str(RANKS / f"check_{name}.py") for name in names]
+    return [str(FILES[name]) for name in names]
 
 
 FULL = pytest.mark.full

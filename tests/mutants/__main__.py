@@ -65,7 +65,8 @@ def _commands(mutant: Mutant, suite: str) -> list[list[str]]:
         n, _, name = words.partition(":")
         if n.isdigit():
             ranks = ["-m", "tests.mpi.ranks", "-x", "--color=no", *short]
-            file = f"tests/mpi/ranks/check_{name}.py"
+            [path] = (ROOT / "tests/mpi/ranks").rglob(f"check_{name}.py")
+            file = str(path.relative_to(ROOT))
             commands.append([*launch_command(int(n)), sys.executable, *ranks, file])
         else:
             commands.append([*pytest, words])

@@ -12,7 +12,7 @@ class Mutant:
     """One fault: ``old`` stands once in the library, in whatever module.
 
     ``tests`` are files that should find it: ``3:reductions`` is
-    tests/mpi/ranks/check_reductions.py on 3 ranks.
+    tests/mpi/ranks/engine/reduction/check_reductions.py on 3 ranks.
     """
 
     name: str

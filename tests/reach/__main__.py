@@ -98,7 +98,7 @@ def _note() -> None:
         found = [path for p in patterns for path in sorted(tests.glob(p))]
         return [os.fspath(path.relative_to(_ROOT)) for path in found]
 
-    ranks = named("mpi/ranks/check_*.py")
+    ranks = named("mpi/ranks/**/check_*.py")
     parts = [
         (named("unit/**/test_*.py"), 1),
         *[(ranks, n) for n in (2, 3)],

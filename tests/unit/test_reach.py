@@ -40,7 +40,7 @@ def test_every_module_has_tests() -> None:
 def test_a_module_that_is_not_in_the_table_has_the_files_that_name_it() -> None:
     found = files_of("hpcstrat/engine/channel/wire_headers.py", {})
     assert "tests/unit/engine/channel/test_wire_headers.py" in found
-    assert "tests/mpi/ranks/check_inlined.py" in found
+    assert "tests/mpi/ranks/engine/channel/check_inlined.py" in found
 
 
 def test_new_modules_have_the_files_of_others_in_their_folder() -> None:

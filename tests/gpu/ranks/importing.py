@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["Importer"]
 
-_PACKAGE = "tests.mpi.ranks"
+_PACKAGE = "tests.mpi.ranks."
 
 
 class _Loader(importlib.abc.Loader):
@@ -61,9 +61,9 @@ class Importer(importlib.abc.MetaPathFinder):
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return what the other finders find, with another loader."""
-        package, _, last = name.rpartition(".")
+        last = name.rpartition(".")[2]
         wanted = last.startswith("check_") or last in self._helpers
-        if package != _PACKAGE or not wanted:
+        if not name.startswith(_PACKAGE) or not wanted:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)

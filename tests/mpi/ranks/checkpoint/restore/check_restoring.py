@@ -20,7 +20,7 @@ from tests.mpi.ranks.saved import Counter, fill, make_variable, warnings_of_chec
 pytestmark = pytest.mark.files
 
 
-VERSION_1 = Path(__file__).parents[2] / "old_files" / "version-1.h5"
+VERSION_1 = Path(__file__).parents[4] / "old_files" / "version-1.h5"
 
 
 def _objects(strategy: Any, value: float, names: tuple[str, ...]) -> dict[str, Any]:

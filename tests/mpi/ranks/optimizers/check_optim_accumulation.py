@@ -25,7 +25,7 @@ from tests.mpi.ranks.outcomes import outcome
 pytestmark = pytest.mark.rule
 
 
-DATA = Path(__file__).parents[2] / "old_files"
+DATA = Path(__file__).parents[3] / "old_files"
 CALLS = 7
 MOST = 4
 
