@@ -18,6 +18,7 @@ from tests.lanes import LaneScheduling, num_lanes
 from tests.reach import selection
 
 _files = pytest.StashKey[list[str]]()
+_longer = pytest.StashKey[list[str]]()
 
 # Every rank must draw the same examples, and a slow machine must fail nothing.
 hypothesis.settings.register_profile(
@@ -113,13 +114,17 @@ def pytest_configure(config: pytest.Config) -> None:
         except ValueError as exc:
             raise pytest.UsageError(str(exc)) from None
         config.stash[_files] = files
+        paths = map(selection.path_of, modules)
+        jobs = {job for path in paths for job in selection.jobs_of(path)}
+        config.stash[_longer] = sorted(jobs - {*files})
         config.args = selection.arguments_for(files)
         config.args_source = pytest.Config.ArgsSource.ARGS
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say which test files a module has."""
-    return [f"tests: {file}" for file in config.stash.get(_files, [])]
+    """Say which test files a module has, and which take minutes and are left out."""
+    files, longer = config.stash.get(_files, []), config.stash.get(_longer, [])
+    return [f"tests: {file}" for file in files] + [f"longer: {file}" for file in longer]
 
 
 def pytest_collection_modifyitems(

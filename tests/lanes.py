@@ -64,7 +64,8 @@ def num_lanes(config: pytest.Config) -> int:
 
     That is where pytest was told what to run, and where tests take several GiB each.
     """
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    whole = not named and not config.option.modules
     one_by_one = config.option.markexpr == "slow" or os.cpu_count() == 1
     return NUM_LANES if whole and not one_by_one else 0
 

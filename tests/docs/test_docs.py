@@ -123,7 +123,12 @@ def _launch(
     command = [sys.executable, *(os.fspath(word) for word in words)]
     if size > 1:
         return testing.launch(
-            size, command, timeout=MOST_SECONDS, fault_tolerant=fault_tolerant
+            size,
+            command,
+            timeout=MOST_SECONDS,
+            # A page with logical replicas wants one thread of XLA's, after others.
+            env={"NPROC": "1"},
+            fault_tolerant=fault_tolerant,
         )
     done = subprocess.run(
         command,

@@ -1,4 +1,4 @@
-"""Lines that a job of rank tests writes while it runs, one for each event.
+"""Lines of a job of rank tests, which it writes while it runs, one for each event.
 
 Each has a file of tests, an event, and a text: ``collected`` and the number of tests;
 ``started``, ``passed`` or ``skipped`` and the test; ``failed`` and what failed.

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hpcstrat.testing import launch_command
 from tests.reach.noted import VARIABLE
-from tests.reach.selection import TABLE, files_for
+from tests.reach.selection import TABLE, files_for, files_in_mirrors
 
 __all__ = ["chosen", "main"]
 
@@ -28,6 +28,7 @@ _ROOT = Path(__file__).parents[2]
 _MOST_SECONDS = 60.0
 """How long the tests of a module may take, by what they took when they were noted."""
 _MOST_MORE = 5
+_OWN_WEIGHT = 5
 
 Noted = dict[str, tuple[float, set[str]]]
 
@@ -35,9 +36,11 @@ Noted = dict[str, tuple[float, set[str]]]
 def chosen(module: str, noted: Noted) -> list[str]:
     """Return test files that call the functions of a module, within a limit of time.
 
-    The next one is that which calls most functions a second that no other one calls.
-    Where all are called, a few more follow, the quickest first.
+    The next one is that which calls most functions a second that no other one calls;
+    those in the folders that mirror the module's count for more. Where all are called,
+    a few more follow, the quickest first.
     """
+    mirrored = {*files_in_mirrors(Path(module).parent)}
     calls = {
         name: (seconds, {f for f in functions if f.startswith(f"{module}:")})
         for name, (seconds, functions) in noted.items()
@@ -49,7 +52,8 @@ def chosen(module: str, noted: Noted) -> list[str]:
 
     def worth(name: str) -> tuple[float, float]:
         seconds, functions = calls[name]
-        return len(functions - seen) / (0.5 + seconds), -seconds
+        weight = _OWN_WEIGHT if name in mirrored else 1
+        return weight * len(functions - seen) / (0.5 + seconds), -seconds
 
     while calls:
         best = max(calls, key=worth)

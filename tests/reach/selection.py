@@ -2,8 +2,8 @@
 
 They are the files in the folders that mirror the module's (``tests/unit/FOLDER`` and
 ``tests/mpi/ranks/FOLDER``; ``tests/integrations/ranks``, ``tests/gpu``) that have its
-name, and those that the table has for it. Where there is none: those that import or
-name it, those of its folder, or the first ones of other modules of its folder.
+name, and those that the table has for it. Where there is none: the jobs of `JOBS`, the
+files that import or name it, or those that mirror its folder, or the next one above.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from pathlib import Path
 import pytest
 
 __all__ = [
+    "JOBS",
     "TABLE",
     "arguments_for",
     "files_for",
+    "files_in_mirrors",
     "files_of",
+    "jobs_of",
     "mirrors",
+    "path_of",
     "unwanted",
     "with_name_of",
 ]
@@ -37,6 +41,39 @@ RUNNERS = {
         f"tests/integrations/test_{name}.py" for name in ("torch", "jax", "keras")
     ),
 }
+# What only whole jobs can show, in minutes, by the beginning of the modules' paths.
+JOBS = {
+    "hpcstrat/checkpoint/bench/": ("tests/mpi/test_ckpt_bench.py",),
+    "hpcstrat/checkpoint/save/": (
+        "tests/mpi/test_checkpoint_faults.py",
+        "tests/mpi/test_failing_disk.py",
+    ),
+    "hpcstrat/elastic/": ("tests/mpi/test_elastic.py",),
+    "hpcstrat/engine/gpu/probe/": ("tests/gpu/test_probe.py",),
+    "hpcstrat/engine/topology/start_warnings.py": ("tests/mpi/test_start_warnings.py",),
+    "hpcstrat/integrations/horovod/": ("tests/integrations/test_horovod.py",),
+    "hpcstrat/integrations/jax/launch.py": ("tests/integrations/test_jax.py",),
+    "hpcstrat/integrations/torch/launch.py": (
+        "tests/integrations/test_process_group.py",
+    ),
+    "hpcstrat/parameter_server/": ("tests/mpi/test_serving.py",),
+    "hpcstrat/safety/exits.py": ("tests/mpi/test_exits.py",),
+    "hpcstrat/safety/hang_file.py": ("tests/mpi/test_hang_file.py",),
+    "hpcstrat/safety/lateness.py": ("tests/mpi/test_lateness.py",),
+    "hpcstrat/safety/start/": ("tests/mpi/test_starting.py",),
+    "hpcstrat/safety/uncaught.py": ("tests/mpi/test_exits.py",),
+    "hpcstrat/safety/watchdog/": ("tests/mpi/test_watchdog.py",),
+    "hpcstrat/testing/": (
+        "tests/mpi/test_testing.py",
+        "tests/mpi/test_marked_tests.py",
+    ),
+    "hpcstrat/tools/bench/": ("tests/mpi/test_bench_scaling.py",),
+    "hpcstrat/tools/chaos/": ("tests/mpi/test_chaos.py",),
+    "hpcstrat/tools/checkpoints/bench.py": ("tests/mpi/test_ckpt_bench.py",),
+    "hpcstrat/tools/doctor/": ("tests/cluster/test_doctor.py",),
+    "hpcstrat/tools/hang_command.py": ("tests/mpi/test_hang_file.py",),
+    "hpcstrat/tools/launch_commands.py": ("tests/integrations/test_process_group.py",),
+}
 # First, last and middle ranks; where a file does not run there, as few as it runs on.
 _NUM_RANKS = 3
 _MOST_BY_CHANCE = 6
@@ -46,13 +83,18 @@ def files_for(modules: Sequence[str]) -> list[str]:
     """Return the test files of modules, which are given by paths."""
     table = json.loads(TABLE.read_text())
     files: list[str] = []
-    for given in modules:
-        name = os.path.relpath(Path(given).resolve(), _ROOT)
-        if not name.startswith("hpcstrat/") or not (_ROOT / name).is_file():
-            message = f"expected a module of hpcstrat, found {given}; give its path"
-            raise ValueError(message)
+    for name in map(path_of, modules):
         files += [file for file in files_of(name, table) if file not in files]
     return files
+
+
+def path_of(given: str) -> str:
+    """Return the path of a module from the root of the repository."""
+    name = os.path.relpath(Path(given).resolve(), _ROOT)
+    if not name.startswith("hpcstrat/") or not (_ROOT / name).is_file():
+        message = f"expected a module of hpcstrat, found {given}; give its path"
+        raise ValueError(message)
+    return name
 
 
 def files_of(module: str, table: Mapping[str, Sequence[str]]) -> list[str]:
@@ -62,12 +104,21 @@ def files_of(module: str, table: Mapping[str, Sequence[str]]) -> list[str]:
     """
     folder = Path(module).parent
     files = [*with_name_of(module), *table.get(module, ())]
-    files = files or _that_name(module) or _found(mirrors(folder))
+    files = files or jobs_of(module) or _that_name(module)
     while not files and folder.name:
-        alike = [files for name, files in table.items() if Path(name).parent == folder]
-        files = [name for names in alike for name in names[:1]]
+        files = files_in_mirrors(folder)
         folder = folder.parent
     return list(dict.fromkeys(files))
+
+
+def jobs_of(module: str) -> list[str]:
+    """Return the files of tests that start whole jobs for a module, or its folder."""
+    return [
+        name
+        for start, names in JOBS.items()
+        if module.startswith(start)
+        for name in names
+    ]
 
 
 def mirrors(folder: Path) -> list[str]:
@@ -82,8 +133,9 @@ def mirrors(folder: Path) -> list[str]:
     return found
 
 
-def _found(patterns: Sequence[str]) -> list[str]:
-    found = [path for pattern in patterns for path in sorted(_ROOT.glob(pattern))]
+def files_in_mirrors(folder: Path) -> list[str]:
+    """Return the test files in the mirrors of a folder of the library."""
+    found = [path for name in mirrors(folder) for path in sorted(_ROOT.glob(name))]
     return [os.fspath(path.relative_to(_ROOT)) for path in found]
 
 
@@ -95,7 +147,7 @@ def with_name_of(module: str) -> list[str]:
     path = Path(module)
     rooms = "".join(rf"(?:{re.escape(part)}_)?" for part in path.parts[-3:-1])
     own = []
-    for file in _found(mirrors(path.parent)):
+    for file in files_in_mirrors(path.parent):
         name = re.sub(rf"^(?:test|check)_{rooms}", "", Path(file).stem)
         if f"{name}_".startswith(f"{path.stem}_") or path.stem.startswith(f"{name}_"):
             own.append(file)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.reach.__main__ import chosen
-from tests.reach.selection import TABLE, files_of
+from tests.reach.selection import JOBS, TABLE, files_of, with_name_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,13 +22,18 @@ def test_the_table_names_what_is_there() -> None:
 
 
 def test_files_that_call_most_in_little_time_are_first() -> None:
+    module = "hpcstrat/layers/m.py"
     noted = {
-        "slow": (30.0, {"m:a", "m:b", "m:c"}),
-        "quick": (1.0, {"m:a", "other:x"}),
-        "long": (90.0, {"m:d"}),
+        "slow": (30.0, {f"{module}:{name}" for name in "abc"}),
+        "quick": (1.0, {f"{module}:a", "other:x"}),
+        "long": (90.0, {f"{module}:d"}),
         "other": (1.0, {"other:x"}),
     }
-    assert chosen("m", noted) == ["quick", "slow"]
+    assert chosen(module, noted) == ["quick", "slow"]
+    # Not as quick, but of this folder.
+    own = "tests/unit/layers/test_normalization.py"
+    noted[own] = (4.0, {f"{module}:a"})
+    assert chosen(module, noted)[0] == own
 
 
 def test_every_module_has_tests() -> None:
@@ -37,16 +42,50 @@ def test_every_module_has_tests() -> None:
     assert [name for name in modules if not files_of(name, table)] == []
 
 
-def test_a_module_that_is_not_in_the_table_has_the_files_that_name_it() -> None:
-    found = files_of("hpcstrat/engine/channel/wire_headers.py", {})
-    assert "tests/unit/engine/channel/test_wire_headers.py" in found
-    assert "tests/mpi/ranks/engine/channel/check_inlined.py" in found
+def test_folders_of_tests_are_those_of_the_library() -> None:
+    mirrored = [ROOT / "tests" / "unit", ROOT / "tests" / "mpi" / "ranks"]
+    assert [
+        str(path.relative_to(ROOT))
+        for top in mirrored
+        for path in top.rglob("__init__.py")
+        if not (ROOT / "hpcstrat" / path.relative_to(top)).exists()
+    ] == []
 
 
-def test_new_modules_have_the_files_of_others_in_their_folder() -> None:
-    table = {"hpcstrat/data/order.py": ["tests/unit/data/test_order.py"]}
-    unnamed = "".join(("hpcstrat/data/new", "_one.py"))
-    assert files_of(unnamed, table) == ["tests/unit/data/test_order.py"]
+def test_jobs_are_listed_for_what_is_there() -> None:
+    paths = {*JOBS, *(name for names in JOBS.values() for name in names)}
+    assert [name for name in paths if not (ROOT / name).exists()] == []
+
+
+def test_files_with_the_name_of_a_module_are_its_tests() -> None:
+    assert with_name_of("hpcstrat/engine/channel/waiting.py") == [
+        "tests/unit/engine/channel/test_waiting.py"
+    ]
+    assert with_name_of("hpcstrat/metrics/log.py") == [
+        "tests/unit/metrics/test_log.py",
+        "tests/mpi/ranks/metrics/check_metrics_log.py",
+    ]
+    found = with_name_of("hpcstrat/integrations/torch/gradients.py")
+    assert found == ["tests/integrations/ranks/check_torch_gradients.py"]
+    # That of PyTorch has the same name.
+    found = with_name_of("hpcstrat/integrations/keras/checkpoints.py")
+    assert found == []
+
+
+def test_modules_that_are_not_in_the_table_have_the_files_that_name_them() -> None:
+    found = files_of("hpcstrat/engine/collectives/work.py", {})
+    assert "tests/unit/engine/collectives/test_any_order.py" in found
+    assert files_of("hpcstrat/testing/in_step.py", {}) == [*JOBS["hpcstrat/testing/"]]
+
+
+def test_new_modules_have_the_tests_of_their_folder() -> None:
+    unnamed = "".join(("hpcstrat/elastic/preemption/new", "_one.py"))
+    assert files_of(unnamed, {}) == ["tests/mpi/test_elastic.py"]
+    unnamed = "".join(("hpcstrat/layers/new/new", "_one.py"))
+    assert files_of(unnamed, {}) == [
+        "tests/unit/layers/test_normalization.py",
+        "tests/mpi/ranks/layers/check_layers.py",
+    ]
 
 
 def test_pytest_collects_the_files_of_a_module_with_their_ranks() -> None:
