@@ -158,16 +158,14 @@ def run(page: Path, size: int, extra: str = "") -> dict[str, list[float]]:
     return numbers
 
 
-def main(folder: str, size: int, pages: list[str]) -> None:
+def main(folder: str, size: int, extra: str, pages: list[str]) -> None:
     """Run pages one after the other, each in a folder of its own with its number.
 
-    A page is given as its extra word, ``=`` and its path. One whose blocks have all run
-    leaves ``compared.json`` there.
+    A page whose blocks have all run leaves ``compared.json`` there.
     """
-    for number, given in enumerate(pages):
-        extra, _, page = given.partition("=")
-        if extra == "ulfm":
-            os.environ["TASK"] = _TASKS[launch_from_environment().rank]
+    if extra == "ulfm":
+        os.environ["TASK"] = _TASKS[launch_from_environment().rank]
+    for number, page in enumerate(pages):
         place = Path(folder, str(number))
         place.mkdir(exist_ok=True)
         os.chdir(place)
@@ -177,4 +175,4 @@ def main(folder: str, size: int, pages: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:])

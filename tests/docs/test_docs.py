@@ -76,8 +76,6 @@ def _param(*key: Any, marks: Any = ()) -> Any:
 # Jobs mostly wait; several at once take the time of a few.
 SIMULTANEOUS = 4
 MOST_PAGES = 8
-MOST_SECONDS = 400
-FRAMEWORKS = ("torch", "jax", "keras")
 
 
 class Done(NamedTuple):
@@ -89,32 +87,26 @@ class Done(NamedTuple):
     numbers: dict[str, list[float]] | None = None
 
 
-Key = tuple[str, int, str]
-"""A page, the number of ranks, and the word of the blocks that run beside others."""
-
-
-def _run_pages(keys: list[Key]) -> dict[Key, Done]:
+def _run_pages(names: list[str], size: int, extra: str) -> dict[str, Done]:
     """Run pages in one job; where that fails, each of them in one of its own."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
-        _, size, word = keys[0]
-        words = ["-m", "tests.docs.page", folder, str(size)]
-        words += [f"{extra}={PAGES[name]}" for name, _, extra in keys]
-        done = _launch(size, words, fault_tolerant=word == "ulfm")
-        if done.returncode and len(keys) > 1:
-            return {key: _run_pages([key])[key] for key in keys}
+        words = ["-m", "tests.docs.page", folder, str(size), extra]
+        pages = [PAGES[name] for name in names]
+        done = _launch(size, [*words, *pages], fault_tolerant=extra == "ulfm")
+        if done.returncode and len(names) > 1:
+            return {name: _run_pages([name], size, extra)[name] for name in names}
         ended = {}
-        for number, key in enumerate(keys):
+        for number, name in enumerate(names):
             found = Path(folder, str(number), "compared.json")
             numbers = json.loads(found.read_text()) if found.exists() else None
-            ended[key] = Done(done.returncode, done.stderr, done.stdout, numbers)
+            ended[name] = Done(done.returncode, done.stderr, done.stdout, numbers)
         return ended
 
 
-def _run_example(keys: list[Key]) -> dict[Key, Done]:
-    [(name, size, extra)] = keys
+def _run_example(names: list[str], size: int, extra: str) -> dict[str, Done]:
     assert not extra
-    done = _launch(size, [EXAMPLES / name])
-    return {keys[0]: Done(done.returncode, done.stderr, done.stdout)}
+    done = _launch(size, [EXAMPLES / names[0]])
+    return {names[0]: Done(done.returncode, done.stderr, done.stdout)}
 
 
 def _launch(
@@ -122,31 +114,28 @@ def _launch(
 ) -> testing.Finished:
     command = [sys.executable, *(os.fspath(word) for word in words)]
     if size > 1:
-        return testing.launch(
-            size,
-            command,
-            timeout=MOST_SECONDS,
-            # A page with logical replicas wants one thread of XLA's, after others.
-            env={"NPROC": "1"},
-            fault_tolerant=fault_tolerant,
-        )
+        return testing.launch(size, command, timeout=150, fault_tolerant=fault_tolerant)
     done = subprocess.run(
         command,
         check=False,
         capture_output=True,
         text=True,
-        timeout=MOST_SECONDS,
+        timeout=150,
         env=clean_environment({"PYTHONPATH": str(ROOT)}),
     )
     return testing.Finished(done.returncode, done.stdout, done.stderr)
 
 
+Key = tuple[str, int, str]
 PAGE_JOBS: list[Key] = [
     *[(name, 1, "") for name in WITH_CODE],
     *[(name, 2, "") for name in WITH_RANKS],
     *[(name, 3, "") for name, extra in RECIPES if not extra],
     # What frameworks compute takes long: once, where batches are ragged if they are.
-    *[(name, 3 if extra in FRAMEWORKS else 2, extra) for name, extra in WITH_EXTRAS],
+    *[
+        (name, 3 if (name, extra) in RECIPES else 2, extra)
+        for name, extra in WITH_EXTRAS
+    ],
     *[(name, ULFM_SIZE, "ulfm") for name in WITH_LOSSES],
 ]
 SLOW_JOBS: list[Key] = [
@@ -164,37 +153,33 @@ class Jobs:
 
     def __init__(self, pool: ThreadPoolExecutor, wanted: list[Key]) -> None:
         self._pool = pool
-        self._futures: dict[Key, Future[dict[Key, Done]]] = {}
-        alike: dict[tuple[int, str], list[Key]] = {}
-        for key in wanted:
-            name, size, extra = key
+        self._futures: dict[Key, Future[dict[str, Done]]] = {}
+        alike: dict[tuple[int, str], list[str]] = {}
+        for name, size, extra in wanted:
             if name.endswith(".py"):
-                self._start([key])
+                self._start([name], size, extra)
             else:
-                # Loading the frameworks takes longest: they share a job.
-                kind = "frameworks" if extra in FRAMEWORKS else extra
-                alike.setdefault((size, kind), []).append(key)
-        for (_, kind), keys in alike.items():
-            most = len(keys) if kind == "frameworks" else MOST_PAGES
-            for some in batched(keys, most):
-                self._start(some)
+                alike.setdefault((size, extra), []).append(name)
+        for (size, extra), names in alike.items():
+            for pages in batched(names, MOST_PAGES):
+                self._start(pages, size, extra)
 
-    def _start(self, keys: list[Key]) -> None:
-        run = _run_example if keys[0][0].endswith(".py") else _run_pages
-        future = self._pool.submit(run, keys)
-        self._futures.update(dict.fromkeys(keys, future))
+    def _start(self, names: list[str], size: int, extra: str) -> None:
+        run = _run_example if names[0].endswith(".py") else _run_pages
+        future = self._pool.submit(run, names, size, extra)
+        self._futures.update({(name, size, extra): future for name in names})
 
     def __call__(self, name: str, size: int, extra: str = "") -> Done:
         key = (name, size, extra)
         if key not in self._futures:
-            self._start([key])
-        return self._futures[key].result()[key]
+            self._start([name], size, extra)
+        return self._futures[key].result()[name]
 
 
-def batched(keys: list[Key], most: int) -> list[list[Key]]:
+def batched(names: list[str], most: int) -> list[list[str]]:
     """Return parts of a list, about equally long."""
-    count = -(-len(keys) // most)
-    return [keys[first::count] for first in range(count)]
+    count = -(-len(names) // most)
+    return [names[first::count] for first in range(count)]
 
 
 def _is_there(extra: str) -> bool:

@@ -21,7 +21,7 @@ STANDIN = ROOT / "tests" / "gpu" / "standin"
 @pytest.mark.parametrize("size", [1, 2])
 def test_blocks_run(size: int, tmp_path: Path) -> None:
     assert len(runnable(PAGE, size, "gpu")) >= 4
-    words = ["-m", "tests.docs.page", str(tmp_path), str(size), f"gpu={PAGE}"]
+    words = ["-m", "tests.docs.page", str(tmp_path), str(size), "gpu", str(PAGE)]
     command = [sys.executable, *words]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(STANDIN), str(ROOT)]),

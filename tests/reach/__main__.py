@@ -3,7 +3,7 @@
 ``python -m tests.reach hpcstrat/PATH.py`` is ``pytest --for=hpcstrat/PATH.py``, see
 selection.py. The table, ``table.json``, has for each module the test files that call
 its functions, those first that call many in little time. ``python -m tests.reach
---note`` makes it anew, which takes about ten minutes.
+--note`` makes it anew, which takes some minutes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hpcstrat.testing import launch_command
@@ -67,60 +68,58 @@ def chosen(module: str, noted: Noted) -> list[str]:
     return files
 
 
-def _is_of_ranks(name: str) -> bool:
-    return Path(name).name.startswith("check_")
-
-
-def _commands(files: Sequence[str], n: int) -> list[list[str]]:
-    """Return the commands that note what test files call."""
-    alone = [name for name in files if not _is_of_ranks(name)]
-    ranks = [name for name in files if _is_of_ranks(name)]
-    found = []
-    if alone:
+def _command(files: Sequence[str], n: int) -> list[str]:
+    """Return the command that notes what test files call."""
+    if not n:
         words = ["-m", "pytest", "-q", "-p", "tests.reach.plugin"]
-        found.append([sys.executable, *words, *alone])
-    if ranks:
-        start = [*launch_command(n), sys.executable, "-m", "tests.mpi.ranks"]
-        found.append([*start, "--short", *ranks])
-    return found
+        return [sys.executable, *words, *files]
+    start = [*launch_command(n), sys.executable, "-m", "tests.mpi.ranks"]
+    return [*start, "--short", *files]
 
 
-def _run(commands: list[list[str]], env: dict[str, str] | None = None) -> int:
-    codes = []
-    for command in commands:
-        print(f"$ {shlex.join(command)}", flush=True)
-        done = subprocess.run(command, cwd=_ROOT, env=env, check=False)
-        codes.append(done.returncode)
-    return max(codes, default=0)
+def _noted_by(files: Sequence[str], n: int) -> Noted:
+    """Run test files, n ranks of them or none; return what they call, and how long.
+
+    They take the two cores of a machine alone.
+    """
+    command = _command(files, n)
+    with tempfile.TemporaryDirectory(prefix="hpcstrat-reach-") as folder:
+        # One thread for XLA, as logical replicas want it.
+        env = {**os.environ, VARIABLE: folder, "NPROC": "1"}
+        done = subprocess.run(
+            command, cwd=_ROOT, env=env, check=False, capture_output=True, text=True
+        )
+        last = done.stdout.strip().rpartition("\n")[2] or done.stderr
+        print(f"$ {shlex.join(command[:9])} ...: {last}", flush=True)
+        noted: Noted = {}
+        for path in Path(folder).glob("*.json"):
+            for name, (seconds, functions) in json.loads(path.read_text()).items():
+                before = noted.get(name, (0.0, set()))
+                noted[name] = seconds / 2 + before[0], before[1] | {*functions}
+        return noted
 
 
 def _note() -> None:
     """Run all files of quick tests, and write the table."""
     tests = _ROOT / "tests"
 
-    def named(*patterns: str) -> list[str]:
-        found = [path for p in patterns for path in sorted(tests.glob(p))]
+    def named(pattern: str) -> list[str]:
+        found = sorted(tests.glob(pattern))
         return [os.fspath(path.relative_to(_ROOT)) for path in found]
 
-    ranks = named("mpi/ranks/**/check_*.py")
     parts = [
-        (named("unit/**/test_*.py"), 1),
-        *[(ranks, n) for n in (2, 3)],
+        (named("mpi/ranks/**/check_*.py"), 3),
+        (named("unit/**/test_*.py"), 0),
         (named("integrations/ranks/check_*.py"), 2),
     ]
-    with tempfile.TemporaryDirectory(prefix="hpcstrat-reach-") as folder:
-        # One thread for XLA, as logical replicas want it.
-        env = {**os.environ, VARIABLE: folder, "NPROC": "1"}
-        commands = [c for names, n in parts for c in _commands(names, n)]
-        _run(commands, env)
-        noted: Noted = {}
-        for path in Path(folder).glob("*.json"):
-            for name, (seconds, functions) in json.loads(path.read_text()).items():
-                before = noted.get(name, (0.0, set()))
-                noted[name] = max(seconds, before[0]), before[1] | {*functions}
+    # Beside one another: that of no ranks leaves a core idle.
+    with ThreadPoolExecutor(2) as pool:
+        all_noted = list(pool.map(lambda part: _noted_by(*part), parts))
+    noted = {name: found for some in all_noted for name, found in some.items()}
     modules = sorted({f.partition(":")[0] for _, fs in noted.values() for f in fs})
     table = {module: chosen(module, noted) for module in modules}
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{len(table)} modules, {len(noted)} files of tests: {TABLE}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*files, sep="\n")
         return 0
     options = [f"--for={os.path.abspath(name)}" for name in arguments.modules]
-    return _run([[sys.executable, "-m", "pytest", *options]])
+    return subprocess.call([sys.executable, "-m", "pytest", *options], cwd=_ROOT)
 
 
 if __name__ == "__main__":
