@@ -74,15 +74,15 @@ def _command(files: Sequence[str], n: int) -> list[str]:
         words = ["-m", "pytest", "-q", "-p", "tests.reach.plugin"]
         return [sys.executable, *words, *files]
     start = [*launch_command(n), sys.executable, "-m", "tests.mpi.ranks"]
-    return [*start, "--short", *files]
+    return [*start, "--short", "--color=no", *files]
 
 
 def _noted_by(files: Sequence[str], n: int) -> Noted:
     """Run test files, n ranks of them or none; return what they call, and how long.
 
-    They take the two cores of a machine alone.
+    That is on two quiet cores, which ranks share.
     """
-    command = _command(files, n)
+    command, cores = _command(files, n), min(n, 2) or 1
     with tempfile.TemporaryDirectory(prefix="hpcstrat-reach-") as folder:
         # One thread for XLA, as logical replicas want it.
         env = {**os.environ, VARIABLE: folder, "NPROC": "1"}
@@ -91,11 +91,14 @@ def _noted_by(files: Sequence[str], n: int) -> Noted:
         )
         last = done.stdout.strip().rpartition("\n")[2] or done.stderr
         print(f"$ {shlex.join(command[:9])} ...: {last}", flush=True)
+        found = sorted(Path(folder).glob("*.json"))
+        if not found:
+            raise RuntimeError(f"expected notes of {command[:9]}, found none: {last}")
         noted: Noted = {}
-        for path in Path(folder).glob("*.json"):
+        for path in found:
             for name, (seconds, functions) in json.loads(path.read_text()).items():
                 before = noted.get(name, (0.0, set()))
-                noted[name] = seconds / 2 + before[0], before[1] | {*functions}
+                noted[name] = seconds / cores + before[0], before[1] | {*functions}
         return noted
 
 
