@@ -256,7 +256,7 @@ MUTANTS = (
     # What one rank could not do.
     _m(
         "agreement: a problem of rank 0 is not told",
-        "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[2-results]",
+        "tests/gpu/test_ranks_on_gpu.py::test_transport_tests_pass[2-check_results]",
         "comm.rank if problem else -1",
         "comm.rank or -1 if problem else -1",
     ),
@@ -449,7 +449,7 @@ MUTANTS = (
     # Arrays on GPUs, on the stand-in where there is none.
     _m(
         "MPI on GPUs: a rank of an odd number of them gets no sum",
-        "tests/gpu/test_ranks_on_gpu.py::test_device_tests_pass[3-peer]",
+        "tests/gpu/test_ranks_on_gpu.py::test_transport_tests_pass[3-check_ring]",
         "return 2 * other + 1 if other < pairs else other + pairs",
         "return 2 * other + 1",
     ),
