@@ -161,9 +161,13 @@ def connected(count: int, rate: str, delay_us: int) -> Iterator[Any]:
 
 def points(options: dict[str, Any]) -> Iterator[Point]:
     """Measure and predict all of them."""
+    from hpcstrat.tools.bench.prediction.dry_run import (
+        MemoryCopy,
+        SimulatedJob,
+        dry_run,
+    )
     from hpcstrat.tools.bench.prediction.forecast import ForecastStep, predict_point
     from hpcstrat.tools.bench.prediction.platforms import Network
-    from hpcstrat.tools.bench.prediction.rehearsal import Copied, SimulatedJob, rehearse
     from hpcstrat.tools.bench.prediction.traces import Machine
 
     compute, nbytes = options["compute_ms"] / 1e3, options["nbytes"]
@@ -177,8 +181,8 @@ def points(options: dict[str, Any]) -> Iterator[Point]:
             # What is copied and added inside of a host has a speed, too.
             copied = sum(
                 event.nbytes
-                for event in rehearse(shapes, SimulatedJob(1, each))
-                if isinstance(event, Copied)
+                for event in dry_run(shapes, SimulatedJob(1, each))
+                if isinstance(event, MemoryCopy)
             )
             memory = copied / (alone - compute) if copied else 4e9
             computing = compute if copied else alone

@@ -96,9 +96,13 @@ if TYPE_CHECKING:
     )
     from hpcstrat.parameter_server.coordinator.strategy import Server as Server
     from hpcstrat.parameter_server.lookup import embedding_lookup as embedding_lookup
-    from hpcstrat.parameter_server.variables import Rows as Rows
-    from hpcstrat.parameter_server.variables import ServerVariable as ServerVariable
-    from hpcstrat.parameter_server.variables import ShardedVariable as ShardedVariable
+    from hpcstrat.parameter_server.server_variables import Rows as Rows
+    from hpcstrat.parameter_server.server_variables import (
+        ServerVariable as ServerVariable,
+    )
+    from hpcstrat.parameter_server.server_variables import (
+        ShardedVariable as ShardedVariable,
+    )
     from hpcstrat.randomness import RandomStreams as RandomStreams
     from hpcstrat.strategies import CentralStorageStrategy as CentralStorageStrategy
     from hpcstrat.strategies import MirroredStrategy as MirroredStrategy
@@ -188,7 +192,7 @@ _NAMES = {
         "VariableSynchronization",
     ),
     "parameter_server.lookup": ("embedding_lookup",),
-    "parameter_server.variables": ("Rows", "ServerVariable", "ShardedVariable"),
+    "parameter_server.server_variables": ("Rows", "ServerVariable", "ShardedVariable"),
     "elastic.preemption": ("PreemptionCheckpointHandler", "TerminationConfig"),
     "randomness": ("RandomStreams",),
     "engine.settings": ("Settings",),

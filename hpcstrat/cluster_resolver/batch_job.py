@@ -195,7 +195,7 @@ def _sge_task(env: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scheduler:
+class _SchedulerVariables:
     """The variables that tell a job of a scheduler, and how it is asked."""
 
     job: tuple[str, ...]
@@ -208,10 +208,16 @@ class _Scheduler:
 # The innermost first: Flux runs inside of jobs of the others.
 _SCHEDULERS = {
     # In a batch script of Flux the first is not set.
-    "Flux": _Scheduler(("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"), _flux_end, any_of=True),
-    "Slurm": _Scheduler(("SLURM_JOB_ID",), _slurm_end, ("scontrol", "requeue")),
-    "PBS": _Scheduler(("PBS_JOBID",), _pbs_end),
-    "LSF": _Scheduler(("LSB_JOBID",), _lsf_end, ("brequeue",), _lsf_task),
+    "Flux": _SchedulerVariables(
+        ("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"), _flux_end, any_of=True
+    ),
+    "Slurm": _SchedulerVariables(
+        ("SLURM_JOB_ID",), _slurm_end, ("scontrol", "requeue")
+    ),
+    "PBS": _SchedulerVariables(("PBS_JOBID",), _pbs_end),
+    "LSF": _SchedulerVariables(("LSB_JOBID",), _lsf_end, ("brequeue",), _lsf_task),
     # Others, too, have a JOB_ID.
-    "SGE": _Scheduler(("JOB_ID", "SGE_TASK_ID"), _sge_end, ("qmod", "-rj"), _sge_task),
+    "SGE": _SchedulerVariables(
+        ("JOB_ID", "SGE_TASK_ID"), _sge_end, ("qmod", "-rj"), _sge_task
+    ),
 }

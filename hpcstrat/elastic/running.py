@@ -109,7 +109,7 @@ def run(
     end_without_finalize_after_loss(pool)
     _clear(completion_marker, mpi)
     memory = Memory(partner_copies)
-    outcome = _Outcome()
+    outcome = _TrainingEnd()
     meeting = pool.meet()
     while not meeting.finished:
         _check_enough(meeting, min_replicas, max_losses)
@@ -145,7 +145,7 @@ def _problem_of(options: dict[str, Any]) -> ValueError | None:
 
 
 @dataclass(slots=True)
-class _Outcome:
+class _TrainingEnd:
     """The end of the training on this rank."""
 
     returned: bool = False
@@ -161,9 +161,9 @@ def _train(
     memory: Memory,
     meeting: Meeting,
     options: dict[str, Any],
-) -> _Outcome:
+) -> _TrainingEnd:
     """Call the training function once; come back from it also after a loss."""
-    outcome, strategy = _Outcome(), None
+    outcome, strategy = _TrainingEnd(), None
     try:
         strategy = MultiWorkerMirroredStrategy(
             comm=meeting.comm, on_lost_rank="raise", **options

@@ -11,6 +11,7 @@ from hpcstrat.metrics.averages import Mean, MeanMetricWrapper, Sum
 from hpcstrat.metrics.group import MetricGroup, results
 from hpcstrat.metrics.log import Log
 from hpcstrat.metrics.log_file import read_log
+from hpcstrat.metrics.log_sinks import MLflow, TensorBoard
 from hpcstrat.metrics.metric import Metric
 from hpcstrat.metrics.predictions import (
     Accuracy,
@@ -21,8 +22,7 @@ from hpcstrat.metrics.predictions import (
     RootMeanSquaredError,
     SparseCategoricalAccuracy,
 )
-from hpcstrat.metrics.progress import Progress
-from hpcstrat.metrics.sinks import MLflow, TensorBoard
+from hpcstrat.metrics.progress_bar import Progress
 
 __all__ = [
     "Accuracy",

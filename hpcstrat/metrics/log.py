@@ -17,7 +17,7 @@ from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import Adopted, DistributedValues
 from hpcstrat.metrics.log_file import LogFile
-from hpcstrat.metrics.sinks import Sink
+from hpcstrat.metrics.log_sinks import Sink
 from hpcstrat.strategies import (
     Strategy,
     get_replica_context,

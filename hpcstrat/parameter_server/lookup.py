@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.engine.typing import Array
-from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.parameter_server.server_variables import ServerVariable
 from hpcstrat.variables import Variable
 
 __all__ = ["embedding_lookup"]

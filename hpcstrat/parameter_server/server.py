@@ -28,7 +28,7 @@ __all__ = ["VariableServer"]
 _OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
 
 
-class _Shard:
+class _StoredShard:
     """A variable, or some of its rows, and the state of optimizers beside it."""
 
     __slots__ = ("array", "free", "name", "place", "slots", "steps", "version")
@@ -68,7 +68,7 @@ class VariableServer:
             mailbox.wakeup_pipes.failed[place],
         )
         self._memory = SharedFiles()
-        self._shards: dict[int, _Shard] = {}
+        self._shards: dict[int, _StoredShard] = {}
         # By who makes steps with it, and the optimizer: options are each client's own.
         self._rules: dict[tuple[int, int], Any] = {}
         # Client whose update is being made.
@@ -162,7 +162,7 @@ class VariableServer:
         self, number: int, name: str, shape: tuple[int, ...], dtype: Any, value: Any
     ) -> FilePlace:
         """Make a shard of an array, of what a function makes here, or of zeros."""
-        shard = _Shard(self._memory, name, shape, dtype)
+        shard = _StoredShard(self._memory, name, shape, dtype)
         if isinstance(value, bytes):
             pickle.loads(value)(shard.array)
         elif value is not None:
@@ -244,13 +244,15 @@ class VariableServer:
             self._step(shard, rule, step, values, arrays)
 
     @staticmethod
-    def _step(shard: _Shard, rule: Any, step: Step, values: Any, arrays: Any) -> None:
+    def _step(
+        shard: _StoredShard, rule: Any, step: Step, values: Any, arrays: Any
+    ) -> None:
         # Not `call_without_fp_warnings`, which the rule may use itself.
         with np.errstate(all="ignore"):
             shard.update(lambda: rule._update_one(step, values, arrays))
 
     @staticmethod
-    def _slot_of(shard: _Shard, key: int, kind: str, initial: float) -> Array:
+    def _slot_of(shard: _StoredShard, key: int, kind: str, initial: float) -> Array:
         slot = shard.slots.get((key, kind))
         if slot is None:
             slot = np.full(shard.array.shape, initial, shard.array.dtype)

@@ -82,7 +82,7 @@ class SharedFiles:
         return memory, self._num_files, descriptor
 
 
-class _File:
+class _MappedFile:
     """A server's file, mapped read-only."""
 
     def __init__(self, place: FilePlace) -> None:
@@ -97,7 +97,9 @@ class _File:
 class Reader:
     """An array of a server, seen from another process of its node."""
 
-    def __init__(self, file: _File, place: FilePlace, shape: Any, dtype: Any) -> None:
+    def __init__(
+        self, file: _MappedFile, place: FilePlace, shape: Any, dtype: Any
+    ) -> None:
         self._file = file
         count, start = math.prod(shape), place.offset + _HEAD_BYTES
         self._start = start
@@ -139,7 +141,7 @@ class Readers:
     """The files of servers that this process has mapped."""
 
     def __init__(self) -> None:
-        self._files: weakref.WeakValueDictionary[tuple[int, int], _File] = (
+        self._files: weakref.WeakValueDictionary[tuple[int, int], _MappedFile] = (
             weakref.WeakValueDictionary()
         )
 
@@ -151,7 +153,7 @@ class Readers:
         file = self._files.get(key)
         try:
             if file is None:
-                file = self._files[key] = _File(place)
+                file = self._files[key] = _MappedFile(place)
         except (OSError, ValueError):
             return None
         return Reader(file, place, shape, dtype)

@@ -76,13 +76,13 @@ def _place(item: pytest.Item) -> str:
     return "::".join([str(item.path), *item.nodeid.split("::")[1:]])
 
 
-class _Recorder(argparse.ArgumentParser):
+class _OptionRecorder(argparse.ArgumentParser):
     """Stands for pytest's parser, to see which options a conftest.py adds."""
 
     def addoption(self, *names: str, **attributes: Any) -> None:
         self.add_argument(*names, **attributes)
 
-    def getgroup(self, *_: Any, **__: Any) -> _Recorder:
+    def getgroup(self, *_: Any, **__: Any) -> _OptionRecorder:
         return self
 
     def addini(self, *_: Any, **__: Any) -> None:
@@ -91,7 +91,7 @@ class _Recorder(argparse.ArgumentParser):
 
 def _options_of_project(config: pytest.Config) -> Iterator[str]:
     """Return the names of the options that conftest.py files of the project add."""
-    recorder = _Recorder(add_help=False)
+    recorder = _OptionRecorder(add_help=False)
     for plugin in config.pluginmanager.get_plugins():
         add = getattr(plugin, "pytest_addoption", None)
         if add and Path(getattr(plugin, "__file__", None) or "").name == "conftest.py":

@@ -68,7 +68,7 @@ def progress(nbytes: int, title: str) -> Iterator[Callable[[int], None]]:
         yield lambda _: None
         return
     # Loaded here: most commands show no bar.
-    from hpcstrat.metrics.progress import Progress
+    from hpcstrat.metrics.progress_bar import Progress
 
     with Progress(nbytes, title, show=True) as bar:
         yield bar.advance

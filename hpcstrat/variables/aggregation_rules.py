@@ -102,7 +102,7 @@ class AggregationRule:
         return ""
 
 
-class _Reduced(AggregationRule):
+class _ReductionRule(AggregationRule):
     """A rule that is a reduction."""
 
     op: ReduceOp
@@ -118,7 +118,7 @@ class _Reduced(AggregationRule):
         return np.asarray(total)
 
 
-class _Sum(_Reduced):
+class _SumRule(_ReductionRule):
     """The parts of all replicas add up to the value."""
 
     op = ReduceOp.SUM
@@ -154,7 +154,7 @@ class _Sum(_Reduced):
         return f"the parts of replicas {gone} in the sums {paths}" if gone else ""
 
 
-class _Mean(_Reduced):
+class _MeanRule(_ReductionRule):
     """The value is the mean of all replicas'."""
 
     op = ReduceOp.MEAN
@@ -231,8 +231,8 @@ class _OnlyFirstReplica(AggregationRule):
 
 
 _RULES: dict[VariableAggregation, AggregationRule] = {
-    VariableAggregation.SUM: _Sum(),
-    VariableAggregation.MEAN: _Mean(),
+    VariableAggregation.SUM: _SumRule(),
+    VariableAggregation.MEAN: _MeanRule(),
     VariableAggregation.ONLY_FIRST_REPLICA: _OnlyFirstReplica(),
 }
 

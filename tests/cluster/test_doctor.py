@@ -156,17 +156,17 @@ def test_a_folder_that_one_host_lacks_is_named_and_nobody_waits(four: Hosts) -> 
 STOPPED = """
 import os, platform, signal
 from hpcstrat.cli import main
-from hpcstrat.tools.doctor import command, measuring
+from hpcstrat.tools.doctor import command, rank_measures
 
-measuring.LIMIT_SECONDS = command.LIMIT_SECONDS = command._REDUCTION_SECONDS = 3.0
-look = measuring._look
+rank_measures.LIMIT_SECONDS = command.LIMIT_SECONDS = command._REDUCTION_SECONDS = 3.0
+look = rank_measures._look
 
 def stop(*arguments):
     if platform.node() == "node2":
         os.kill(os.getpid(), signal.SIGSTOP)
     look(*arguments)
 
-measuring._look = stop
+rank_measures._look = stop
 main()
 """
 

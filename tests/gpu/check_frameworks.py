@@ -59,7 +59,7 @@ def _torch_backend() -> Any:
     keras = pytest.importorskip("keras")
     if keras.config.backend() != "torch":
         pytest.skip("Keras has another backend")
-    from hpcstrat.integrations.keras.exchanges import _of_torch
+    from hpcstrat.integrations.keras.tensor_calls import _of_torch
 
     return _of_torch()
 

@@ -95,7 +95,7 @@ def test_an_error_in_a_program_of_jax_ends_all_ranks(how: str, words: str) -> No
 def test_a_rank_has_a_gpu_of_those_that_it_sees(
     environment: dict[str, str], gpus: list[int]
 ) -> None:
-    from hpcstrat.integrations.jax.launch import _own_gpu
+    from hpcstrat.integrations.jax.jax_launcher import _own_gpu
 
     assert _own_gpu(3, environment) == gpus
 

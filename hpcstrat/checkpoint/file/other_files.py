@@ -10,7 +10,7 @@ import stat
 from hpcstrat.checkpoint.file.commit_record import has_record
 from hpcstrat.checkpoint.file.schema import FORMAT, step_of
 from hpcstrat.checkpoint.file.structure import attribute
-from hpcstrat.engine.hdf5 import open_for_reading
+from hpcstrat.engine.hdf5_files import open_for_reading
 from hpcstrat.errors import CorruptCheckpointError
 
 __all__ = ["NoCheckpointError", "other_file"]

@@ -18,7 +18,7 @@ from hpcstrat.checkpoint.file.extents import Extent
 from hpcstrat.checkpoint.file.other_files import NoCheckpointError, other_file
 from hpcstrat.checkpoint.file.schema import Header, named_dtype, saved_dtype
 from hpcstrat.checkpoint.file.structure import place_of
-from hpcstrat.engine.hdf5 import open_for_reading
+from hpcstrat.engine.hdf5_files import open_for_reading
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 

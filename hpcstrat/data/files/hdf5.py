@@ -22,7 +22,7 @@ from hpcstrat.data.files.columns import (
     SlabCache,
     SlabColumn,
 )
-from hpcstrat.engine.hdf5 import open_for_reading
+from hpcstrat.engine.hdf5_files import open_for_reading
 from hpcstrat.engine.native import load_reader
 from hpcstrat.engine.typing import Array
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from hpcstrat.checkpoint import CheckpointManager
 from hpcstrat.cluster_resolver import batch_job_from_environment
+from hpcstrat.elastic.preemption.preemption_watch import PreemptionWatch
 from hpcstrat.elastic.preemption.termination import TerminationConfig
-from hpcstrat.elastic.preemption.watch import PreemptionWatch
 from hpcstrat.engine.logs import get_logger
 
 __all__ = ["PreemptionCheckpointHandler"]

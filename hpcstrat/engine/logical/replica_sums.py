@@ -275,7 +275,7 @@ def _bytes(array: Array) -> Array:
     return array.view(np.uint8)
 
 
-class _Pack(NamedTuple):
+class _SumPack(NamedTuple):
     """Arrays of one type that are added side by side; a large one is alone.
 
     ``wire`` is the type in which they are added; with ``narrows`` sums are cast back.
@@ -291,7 +291,7 @@ class _Pack(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _planned(
     kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...], means: bool
-) -> list[_Pack]:
+) -> list[_SumPack]:
     """Return which arrays of these types and shapes are added side by side."""
     groups: list[list[int]] = []
     filled: dict[np.dtype[Any], list[int]] = {}
@@ -310,12 +310,14 @@ def _planned(
     for indices in groups:
         shapes = [kinds[index][1] for index in indices]
         wire, narrows = wire_dtype(kinds[indices[0]][0], means)
-        packs.append(_Pack(indices, shapes, wire, narrows, sum(map(math.prod, shapes))))
+        packs.append(
+            _SumPack(indices, shapes, wire, narrows, sum(map(math.prod, shapes)))
+        )
     return packs
 
 
 def _side_by_side(
-    arrays: Sequence[Array], pack: _Pack, empty: Callable[..., Array]
+    arrays: Sequence[Array], pack: _SumPack, empty: Callable[..., Array]
 ) -> Array:
     """Return one array itself, contiguous and of a type, or several in a flat one."""
     if len(arrays) == 1:

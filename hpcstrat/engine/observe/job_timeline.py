@@ -13,7 +13,7 @@ from hpcstrat.engine.observe.clocks import measure_clock
 from hpcstrat.engine.observe.timeline import Recorder, active
 from hpcstrat.engine.observe.timeline.alignment import Sample
 from hpcstrat.engine.observe.timeline.events import Track
-from hpcstrat.engine.observe.timeline.reading import file_name, find_runs
+from hpcstrat.engine.observe.timeline.rank_files import file_name, find_runs
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.topology import Topology
 

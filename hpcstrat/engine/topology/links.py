@@ -152,7 +152,7 @@ def measure_links(
     deadline = time.monotonic() + limit_seconds
     comm, request = topology.replica_comm.Idup()
     _await(request, deadline)
-    meeting = _Meeting(comm, topology, nbytes, deadline)
+    meeting = _LinkPairs(comm, topology, nbytes, deadline)
     links = meeting.shared(meeting.play(limit_seconds), deadline)
     suspects = [one.link.ranks for one in find_outliers(links.between)]
     if suspects:
@@ -213,7 +213,7 @@ def _with_better(links: Links, again: Links) -> Links:
     return replace(links, between=tuple(between))
 
 
-class _Meeting:
+class _LinkPairs:
     """The hosts of ranks, and the pairs that measure. Collective over ``comm``.
 
     A row is: two ranks, latency, bandwidth, which are NaN without an answer.

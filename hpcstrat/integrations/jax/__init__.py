@@ -7,7 +7,7 @@ require("jax", "0.5.3")
 
 # ruff: noqa: E402
 from hpcstrat.engine.logical.threads import let_xla_wait
-from hpcstrat.integrations.jax.exchanges import (
+from hpcstrat.integrations.jax.collective_calls import (
     all_gather,
     all_reduce,
     broadcast,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpcstrat.engine.typing import Array, Tree
-from hpcstrat.integrations.jax.exchanges import leaf_names
+from hpcstrat.integrations.jax.collective_calls import leaf_names
 from hpcstrat.integrations.jax.primitive import refuse
 from hpcstrat.variables import Variable
 

@@ -28,7 +28,7 @@ from hpcstrat.engine.context import own_index
 from hpcstrat.engine.gpu.streams import borrowed_stream
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
-from hpcstrat.integrations.jax.logical import let_replicas_meet
+from hpcstrat.integrations.jax.logical_meetings import let_replicas_meet
 from hpcstrat.integrations.jax.xla_handler import GPU_TARGET, TARGET, key_of, register
 
 try:

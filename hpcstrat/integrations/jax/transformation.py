@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Tree
 from hpcstrat.integrations.frameworks import require_sums_each_step
-from hpcstrat.integrations.jax.exchanges import all_reduce
+from hpcstrat.integrations.jax.collective_calls import all_reduce
 
 __all__ = ["GradientTransformation", "cross_replica"]
 

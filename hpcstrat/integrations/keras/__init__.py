@@ -6,8 +6,8 @@ from hpcstrat.integrations.frameworks import require
 require("keras", "3.10")
 
 # ruff: noqa: E402
-from hpcstrat.integrations.keras.batches import Batches
-from hpcstrat.integrations.keras.checkpoints import Checkpoint, state
 from hpcstrat.integrations.keras.distribution import distribute
+from hpcstrat.integrations.keras.keras_state import Checkpoint, state
+from hpcstrat.integrations.keras.py_dataset import Batches
 
 __all__ = ["Batches", "Checkpoint", "distribute", "state"]

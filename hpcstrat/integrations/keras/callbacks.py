@@ -8,11 +8,11 @@ import keras
 import numpy as np
 
 from hpcstrat.engine.options import ReduceOp
-from hpcstrat.integrations.keras.batches import Batches
-from hpcstrat.integrations.keras.replicas import State
+from hpcstrat.integrations.keras.py_dataset import Batches
+from hpcstrat.integrations.keras.replicas import TrainingState
 from hpcstrat.strategies import Strategy
 
-__all__ = ["StopTogether", "Together", "chosen", "is_watched"]
+__all__ = ["StopTogether", "SynchronizedCallback", "chosen", "is_watched"]
 
 # Those that write, and change nothing on which the replicas must agree.
 _NAMES = (
@@ -52,10 +52,10 @@ def _agree(model: Any, strategy: Strategy) -> None:
     model.stop_training = bool(total)
 
 
-class Together(keras.callbacks.Callback):
+class SynchronizedCallback(keras.callbacks.Callback):
     """Lets all replicas begin and end together; behind the program's callbacks."""
 
-    def __init__(self, state: State, strategy: Strategy, data: Any) -> None:
+    def __init__(self, state: TrainingState, strategy: Strategy, data: Any) -> None:
         super().__init__()
         self._state = state
         self._strategy = strategy

@@ -15,7 +15,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from hpcstrat.data import Dataset, DistributedDataset
 from hpcstrat.data.iterator import ReducibleDataset
 from hpcstrat.integrations.frameworks import refuse_logical_replicas
-from hpcstrat.integrations.keras.batches import Batches, columns_of
+from hpcstrat.integrations.keras.py_dataset import Batches, columns_of
 from hpcstrat.strategies import Strategy
 
 __all__ = ["DealtBatches", "dealt", "ends_with_its_data"]
@@ -130,7 +130,7 @@ def dealt(x: Any, strategy: Strategy) -> Any:
     if is_known or x is None or columns_of(x) is not None:
         return x
     _refuse_logical(strategy)
-    batches = strategy.experimental_distribute_dataset(_Plain(x))
+    batches = strategy.experimental_distribute_dataset(_NumpyBatches(x))
     return DealtBatches(batches, strategy, _length(x))
 
 
@@ -140,7 +140,7 @@ def _refuse_logical(strategy: Strategy) -> None:
     refuse_logical_replicas(strategy, what, advice)
 
 
-class _Plain:
+class _NumpyBatches:
     """Batches of another library, as arrays of NumPy."""
 
     def __init__(self, batches: Any) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpcstrat.integrations.frameworks import require_sums_each_step
-from hpcstrat.integrations.keras.distributed import Distributed
-from hpcstrat.integrations.keras.logical import LogicalDistributed
+from hpcstrat.integrations.keras.distributed_model import DistributedMethods
+from hpcstrat.integrations.keras.logical_training import LogicalDistributed
 from hpcstrat.integrations.keras.replicas import (
     optimizer_of,
     separate_seeds,
@@ -91,7 +91,7 @@ def put_on(model: Any, strategy: Strategy, *, by_scope: bool = False) -> Any:
     # Now, so that `begin` finds its state: Keras builds it in the first step.
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
-    kind = LogicalDistributed if strategy.logical else Distributed
+    kind = LogicalDistributed if strategy.logical else DistributedMethods
     distributed = kind(model, strategy, by_scope=by_scope)
     separate_seeds(model, distributed.mask)
     distributed.install()

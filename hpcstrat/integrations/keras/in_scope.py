@@ -7,9 +7,9 @@ from typing import Any
 
 from hpcstrat.data import Dataset
 from hpcstrat.integrations.frameworks import require_sums_each_step
-from hpcstrat.integrations.keras.batches import Batches, columns_of
 from hpcstrat.integrations.keras.dealt_batches import DealtBatches, dealt
 from hpcstrat.integrations.keras.distribution import put_on
+from hpcstrat.integrations.keras.py_dataset import Batches, columns_of
 from hpcstrat.integrations.keras.replicas import strategies
 from hpcstrat.strategies import Strategy, get_strategy
 from hpcstrat.strategies.keras_models import strategy_of

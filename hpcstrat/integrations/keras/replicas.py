@@ -15,7 +15,7 @@ from hpcstrat.engine.typing import Array
 from hpcstrat.strategies import Strategy
 
 __all__ = [
-    "State",
+    "TrainingState",
     "as_array",
     "optimizer_of",
     "optimizers_of",
@@ -92,7 +92,7 @@ def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
         put(generator, "next", draw)
 
 
-class State:
+class TrainingState:
     """Weights, and what metrics and moving means have seen; its calls are collective.
 
     Moving means and the like follow this replica's rows between two calls of `average`.

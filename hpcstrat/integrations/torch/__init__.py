@@ -8,9 +8,9 @@ require("torch", "2.4")
 # ruff: noqa: E402
 import hpcstrat.integrations.torch.at_import  # noqa: F401
 from hpcstrat.integrations.torch.batch_norm import SyncBatchNorm
-from hpcstrat.integrations.torch.checkpoints import state
 from hpcstrat.integrations.torch.environment import init_env
-from hpcstrat.integrations.torch.gradients import global_mean, no_sync, replicate
+from hpcstrat.integrations.torch.module_state import state
+from hpcstrat.integrations.torch.replication import global_mean, no_sync, replicate
 from hpcstrat.integrations.torch.sampling import GlobalBatchSampler
 
 __all__ = [

@@ -55,7 +55,7 @@ class HostTensors:
         if not own.numel():
             array = np.empty(tuple(own.shape), _numpy_type(plain))
         else:
-            array = np.asarray(_Memory(own, _numpy_type(plain)))
+            array = np.asarray(_TensorMemory(own, _numpy_type(plain)))
         return _named(array, name) if name else array
 
     def write(self, tensor: Any) -> Array:
@@ -76,7 +76,7 @@ class HostTensors:
             tensor.copy_(values.view(tensor.dtype))
 
 
-class _Memory:
+class _TensorMemory:
     """A tensor's memory for NumPy; kept as long as its arrays.
 
     Not by `torch.Tensor.numpy`, after which a storage cannot be resized: FSDP frees its

@@ -27,7 +27,7 @@ _KEEPS_WORK = hasattr(torch._C._distributed_c10d, "_register_work")
 _End = Callable[[], Any]
 
 
-class _Work(dist.Work):
+class _PostponedWork(dist.Work):
     """The work of such a call."""
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -56,7 +56,7 @@ class Postponed:
     """The calls of a group that are postponed, in their order."""
 
     def __init__(self) -> None:
-        self._calls: deque[tuple[Callable[[], Any], _Work]] = deque()
+        self._calls: deque[tuple[Callable[[], Any], _PostponedWork]] = deque()
         self._making = False
         # Whether none of them is yet to be made.
         self._all_started = True
@@ -87,7 +87,7 @@ class Postponed:
         """
         # For each, as an engine that an error has ended forgets what it was to call.
         torch.autograd.Variable._execution_engine.queue_callback(self.end)
-        work = _Work(self.end)
+        work = _PostponedWork(self.end)
         # Not before calls that cannot be started: those come first on all ranks.
         begins = self._all_started or not self._calls
         end = start() if start is not None and begins else None

@@ -14,7 +14,7 @@ from hpcstrat.engine.settings import Settings
 from hpcstrat.parameter_server.coordinator.cluster import Cluster, wish_of
 from hpcstrat.parameter_server.coordinator.strategy import ParameterServerStrategy
 from hpcstrat.parameter_server.handles import error_bytes, error_of
-from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.parameter_server.server_variables import ServerVariable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -45,7 +45,7 @@ _MOST_AHEAD = 64
 _NOTHING = b""
 
 
-class _Call:
+class _ScheduledCall:
     """A function that is queued, or under way on a worker."""
 
     __slots__ = (
@@ -69,7 +69,7 @@ class _Call:
         self.since = 0.0
 
 
-class _Worker:
+class _WorkerRecord:
     """The coordinator's knowledge of a worker."""
 
     __slots__ = ("depth", "functions", "index", "kept", "rank", "under_way")
@@ -78,7 +78,7 @@ class _Worker:
         self.index, self.rank = index, rank
         self.depth = 1
         self.functions: set[int] = set()
-        self.under_way: dict[int, _Call] = {}
+        self.under_way: dict[int, _ScheduledCall] = {}
         # By number: what it makes once, and functions take.
         self.kept: weakref.WeakValueDictionary[int, RemoteValue] = (
             weakref.WeakValueDictionary()
@@ -130,12 +130,13 @@ class ClusterCoordinator:
         self._mailbox = strategy.client.mailbox
         self._mailbox.on_loss = self._lose
         self._workers = [
-            _Worker(index, rank) for index, rank in enumerate(strategy.roles.workers)
+            _WorkerRecord(index, rank)
+            for index, rank in enumerate(strategy.roles.workers)
         ]
         self._by_rank = {worker.rank: worker for worker in self._workers}
         # Those whose ranks were lost, until a spare one takes the place, or none can.
-        self._vacant: deque[_Worker] = deque()
-        self._queue: deque[_Call] = deque()
+        self._vacant: deque[_WorkerRecord] = deque()
+        self._queue: deque[_ScheduledCall] = deque()
         # By `_identity`, the number of a function, which is kept with its identity.
         self._functions: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._payloads: dict[int, bytes] = {}
@@ -398,14 +399,18 @@ class ClusterCoordinator:
                 "RemoteValue; fetch it first"
             )
 
-    def _made(self, fn: Any, args: Any, kwargs: Any, *, keep: bool = False) -> _Call:
+    def _made(
+        self, fn: Any, args: Any, kwargs: Any, *, keep: bool = False
+    ) -> _ScheduledCall:
         """Return a call; with ``keep`` its value stays on the worker."""
         number = self._count = self._count + 1
         remote = RemoteValue(self, number, (fn, args) if keep else None)
         return self._call(remote, fn, args, kwargs)
 
-    def _call(self, remote: RemoteValue, fn: Any, args: Any, kwargs: Any) -> _Call:
-        call = _Call(remote._number, self._function(fn), remote)
+    def _call(
+        self, remote: RemoteValue, fn: Any, args: Any, kwargs: Any
+    ) -> _ScheduledCall:
+        call = _ScheduledCall(remote._number, self._function(fn), remote)
         call.keep = remote._recipe is not None
         if args or kwargs:
             call.payload = _travelling((args, kwargs), "the arguments of ", fn)
@@ -433,7 +438,7 @@ class ClusterCoordinator:
                 worker.functions.remove(number)
                 self._mailbox.send(worker.rank, ("forget", number))
 
-    def _send(self, worker: _Worker, calls: list[_Call]) -> None:
+    def _send(self, worker: _WorkerRecord, calls: list[_ScheduledCall]) -> None:
         if worker.rank in self._mailbox.lost:
             # Since it was chosen.
             self._run_again(worker, calls)
@@ -478,7 +483,7 @@ class ClusterCoordinator:
             if count > 0:
                 self._send(worker, [self._queue.popleft() for _ in range(count)])
 
-    def _take(self, worker: _Worker, mean: float, results: Iterable[Any]) -> None:
+    def _take(self, worker: _WorkerRecord, mean: float, results: Iterable[Any]) -> None:
         ahead = _AHEAD_SECONDS / mean if mean > 0 else 0
         worker.depth = 1 + min(int(ahead), _MOST_AHEAD)
         for number, status, content in results:
@@ -496,7 +501,7 @@ class ClusterCoordinator:
             else:
                 call.remote._settle(FAILED, self._unavailable or _cancelled())
 
-    def _fail(self, call: _Call, error: Exception) -> None:
+    def _fail(self, call: _ScheduledCall, error: Exception) -> None:
         """Take note of a function's error, and cancel what was not begun."""
         call.remote._settle(FAILED, error)
         # All but the first are told by their own values.
@@ -602,7 +607,7 @@ class ClusterCoordinator:
         if self._unavailable is not None or self._error is not None:
             self._cancel()
 
-    def _run_again(self, worker: _Worker, calls: list[_Call]) -> int:
+    def _run_again(self, worker: _WorkerRecord, calls: list[_ScheduledCall]) -> int:
         """Queue what a lost worker had, first in line; return how many.
 
         What it was to keep is made again by a spare rank that takes its place.
@@ -613,13 +618,13 @@ class ClusterCoordinator:
             self._fail_kept(worker)
         return len(again)
 
-    def _fail_kept(self, worker: _Worker) -> None:
+    def _fail_kept(self, worker: _WorkerRecord) -> None:
         """Let nobody wait for what a lost worker was to make."""
         for value in list(worker.kept.values()):
             if value._state == WAITING:
                 value._settle(FAILED, _lost_error(worker))
 
-    def _fill(self, worker: _Worker) -> None:
+    def _fill(self, worker: _WorkerRecord) -> None:
         """Give the place of a lost worker to a spare rank, if there is one."""
         spare = self._strategy.replace(worker.rank)
         self._vacant.popleft()
@@ -738,7 +743,7 @@ def _cancelled() -> CancelledError:
     )
 
 
-def _lost_error(worker: _Worker) -> UnavailableError:
+def _lost_error(worker: _WorkerRecord) -> UnavailableError:
     return UnavailableError(
         f"expected worker {worker.index} to keep a value, found that it was lost; make "
         "the value again"

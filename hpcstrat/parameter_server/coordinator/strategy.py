@@ -20,9 +20,9 @@ from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import UnavailableError
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.parameter_server.coordinator.cluster import Cluster, Roles, wish_of
-from hpcstrat.parameter_server.gradients import apply_at_servers
-from hpcstrat.parameter_server.slots import ServerSlots
-from hpcstrat.parameter_server.variables import ServerVariable, ShardedVariable
+from hpcstrat.parameter_server.server_slots import ServerSlots
+from hpcstrat.parameter_server.server_steps import apply_at_servers
+from hpcstrat.parameter_server.server_variables import ServerVariable, ShardedVariable
 from hpcstrat.strategies.default import SingleReplicaStrategy
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hpcstrat.parameter_server.handles import (
     pickled,
     unpickled,
 )
-from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.parameter_server.server_variables import ServerVariable
 
 __all__ = [
     "CANCELLED",
@@ -67,7 +67,7 @@ def experimental_get_current_worker_index() -> int:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _FailedValue:
     """Stands for a value that could not be made: its error."""
 
     data: bytes
@@ -146,7 +146,7 @@ class Worker:
         self._results.append((number, ERROR, data))
         if keep:
             # The functions that would take the value raise it.
-            self._kept[number] = _Failure(data)
+            self._kept[number] = _FailedValue(data)
         else:
             self._cancel()
 
@@ -260,7 +260,7 @@ class Worker:
         kind, number, parts = handle
         if kind == "per_worker":
             value = self._kept[parts[self._index]]
-            if isinstance(value, _Failure):
+            if isinstance(value, _FailedValue):
                 raise error_of(value.data)
             return value
         return self._strategy.resolve(kind, number, parts)

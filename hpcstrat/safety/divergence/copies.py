@@ -30,7 +30,7 @@ from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import DivergenceError
-from hpcstrat.safety.divergence.comparison import Copy, index_of, octets
+from hpcstrat.safety.divergence.first_difference import Copy, index_of, octets
 from hpcstrat.safety.divergence.tolerance import compare
 from hpcstrat.variables import MirroredVariable
 

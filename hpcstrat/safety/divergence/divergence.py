@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpcstrat.engine.typing import Replicas
-from hpcstrat.safety.divergence.comparison import Copy
+from hpcstrat.safety.divergence.first_difference import Copy
 from hpcstrat.safety.divergence.tolerance import compare
 from hpcstrat.variables import SyncOnReadVariable, Variable
 

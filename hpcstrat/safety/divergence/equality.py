@@ -23,7 +23,7 @@ from hpcstrat.engine.arrays.kinds import as_array
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Array, Replicas, Tree
 from hpcstrat.errors import DivergenceError
-from hpcstrat.safety.divergence.comparison import (
+from hpcstrat.safety.divergence.first_difference import (
     digest_of,
     first_difference,
     most_common,
@@ -43,7 +43,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ComparedLeaf:
     """One leaf that is compared: all of it, or a field of structured elements."""
 
     leaf: int
@@ -59,7 +59,7 @@ def check_equal(strategy: Replicas, tree: Tree) -> None:
 
     Collective over the strategy's replicas.
     """
-    parts: list[_Part] = []
+    parts: list[_ComparedLeaf] = []
     try:
         tree = strategy.local_value(tree)
         leaves, structure = flatten(tree)
@@ -85,12 +85,12 @@ def check_equal(strategy: Replicas, tree: Tree) -> None:
         raise found
 
 
-def _parts(tree: Tree, index: int, leaf: Any) -> Iterator[_Part]:
+def _parts(tree: Tree, index: int, leaf: Any) -> Iterator[_ComparedLeaf]:
     """Yield what is compared of a leaf."""
     scalar = isinstance(leaf, (str, bytes, type(None), *_NUMBERS))
     if scalar and not isinstance(leaf, np.generic):
         kind = f"{type(leaf).__name__} {leaf!r:.60}"
-        yield _Part(index, "", kind, xxh3_64_intdigest(_bytes_of(leaf)))
+        yield _ComparedLeaf(index, "", kind, xxh3_64_intdigest(_bytes_of(leaf)))
         return
     try:
         kind, array = _array_of(leaf)
@@ -103,12 +103,14 @@ def _parts(tree: Tree, index: int, leaf: Any) -> Iterator[_Part]:
         ) from error
     if isinstance(leaf, np.ma.MaskedArray):
         mask = np.ma.getmaskarray(leaf)
-        yield _Part(index, ".mask", f"mask{list(mask.shape)}", digest_of(mask), mask)
+        yield _ComparedLeaf(
+            index, ".mask", f"mask{list(mask.shape)}", digest_of(mask), mask
+        )
         nothing: Any = np.zeros((), leaf.dtype)[()]
         array = leaf.filled(nothing)
     for field, values in _fields("", array):
         text = f"{values.dtype}{list(values.shape)}" if field else kind
-        yield _Part(index, field, text, digest_of(values), values)
+        yield _ComparedLeaf(index, field, text, digest_of(values), values)
 
 
 def _array_of(leaf: Any) -> tuple[str, Array]:
@@ -167,7 +169,7 @@ class _Described:
 
 
 def _difference(
-    comm: Any, tree: Tree, containers: str, parts: Sequence[_Part]
+    comm: Any, tree: Tree, containers: str, parts: Sequence[_ComparedLeaf]
 ) -> DivergenceError | None:
     """Find the first part that differs; None where there is none after all."""
     own = [

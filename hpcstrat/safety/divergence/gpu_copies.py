@@ -55,7 +55,7 @@ class _HashedPiece:
 _Look = tuple[weakref.ref[MirroredVariable], int, Array]
 
 
-class _Copied:
+class _CopyToHost:
     """A slice under way to the host."""
 
     __slots__ = ("data", "looks", "mark")
@@ -76,7 +76,7 @@ class DeviceCopies:
         self._variables: list[weakref.ref[MirroredVariable]] = []
         self._slots: list[Array] = []
         self._marks: list[Mark] = []
-        self._under_way: deque[_Copied] = deque()
+        self._under_way: deque[_CopyToHost] = deque()
         self._turn = 0
 
     @property
@@ -131,11 +131,11 @@ class DeviceCopies:
         data: Any = copied.data
         return xxh3_64_intdigest(data, mark) >> 1, found
 
-    def _copied(self, run_index: int) -> _Copied:
+    def _copied(self, run_index: int) -> _CopyToHost:
         # The garbage collector may take the slices away at any time.
         slices = self.slices
         if not slices:
-            return _Copied(None, None, [])
+            return _CopyToHost(None, None, [])
         turn, index = divmod(run_index, len(slices))
         looking = not (turn + index) % _LOOKS_EVERY
         number = self._turn = (self._turn + 1) % len(self._slots)
@@ -149,7 +149,7 @@ class DeviceCopies:
             variable = piece.variable()
             if looking and variable is not None and _is_looked_at(variable):
                 looks.append((piece.variable, piece.start, part.view(variable.dtype)))
-        return _Copied(slot[:at], self._marks[number].record(), looks)
+        return _CopyToHost(slot[:at], self._marks[number].record(), looks)
 
     def forget_copies(self) -> None:
         """Leave out the slices that are under way, where all bytes were compared.
@@ -159,7 +159,7 @@ class DeviceCopies:
         """
         self.finish()
         count = len(self._under_way)
-        self._under_way = deque(_Copied(None, None, []) for _ in range(count))
+        self._under_way = deque(_CopyToHost(None, None, []) for _ in range(count))
 
     def finish(self) -> None:
         """Wait for the copies that are under way.

@@ -17,7 +17,7 @@ from typing import IO, Any
 from xxhash import xxh3_64_intdigest
 
 from hpcstrat.engine.arrays.kinds import is_device
-from hpcstrat.safety.divergence.comparison import octets
+from hpcstrat.safety.divergence.first_difference import octets
 
 __all__ = ["StepDigests", "read_digests"]
 

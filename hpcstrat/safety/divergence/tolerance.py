@@ -13,7 +13,7 @@ import numpy as np
 from hpcstrat.engine.arrays.kinds import is_half, to_host
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import DivergenceError
-from hpcstrat.safety.divergence.comparison import (
+from hpcstrat.safety.divergence.first_difference import (
     ADVICE,
     Copy,
     compare_bits,

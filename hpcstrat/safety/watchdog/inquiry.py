@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 from hpcstrat.engine.channel.waiting import Waiting
-from hpcstrat.safety.watchdog.exchange import WatchdogMessages
 from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateRank, LateReport
 from hpcstrat.safety.watchdog.pages import EXCHANGES, STALE_SECONDS, RankState
 from hpcstrat.safety.watchdog.stacks import Stacks, site_of
 from hpcstrat.safety.watchdog.watch import Watch
+from hpcstrat.safety.watchdog.watchdog_messages import WatchdogMessages
 
 __all__ = ["Inquiry"]
 

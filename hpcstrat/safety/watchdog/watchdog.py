@@ -27,12 +27,12 @@ from hpcstrat.engine.channel.waiting import Waiting
 from hpcstrat.engine.logs import get_logger, place
 from hpcstrat.engine.settings import Settings
 from hpcstrat.safety import hang_file
-from hpcstrat.safety.watchdog.exchange import WatchdogMessages
 from hpcstrat.safety.watchdog.gpu_watch import GpuWatch
 from hpcstrat.safety.watchdog.inquiry import Inquiry
 from hpcstrat.safety.watchdog.late_ranks import some_ranks
 from hpcstrat.safety.watchdog.pages import BUSY, STALE_SECONDS, Status, grouped
 from hpcstrat.safety.watchdog.watch import Watch
+from hpcstrat.safety.watchdog.watchdog_messages import WatchdogMessages
 
 __all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
 

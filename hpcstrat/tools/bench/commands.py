@@ -17,10 +17,10 @@ from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import CheckpointError, TopologyError
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.tools.bench.analysis import analyze, read_runs
+from hpcstrat.tools.bench.benchmark_parts import PARTS, Options
 from hpcstrat.tools.bench.expectation import read_expected
 from hpcstrat.tools.bench.input_command import input_command
 from hpcstrat.tools.bench.measuring import Repeats
-from hpcstrat.tools.bench.parts import PARTS, Options
 from hpcstrat.tools.bench.pictures import draw, require_matplotlib, save
 from hpcstrat.tools.bench.predict_command import predict_command
 from hpcstrat.tools.bench.run_file import BenchError

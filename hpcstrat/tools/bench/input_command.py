@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from hpcstrat.data.files.rows import files_of
-from hpcstrat.tools.bench.reading import Reading, advice, measure_reading
+from hpcstrat.tools.bench.input_reading import Reading, advice, measure_reading
 from hpcstrat.tools.terminal import add_row, new_console, new_table
 
 __all__ = ["input_command"]

@@ -12,7 +12,7 @@ import click
 
 from hpcstrat.tools.bench.pictures import require_matplotlib
 from hpcstrat.tools.bench.prediction.forecast import ForecastPoint, predict
-from hpcstrat.tools.bench.prediction.inputs import Given, read_given
+from hpcstrat.tools.bench.prediction.inputs import KnownFigures, read_given
 from hpcstrat.tools.bench.prediction.picture import PARTS, draw
 from hpcstrat.tools.bench.prediction.platforms import MOST_NODES, NETWORKS
 from hpcstrat.tools.bench.prediction.simulator import find_smpirun
@@ -157,9 +157,9 @@ def predict_command(
         _draw(picture, curves)
 
 
-def _given(files: Sequence[str], words: dict[str, Any]) -> Given:
+def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
     compute_ms = words["compute_ms"]
-    given = Given(
+    given = KnownFigures(
         latency=words["latency"],
         bandwidth=words["bandwidth"],
         inside_latency=words["inside_latency"],
@@ -176,7 +176,9 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> Given:
     return given
 
 
-def _points(given: Given, kind: str, nodes: Sequence[int]) -> Iterator[ForecastPoint]:
+def _points(
+    given: KnownFigures, kind: str, nodes: Sequence[int]
+) -> Iterator[ForecastPoint]:
     """Predict, and say what each point took."""
     network = given.network(kind)
     for point in predict(given.step(), given.job(), given.machine(), network, nodes):

@@ -18,7 +18,7 @@ from hpcstrat.engine.options import CommunicationImplementation, CommunicationOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.topology.links import Link, Links, find_outliers, measure_links
 from hpcstrat.strategies.base import Strategy
-from hpcstrat.tools.bench.parts import Options, Planned, planned
+from hpcstrat.tools.bench.benchmark_parts import Options, Planned, planned
 from hpcstrat.tools.bench.run_file import (
     BenchError,
     MeasuredRun,

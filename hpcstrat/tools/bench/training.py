@@ -30,7 +30,7 @@ from hpcstrat.tools.bench.run_file import BenchError
 from hpcstrat.tools.bench.shapes import MODELS
 from hpcstrat.variables import Variable
 
-__all__ = ["RepeatedRows", "StepSize", "TrainingStep", "load_function", "write_rows"]
+__all__ = ["StepSize", "TiledRows", "TrainingStep", "load_function", "write_rows"]
 
 # A file of rows is read again and again: it need not be as large as what is read.
 _FILE_BYTES = 64 << 20
@@ -38,7 +38,7 @@ _FILE = "rows.npy"
 
 
 def write_rows(folder: str, row_bytes: int) -> None:
-    """Write the file that `RepeatedRows` reads; one rank calls it."""
+    """Write the file that `TiledRows` reads; one rank calls it."""
     width = row_bytes // 4
     count = max(1, _FILE_BYTES // row_bytes)
     # Nothing that a file system could make smaller.
@@ -46,7 +46,7 @@ def write_rows(folder: str, row_bytes: int) -> None:
     np.save(os.path.join(folder, _FILE), rows)
 
 
-class RepeatedRows:
+class TiledRows:
     """As many rows as asked for, out of a file that holds some; a source of data."""
 
     def __init__(self, folder: str, count: int) -> None:
@@ -101,7 +101,7 @@ class TrainingStep:
             self.optimizer = SGD(0.01)
         # Zeros stay zeros, however often they are added.
         self.gradients = [np.zeros(shape, np.float32) for shape in shapes]
-        rows = RepeatedRows(folder, size.global_batch_size * num_steps)
+        rows = TiledRows(folder, size.global_batch_size * num_steps)
         dataset = Dataset(rows, size.global_batch_size)
         self.batches = iter(strategy.experimental_distribute_dataset(dataset))
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Self
 
 from hpcstrat.tools.chaos.processes import (
-    Held,
     JobRanks,
     NoSuchRankError,
+    ProcessHandle,
     RankProcess,
     choose,
     find_jobs,
@@ -191,7 +191,7 @@ def draw(
 class _Guard:
     """Holds ranks, and a process that continues them if this one is gone."""
 
-    def __init__(self, held: Mapping[int, Held]) -> None:
+    def __init__(self, held: Mapping[int, ProcessHandle]) -> None:
         self._held = held
         self._process = subprocess.Popen(
             # Isolated: it needs nothing of the program's paths.
@@ -218,7 +218,7 @@ class _Guard:
         stream.flush()
 
     @contextlib.contextmanager
-    def watching(self, rank: int) -> Iterator[Held]:
+    def watching(self, rank: int) -> Iterator[ProcessHandle]:
         """Let a rank go on at the end of the block, whatever happens in it."""
         # Before it is stopped: killed in between, this process would leave it so.
         self._tell("+", rank)
@@ -229,13 +229,13 @@ class _Guard:
             self._tell("-", rank)
 
 
-def _stop(held: Held, seconds: float) -> bool:
+def _stop(held: ProcessHandle, seconds: float) -> bool:
     if not held.send(signal.SIGSTOP) or held.ended(seconds):
         return False
     return held.send(signal.SIGCONT)
 
 
-def _delay(held: Held, seconds: float, factor: float) -> bool:
+def _delay(held: ProcessHandle, seconds: float, factor: float) -> bool:
     """Let a process run for a part of each of many short cycles."""
     runs = _CYCLE_SECONDS / factor
     end = time.monotonic() + seconds
@@ -286,12 +286,12 @@ def disturb(
                 f"{list(processes)}, found {act.rank}; see hpcstrat chaos list"
             )
     with contextlib.ExitStack() as stack:
-        held: dict[int, Held] = {}
+        held: dict[int, ProcessHandle] = {}
         # Held before the first act: the number of one that ends may be used again.
         for rank in sorted({act.rank for act in acts}):
             # A rank may have ended before the first act; each act says so.
             with contextlib.suppress(NoSuchRankError):
-                held[rank] = Held(processes[rank])
+                held[rank] = ProcessHandle(processes[rank])
                 stack.callback(held[rank].close)
         guard = stack.enter_context(_Guard(held))
         done = 0
@@ -305,7 +305,7 @@ def disturb(
 
 
 def _do(
-    act: Act, guard: _Guard, held: Held | None, strength: Strength
+    act: Act, guard: _Guard, held: ProcessHandle | None, strength: Strength
 ) -> Iterator[str]:
     """Do one act, and say what becomes of the rank."""
     went = held is not None and not held.ended()

@@ -18,7 +18,14 @@ from pathlib import Path
 from hpcstrat.engine.topology.process_stat import PARENT, START, STATE, process_stat
 from hpcstrat.errors import HpcstratError
 
-__all__ = ["Held", "JobRanks", "NoSuchRankError", "RankProcess", "choose", "find_jobs"]
+__all__ = [
+    "JobRanks",
+    "NoSuchRankError",
+    "ProcessHandle",
+    "RankProcess",
+    "choose",
+    "find_jobs",
+]
 
 # Variables that tell the rank, innermost launcher first: mpirun inside of a Slurm job
 # passes on what Slurm has told its daemon.
@@ -266,7 +273,7 @@ def choose(jobs: Sequence[JobRanks], name: str) -> JobRanks:
     )
 
 
-class Held:
+class ProcessHandle:
     """A process that signals reach even where its number is used again.
 
     NoSuchRankError if it has ended, or is another user's. Holds a pidfd until `close`.

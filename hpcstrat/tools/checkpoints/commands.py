@@ -20,8 +20,8 @@ from hpcstrat.checkpoint.file.schema import (
 )
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
-from hpcstrat.tools.checkpoints.bench import bench
-from hpcstrat.tools.checkpoints.exchange import export, import_
+from hpcstrat.tools.checkpoints.bench_command import bench
+from hpcstrat.tools.checkpoints.export_commands import export, import_
 from hpcstrat.tools.checkpoints.reading import (
     checked,
     explained,

@@ -24,7 +24,7 @@ from hpcstrat.errors import HpcstratError
 from hpcstrat.tools.doctor.examination import RankFacts, compare, look, rank_facts
 from hpcstrat.tools.doctor.findings import Findings, names, rank_words
 from hpcstrat.tools.doctor.judging import judge, summarize
-from hpcstrat.tools.doctor.measuring import (
+from hpcstrat.tools.doctor.rank_measures import (
     LIMIT_SECONDS,
     RankMeasures,
     gather,

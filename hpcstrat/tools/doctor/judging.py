@@ -13,7 +13,7 @@ from hpcstrat.engine.topology.links import Link, Links, Outlier, find_outliers
 from hpcstrat.tools.doctor.examination import RankFacts
 from hpcstrat.tools.doctor.findings import Findings, names
 from hpcstrat.tools.doctor.local import FILE_BYTES, FolderFacts
-from hpcstrat.tools.doctor.measuring import RankMeasures
+from hpcstrat.tools.doctor.rank_measures import RankMeasures
 
 __all__ = [
     "HostMeasures",

@@ -49,7 +49,7 @@ def _is_answered() -> bool:
     return sys.stdin.isatty()
 
 
-class _Asked(click.Option):
+class _PromptedOption(click.Option):
     """An option that is asked for where somebody is there to answer."""
 
     def __init__(self, *words: Any, ask: str, **options: Any) -> None:
@@ -76,7 +76,7 @@ def jobs() -> None:
 @jobs.command()
 @click.option(
     "--scheduler",
-    cls=_Asked,
+    cls=_PromptedOption,
     ask="Scheduler",
     type=click.Choice(list(SCHEDULERS)),
     default=_found,
@@ -84,7 +84,7 @@ def jobs() -> None:
 )
 @click.option(
     "--device",
-    cls=_Asked,
+    cls=_PromptedOption,
     ask="Do the ranks compute on CPUs, or each on a GPU",
     type=click.Choice(["cpu", "gpu"]),
     default="cpu",
@@ -92,7 +92,7 @@ def jobs() -> None:
 )
 @click.option(
     "--framework",
-    cls=_Asked,
+    cls=_PromptedOption,
     ask="Framework of the program (torch-ddp: torch.distributed, as it is)",
     type=click.Choice(FRAMEWORKS),
     default="numpy",
@@ -100,7 +100,7 @@ def jobs() -> None:
 )
 @click.option(
     "--nodes",
-    cls=_Asked,
+    cls=_PromptedOption,
     ask="Nodes",
     type=click.IntRange(1),
     default=2,
@@ -108,7 +108,7 @@ def jobs() -> None:
 )
 @click.option(
     "--ranks-per-node",
-    cls=_Asked,
+    cls=_PromptedOption,
     ask="Ranks on each node (as many as GPUs, or cores)",
     type=click.IntRange(1),
     default=4,

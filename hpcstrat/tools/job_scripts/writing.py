@@ -55,7 +55,7 @@ class JobPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scheduler:
+class _ScriptSyntax:
     """The spelling of a scheduler: changes of the head of a script, and more."""
 
     mark: str
@@ -114,15 +114,15 @@ def _sge(plan: JobPlan) -> dict[str, str]:
 
 
 SCHEDULERS = {
-    "slurm": _Scheduler(
+    "slurm": _ScriptSyntax(
         "#SBATCH ", "sbatch {}", "--account=", "--partition=", _slurm, "sbatch"
     ),
-    "pbs": _Scheduler("#PBS ", "qsub {}", "-A ", "-q ", _pbs, "pbs"),
-    "flux": _Scheduler(
+    "pbs": _ScriptSyntax("#PBS ", "qsub {}", "-A ", "-q ", _pbs, "pbs"),
+    "flux": _ScriptSyntax(
         "# flux: ", "flux batch {}", "--bank=", "--queue=", _flux, "flux"
     ),
-    "lsf": _Scheduler("#BSUB ", "bsub <{}", "-P ", "-q ", _lsf, "lsf"),
-    "sge": _Scheduler("#$ ", "qsub {}", "-P ", "-q ", _sge, "sge"),
+    "lsf": _ScriptSyntax("#BSUB ", "bsub <{}", "-P ", "-q ", _lsf, "lsf"),
+    "sge": _ScriptSyntax("#$ ", "qsub {}", "-P ", "-q ", _sge, "sge"),
 }
 """By their names."""
 

@@ -82,7 +82,7 @@ def run_job(folder: Path, on: str, words: list[str], pretend: bool) -> None:
     from mpi4py import MPI
 
     from hpcstrat.integrations.torch.environment import init_env
-    from hpcstrat.integrations.torch.launch import replace_backend
+    from hpcstrat.integrations.torch.torch_launcher import replace_backend
 
     init_env()
     if on != "gloo":

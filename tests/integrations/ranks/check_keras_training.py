@@ -456,7 +456,7 @@ def test_means_are_written_into_memory_of_their_own(
     """Not that of what is used later, elsewhere, or again; one tensor comes twice."""
     import tensorflow as tf
 
-    from hpcstrat.integrations.keras.exchanges import exchanges
+    from hpcstrat.integrations.keras.tensor_calls import exchanges
 
     mean, size = exchanges().mean, strategy.num_replicas_in_sync
     variable = tf.Variable(tf.ones([5, 40]))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.engine.observe.timeline.reading import RankFile
+from hpcstrat.engine.observe.timeline.rank_files import RankFile
 from hpcstrat.engine.observe.timeline.recorder import WAIT
 
 __all__ = ["RankWaits", "last_arrivals"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from hpcstrat.engine.observe.timeline.alignment import Alignment, Sample
-from hpcstrat.engine.observe.timeline.reading import RankFile, find_runs, read_events
+from hpcstrat.engine.observe.timeline.rank_files import RankFile, find_runs, read_events
 
 __all__ = ["Timeline", "open_timeline"]
 

@@ -18,21 +18,7 @@ from hpcstrat.integrations.horovod.torch.allreduce_calls import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from hpcstrat.integrations.horovod.torch.broadcast_calls import (
-    allgather_object,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_object,
-)
-from hpcstrat.integrations.horovod.torch.call_handles import poll, synchronize
-from hpcstrat.integrations.horovod.torch.compression import Compression
-from hpcstrat.integrations.horovod.torch.distributed_optimizer import (
-    DistributedOptimizer,
-)
-from hpcstrat.integrations.horovod.torch.job import (
+from hpcstrat.integrations.horovod.torch.basics import (
     ProcessSet,
     add_process_set,
     ccl_built,
@@ -60,6 +46,20 @@ from hpcstrat.integrations.horovod.torch.job import (
     size,
     start_timeline,
     stop_timeline,
+)
+from hpcstrat.integrations.horovod.torch.broadcast_calls import (
+    allgather_object,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    broadcast_object,
+)
+from hpcstrat.integrations.horovod.torch.call_handles import poll, synchronize
+from hpcstrat.integrations.horovod.torch.compression import Compression
+from hpcstrat.integrations.horovod.torch.distributed_optimizer import (
+    DistributedOptimizer,
 )
 from hpcstrat.integrations.horovod.torch.model_state import (
     broadcast_optimizer_state,

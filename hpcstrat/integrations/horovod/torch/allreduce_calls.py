@@ -9,6 +9,12 @@ from typing import Any
 import torch
 
 from hpcstrat.integrations.horovod.torch import execution
+from hpcstrat.integrations.horovod.torch.basics import (
+    global_process_set,
+    require_all_ranks,
+    size,
+    submissions,
+)
 from hpcstrat.integrations.horovod.torch.call_handles import (
     compressed,
     describe,
@@ -17,12 +23,6 @@ from hpcstrat.integrations.horovod.torch.call_handles import (
     synchronize,
 )
 from hpcstrat.integrations.horovod.torch.compression import Compression
-from hpcstrat.integrations.horovod.torch.job import (
-    global_process_set,
-    require_all_ranks,
-    size,
-    submissions,
-)
 from hpcstrat.integrations.horovod.torch.submissions import Submission
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 

@@ -8,17 +8,17 @@ import torch
 
 from hpcstrat.integrations.horovod.torch import execution
 from hpcstrat.integrations.horovod.torch.allreduce_calls import allreduce
-from hpcstrat.integrations.horovod.torch.call_handles import (
-    describe,
-    differentiable,
-    synchronize,
-)
-from hpcstrat.integrations.horovod.torch.job import (
+from hpcstrat.integrations.horovod.torch.basics import (
     global_process_set,
     rank,
     require_all_ranks,
     size,
     submissions,
+)
+from hpcstrat.integrations.horovod.torch.call_handles import (
+    describe,
+    differentiable,
+    synchronize,
 )
 from hpcstrat.integrations.horovod.torch.submissions import Submission
 

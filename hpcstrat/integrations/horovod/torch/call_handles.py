@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpcstrat.integrations.horovod.torch.job import submissions
+from hpcstrat.integrations.horovod.torch.basics import submissions
 from hpcstrat.integrations.horovod.torch.submissions import Submission
 
 __all__ = [

@@ -15,19 +15,19 @@ from hpcstrat.integrations.horovod.torch.allreduce_calls import (
     allreduce_async_,
     require_known,
 )
-from hpcstrat.integrations.horovod.torch.call_handles import synchronize
-from hpcstrat.integrations.horovod.torch.compression import Compression
-from hpcstrat.integrations.horovod.torch.job import (
+from hpcstrat.integrations.horovod.torch.basics import (
     global_process_set,
     require_all_ranks,
 )
+from hpcstrat.integrations.horovod.torch.call_handles import synchronize
+from hpcstrat.integrations.horovod.torch.compression import Compression
 from hpcstrat.integrations.horovod.torch.row_calls import sparse_allreduce_async
 from hpcstrat.integrations.torch.tensors import takes_hooks
 
 __all__ = ["DistributedOptimizer"]
 
 
-class _Distributed:
+class _DistributedOptimizer:
     """The class that is put before the class of an optimizer."""
 
     # Attribute of the optimizer's own class.
@@ -276,7 +276,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         named = _checked_names(optimizer, named)
     kind = type(optimizer)
     # A subclass, as schedulers ask for an Optimizer; of the same name, as in Horovod.
-    distributed: Any = type(kind.__name__, (_Distributed, kind), {})
+    distributed: Any = type(kind.__name__, (_DistributedOptimizer, kind), {})
     return distributed(
         optimizer,
         named,

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from hpcstrat.integrations.horovod.torch.basics import rank
 from hpcstrat.integrations.horovod.torch.broadcast_calls import (
     broadcast_async_,
     broadcast_object,
 )
 from hpcstrat.integrations.horovod.torch.call_handles import synchronize
-from hpcstrat.integrations.horovod.torch.job import rank
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -14,6 +14,13 @@ from hpcstrat.integrations.horovod.torch.allreduce_calls import (
     require_known,
     submit_reduction,
 )
+from hpcstrat.integrations.horovod.torch.basics import (
+    global_process_set,
+    rank,
+    require_all_ranks,
+    size,
+    submissions,
+)
 from hpcstrat.integrations.horovod.torch.call_handles import (
     compressed,
     describe,
@@ -23,13 +30,6 @@ from hpcstrat.integrations.horovod.torch.call_handles import (
     synchronize,
 )
 from hpcstrat.integrations.horovod.torch.compression import Compression
-from hpcstrat.integrations.horovod.torch.job import (
-    global_process_set,
-    rank,
-    require_all_ranks,
-    size,
-    submissions,
-)
 from hpcstrat.integrations.horovod.torch.submissions import Submission
 
 __all__ = [

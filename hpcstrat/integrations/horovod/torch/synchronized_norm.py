@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpcstrat.integrations.horovod.torch.job import submissions
+from hpcstrat.integrations.horovod.torch.basics import submissions
 from hpcstrat.integrations.torch import batch_norm
 
 __all__ = ["SyncBatchNorm"]

@@ -14,8 +14,8 @@ from typing import Any
 from hpcstrat.engine.collectives.exchanged import MOST_EXCHANGING
 from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.tools.bench.prediction.dry_run import Announced, SimulatedJob, dry_run
 from hpcstrat.tools.bench.prediction.platforms import Network
-from hpcstrat.tools.bench.prediction.rehearsal import Announced, SimulatedJob, rehearse
 from hpcstrat.tools.bench.prediction.simulator import Simulator
 from hpcstrat.tools.bench.prediction.traces import (
     MPI_OPTIONS,
@@ -69,7 +69,7 @@ class ForecastPoint:
         return asdict(self)
 
 
-class _Plan:
+class _StepActions:
     """The actions of all nodes of a job in a step, block by block."""
 
     def __init__(self, step: ForecastStep, job: SimulatedJob, machine: Machine) -> None:
@@ -99,9 +99,7 @@ class _Plan:
         self, step: ForecastStep, job: SimulatedJob, worker: int
     ) -> list[Block]:
         return blocks(
-            rehearse(
-                step.shapes, job, worker=worker, ops=step.ops, options=step.options
-            )
+            dry_run(step.shapes, job, worker=worker, ops=step.ops, options=step.options)
         )
 
     def traces(
@@ -154,7 +152,7 @@ def predict_point(
 
     ``folds`` says whether pieces that are the same are simulated once.
     """
-    plan = _Plan(step, job, machine)
+    plan = _StepActions(step, job, machine)
     replicas = job.num_workers * job.replicas_per_worker
     header_inside = plan.writer.inside_seconds([Announced()]) if replicas > 1 else 0.0
     inside = plan.inside_seconds() - header_inside
@@ -189,7 +187,7 @@ def predict_point(
 class _Replays:
     """Replays of one plan, and what they took here."""
 
-    def __init__(self, plan: _Plan, step: ForecastStep, *, folds: bool) -> None:
+    def __init__(self, plan: _StepActions, step: ForecastStep, *, folds: bool) -> None:
         self._plan, self._step, self._folds = plan, step, folds
         self.wall_seconds, self.most_bytes = 0.0, 0
 

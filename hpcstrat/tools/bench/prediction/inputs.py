@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from hpcstrat.tools.bench.prediction.dry_run import MemoryCopy, SimulatedJob, dry_run
 from hpcstrat.tools.bench.prediction.forecast import ForecastStep
 from hpcstrat.tools.bench.prediction.platforms import NETWORKS, Network
-from hpcstrat.tools.bench.prediction.rehearsal import Copied, SimulatedJob, rehearse
 from hpcstrat.tools.bench.prediction.traces import MPI_OPTIONS, Machine
 from hpcstrat.tools.bench.run_file import (
     FORMAT,
@@ -22,14 +22,14 @@ from hpcstrat.tools.bench.run_file import (
 )
 from hpcstrat.tools.bench.shapes import MODELS
 
-__all__ = ["Given", "read_given"]
+__all__ = ["KnownFigures", "read_given"]
 
 # Each byte of a message inside of a node is read and written once.
 _TOUCHED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class KnownFigures:
     """Known figures; None where one is not known.
 
     Times are in seconds, bandwidths in bytes per second. ``shapes`` are those of the
@@ -120,7 +120,7 @@ def _missing(option: str) -> BenchError:
     )
 
 
-def read_given(path: str) -> Given:
+def read_given(path: str) -> KnownFigures:
     """Return what a file says; BenchError where it is none that is known.
 
     Of hpcstrat doctor --measure --json: its links, and its hosts' memory. Of hpcstrat
@@ -166,7 +166,7 @@ def _find_links(content: Any) -> tuple[dict[str, Any], list[Any]] | None:
     return next((links for links in found if links is not None), None)
 
 
-def _of_doctor(links: dict[str, Any], hosts: Sequence[Any]) -> Given:
+def _of_doctor(links: dict[str, Any], hosts: Sequence[Any]) -> KnownFigures:
     latency, bandwidth = _medians(links["between"])
     inside_latency, inside_bandwidth = _medians(links["inside"])
     ranks = [len(host["ranks"]) for host in hosts]
@@ -176,7 +176,7 @@ def _of_doctor(links: dict[str, Any], hosts: Sequence[Any]) -> Given:
         for host in hosts
         if host.get("memory_together")
     ]
-    return Given(
+    return KnownFigures(
         latency=latency,
         bandwidth=bandwidth,
         inside_latency=inside_latency,
@@ -195,7 +195,7 @@ def _medians(links: Sequence[dict[str, Any]]) -> tuple[float | None, float | Non
     )
 
 
-def _of_run(run: MeasuredRun) -> Given:
+def _of_run(run: MeasuredRun) -> KnownFigures:
     between, inside = (run.links.get(name) or {} for name in ("between", "inside"))
     each, slot_bytes = max(run.replicas_per_worker), run.reduction.get("slot_bytes")
     if run.reduction.get("wire_dtype") is not None:
@@ -203,7 +203,7 @@ def _of_run(run: MeasuredRun) -> Given:
             "expected a run that sends full precision, found "
             f"wire_dtype={run.reduction['wire_dtype']!r} in {run.path}; measure without"
         )
-    given = Given(
+    given = KnownFigures(
         latency=between.get("latency_seconds"),
         bandwidth=between.get("bytes_per_second"),
         inside_latency=inside.get("latency_seconds"),
@@ -227,8 +227,8 @@ def _of_step(run: MeasuredRun, part: Part, job: SimulatedJob) -> dict[str, Any]:
     shapes = MODELS[model]() if model in MODELS else [(part.reduced_bytes // 4,)]
     found: dict[str, Any] = {"compute": own - late - calls, "shapes": tuple(shapes)}
     if run.num_workers == 1 and job.replicas_per_worker > 1 and calls > 0:
-        events = rehearse(shapes, job)
-        copied = sum(event.nbytes for event in events if isinstance(event, Copied))
+        events = dry_run(shapes, job)
+        copied = sum(event.nbytes for event in events if isinstance(event, MemoryCopy))
         found["memory"] = copied / calls
     return found
 

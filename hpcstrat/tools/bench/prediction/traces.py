@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hpcstrat.tools.bench.prediction.rehearsal import (
+from hpcstrat.tools.bench.prediction.dry_run import (
     AllReduced,
     Announced,
     Begun,
-    Copied,
     Ended,
     Event,
+    MemoryCopy,
     SimulatedJob,
     Stepped,
     Turned,
@@ -144,7 +144,7 @@ class Writer:
             return self.announcement(event.nbytes)
         if isinstance(event, Stepped):
             return self.sleep(machine.inside_latency_seconds)
-        if isinstance(event, Copied):
+        if isinstance(event, MemoryCopy):
             return self.sleep(event.nbytes / machine.memory_bytes_per_second)
         if isinstance(event, AllReduced):
             return self._all_reduce(event)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.elastic.preemption.watch import PreemptionWatch
+from hpcstrat.elastic.preemption.preemption_watch import PreemptionWatch
 from hpcstrat.engine.logs import get_logger
 
 FAR = 10**10
@@ -63,7 +63,9 @@ def _wait_for(told: list[str]) -> bool:
 def test_the_end_that_the_scheduler_tells_is_heeded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hpcstrat.elastic.preemption.watch._POLL_SECONDS", 0.05)
+    monkeypatch.setattr(
+        "hpcstrat.elastic.preemption.preemption_watch._POLL_SECONDS", 0.05
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     config = hs.TerminationConfig(signals=())
     for end, expected in ((int(time.time()) + 100, True), (FAR, False)):
@@ -120,7 +122,7 @@ def test_a_forked_child_dies_of_the_signal() -> None:
     program = (
         "import os, signal, time\n"
         "import hpcstrat as hs\n"
-        "from hpcstrat.elastic.preemption.watch import PreemptionWatch\n"
+        "from hpcstrat.elastic.preemption.preemption_watch import PreemptionWatch\n"
         "PreemptionWatch(hs.TerminationConfig(job_end=None), print, lambda: 0.0)\n"
         "child = os.fork()\n"
         "if not child:\n"

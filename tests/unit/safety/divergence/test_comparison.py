@@ -10,7 +10,7 @@ from hpcstrat.engine.channel.disagreement import (
     Announcement,
     only_fingerprints_differ,
 )
-from hpcstrat.safety.divergence.comparison import (
+from hpcstrat.safety.divergence.first_difference import (
     index_of,
     most_common,
     octets,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hpcstrat.cli import main
 from hpcstrat.tools.chaos import disturbing
-from hpcstrat.tools.chaos.processes import Held
+from hpcstrat.tools.chaos.processes import ProcessHandle
 
 NOBODY = 65534
 PATIENCE_SECONDS = 60
@@ -263,7 +263,7 @@ def test_processes_of_others_are_never_touched(make_rank: Any) -> None:
         started = Path(f"/proc/{process.pid}/stat").read_text().split()[21]
         rank = disturbing.RankProcess(0, process.pid, started, "sleep")
         with pytest.raises(disturbing.NoSuchRankError):
-            Held(rank)
+            ProcessHandle(rank)
     finally:
         process.kill()
         process.wait()
@@ -271,12 +271,12 @@ def test_processes_of_others_are_never_touched(make_rank: Any) -> None:
 
 def test_a_number_that_is_used_again_is_refused(make_rank: Any) -> None:
     rank = make_rank().ranks[0]
-    Held(rank).close()
+    ProcessHandle(rank).close()
     before = disturbing.RankProcess(
         0, rank.pid, str(int(rank.started) - 1), rank.command
     )
     with pytest.raises(disturbing.NoSuchRankError, match="has ended"):
-        Held(before)
+        ProcessHandle(before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -31,7 +31,7 @@ from hpcstrat.checkpoint.disk import file_system_name
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError
 from hpcstrat.testing.launcher import clean_environment
-from hpcstrat.tools.checkpoints.bench import advise, parse_size
+from hpcstrat.tools.checkpoints.bench_command import advise, parse_size
 
 VERSION_1 = Path(__file__).parents[3] / "old_files" / "version-1.h5"
 

@@ -23,7 +23,7 @@ from hpcstrat.tools.doctor.local import (
     look_at_folder,
     within,
 )
-from hpcstrat.tools.doctor.measuring import RankMeasures
+from hpcstrat.tools.doctor.rank_measures import RankMeasures
 
 GIB = 1 << 30
 SECOND = 10**9

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import hpcstrat as hs
 from hpcstrat.safety.divergence import divergence
-from hpcstrat.safety.divergence.comparison import octets
+from hpcstrat.safety.divergence.first_difference import octets
 from tests.mpi.ranks.differing import error_within, named_ranks, round_length, step
 from tests.mpi.ranks.effort import examples, in_step
 from tests.mpi.ranks.outcomes import assert_usable, exchanged, outcome

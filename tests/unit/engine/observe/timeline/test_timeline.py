@@ -23,7 +23,11 @@ from hpcstrat.engine.observe.timeline import Recorder, active, traced
 from hpcstrat.engine.observe.timeline.alignment import Alignment, Sample, best_sample
 from hpcstrat.engine.observe.timeline.events import Track
 from hpcstrat.engine.observe.timeline.merging import open_timeline
-from hpcstrat.engine.observe.timeline.reading import file_name, find_runs, read_events
+from hpcstrat.engine.observe.timeline.rank_files import (
+    file_name,
+    find_runs,
+    read_events,
+)
 from tests.trace_format import check_trace
 
 _MIB = 1 << 20

@@ -18,21 +18,21 @@ from click.testing import CliRunner, Result
 import hpcstrat as hs
 from hpcstrat.cli.main import main
 from hpcstrat.errors import HpcstratError
+from hpcstrat.tools.bench.prediction.dry_run import (
+    AllReduced,
+    Begun,
+    MemoryCopy,
+    SimulatedJob,
+    dry_run,
+)
 from hpcstrat.tools.bench.prediction.forecast import (
     ForecastStep,
     predict,
     predict_point,
 )
-from hpcstrat.tools.bench.prediction.inputs import Given, read_given
-from hpcstrat.tools.bench.prediction.phantoms import Phantom, Traffic
+from hpcstrat.tools.bench.prediction.inputs import KnownFigures, read_given
 from hpcstrat.tools.bench.prediction.platforms import NETWORKS, Network
-from hpcstrat.tools.bench.prediction.rehearsal import (
-    AllReduced,
-    Begun,
-    Copied,
-    SimulatedJob,
-    rehearse,
-)
+from hpcstrat.tools.bench.prediction.shape_only_arrays import Phantom, Traffic
 from hpcstrat.tools.bench.prediction.simulator import Simulator
 from hpcstrat.tools.bench.prediction.traces import Machine, Writer
 from hpcstrat.tools.bench.run_file import BenchError
@@ -76,7 +76,7 @@ def test_a_node_sends_what_an_all_reduce_needs() -> None:
     for workers, each in ((2, 1), (4, 2), (8, 4)):
         sent = 0
         for position in range(each):
-            events = rehearse(
+            events = dry_run(
                 [(3 * MIB,)], SimulatedJob(workers, each), position=position
             )
             for event in events:
@@ -87,18 +87,18 @@ def test_a_node_sends_what_an_all_reduce_needs() -> None:
 
 
 def test_all_bytes_are_in_all_reduces_of_many_workers() -> None:
-    events = rehearse([(3 * MIB,), (5,)], SimulatedJob(1000, 4))
+    events = dry_run([(3 * MIB,), (5,)], SimulatedJob(1000, 4))
     all_reduced = [event for event in events if isinstance(event, AllReduced)]
     assert {event.num_ranks for event in all_reduced} == {1000}
     nbytes = 4 * sum(event.nbytes for event in all_reduced)
     assert nbytes == pytest.approx(4 * (3 * MIB + 5), rel=1e-3)
     assert not any(event.in_place for event in all_reduced)
-    assert any(isinstance(event, Copied) for event in events)
+    assert any(isinstance(event, MemoryCopy) for event in events)
 
 
 def test_gradients_of_a_flat_reduction_are_never_in_place() -> None:
     many = [(1000,)] * 5000
-    events = rehearse(many, SimulatedJob(64, 1), ops=hs.MpiAllReduce())
+    events = dry_run(many, SimulatedJob(64, 1), ops=hs.MpiAllReduce())
     all_reduced = [event for event in events if isinstance(event, AllReduced)]
     assert sum(event.nbytes for event in all_reduced) == 20_000_000
     assert not any(event.in_place for event in all_reduced)
@@ -107,7 +107,7 @@ def test_gradients_of_a_flat_reduction_are_never_in_place() -> None:
 def test_half_precision_is_refused() -> None:
     options = hs.CommunicationOptions(wire_dtype="float16")
     with pytest.raises(HpcstratError, match="full precision"):
-        rehearse([(MIB,)], SimulatedJob(2, 2), options=options)
+        dry_run([(MIB,)], SimulatedJob(2, 2), options=options)
 
 
 def test_an_open_mpi_all_reduce_in_place_goes_up_and_down_a_tree() -> None:
@@ -327,7 +327,7 @@ def test_a_run_says_what_a_step_computes_and_how_fast_memory_is(
     assert given.latency is None
     nbytes = 4 * sum(math.prod(shape) for shape in given.shapes or ())
     assert nbytes == pytest.approx(102_228_128, rel=1e-3)
-    known = Given(latency=2e-6, bandwidth=1e10).over(given)
+    known = KnownFigures(latency=2e-6, bandwidth=1e10).over(given)
     step, machine = known.step(), known.machine()
     # As long as the run's own copies took.
     (one,) = predict(step, known.job(), machine, known.network("fat-tree"), [1])
@@ -352,7 +352,7 @@ def test_a_doctor_gives_links_and_memory(tmp_path: Path) -> None:
     }
     path = tmp_path / "doctor.json"
     path.write_text(json.dumps(content))
-    assert read_given(str(path)) == Given(
+    assert read_given(str(path)) == KnownFigures(
         latency=3e-6,
         bandwidth=9e9,
         inside_latency=1e-6,

@@ -11,17 +11,17 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
-from hpcstrat.tools.bench.prediction.rehearsal import (
+from hpcstrat.tools.bench.prediction.dry_run import (
     AllReduced,
     Announced,
     Begun,
-    Copied,
     Ended,
     Event,
+    MemoryCopy,
     SimulatedJob,
     Stepped,
     Turned,
-    rehearse,
+    dry_run,
 )
 
 pytestmark = pytest.mark.algorithm
@@ -102,7 +102,7 @@ def test_messages_and_bytes_are_those_of_the_library(
         job = SimulatedJob(
             topology.num_workers, each, topology.num_cores, topology.slot_bytes
         )
-        rehearsed = rehearse(
+        rehearsed = dry_run(
             SHAPES[shapes],
             job,
             worker=topology.worker_id,
@@ -110,7 +110,7 @@ def test_messages_and_bytes_are_those_of_the_library(
             ops=OPS[ops],
         )
     # Each replica's memory is its own: nothing of it is seen from outside.
-    unseen = Copied | Turned | Ended
+    unseen = MemoryCopy | Turned | Ended
     assert _by_kind(found) == _by_kind(
         e for e in rehearsed if not isinstance(e, unseen)
     )

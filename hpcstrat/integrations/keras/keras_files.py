@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from hpcstrat.engine.typing import Array
-from hpcstrat.integrations.keras.checkpoints import weights_of
+from hpcstrat.integrations.keras.keras_state import weights_of
 from hpcstrat.integrations.keras.replicas import value_of
 
 __all__ = ["read_keras", "write_keras"]

@@ -22,8 +22,8 @@ from torch.optim.optimizer import (
 from hpcstrat.engine.context import own_index, pop, push
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
+from hpcstrat.integrations.torch.gradient_hooks import Replicated
 from hpcstrat.integrations.torch.module_buffers import ReplicaBuffers
-from hpcstrat.integrations.torch.replicated import Replicated
 from hpcstrat.integrations.torch.sparse_gradients import gradient_of, rows_of
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
 from hpcstrat.randomness import RandomStreams
@@ -196,7 +196,7 @@ def _add(sums: dict[int, torch.Tensor], others: dict[int, torch.Tensor]) -> None
         sums[index] = others[index].add_(0)
 
 
-class _Turns:
+class _TorchReplicaState:
     """PyTorch's state of a rank's replicas; see `hpcstrat.engine.logical.meetings`."""
 
     def __init__(self, strategy: Strategy) -> None:
@@ -290,14 +290,14 @@ def _after_step(optimizer: Any, *_: Any) -> None:
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 
-_every: weakref.WeakKeyDictionary[Any, _Turns] = weakref.WeakKeyDictionary()
+_every: weakref.WeakKeyDictionary[Any, _TorchReplicaState] = weakref.WeakKeyDictionary()
 
 
-def _turns_of(strategy: Strategy) -> _Turns:
+def _turns_of(strategy: Strategy) -> _TorchReplicaState:
     """Return what swaps PyTorch's state for a strategy's replicas, made once."""
     found = _every.get(strategy)
     if found is None:
-        found = _every[strategy] = _Turns(strategy)
+        found = _every[strategy] = _TorchReplicaState(strategy)
         strategy.replicas.listeners.append(found)
     return found
 

@@ -20,8 +20,8 @@ from hpcstrat.tools.bench.measuring import Repeats, fill_calls, fill_steps
 from hpcstrat.tools.bench.run_file import BenchError, Part
 from hpcstrat.tools.bench.shapes import MODELS, gradient_bytes
 from hpcstrat.tools.bench.training import (
-    RepeatedRows,
     StepSize,
+    TiledRows,
     TrainingStep,
     load_function,
 )
@@ -185,7 +185,7 @@ def _inputs(options: Options) -> Iterator[Planned]:
     def measure(part: Part, strategy: Strategy) -> None:
         _set_batch(part, options.batch_size, strategy)
         # As many as all steps read: the end of an epoch would end the measurement.
-        rows = RepeatedRows(options.folder, part.batch_size * options.repeats.in_all)
+        rows = TiledRows(options.folder, part.batch_size * options.repeats.in_all)
         dataset = Dataset(rows, part.batch_size)
         batches = iter(strategy.experimental_distribute_dataset(dataset))
         fill_steps(part, strategy, lambda: next(batches), options.repeats)

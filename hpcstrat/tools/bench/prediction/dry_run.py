@@ -28,19 +28,19 @@ from hpcstrat.engine.options import CommunicationOptions
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
 from hpcstrat.engine.topology.topology import slot_bytes
 from hpcstrat.errors import HpcstratError
-from hpcstrat.tools.bench.prediction.phantoms import Phantom, Traffic
+from hpcstrat.tools.bench.prediction.shape_only_arrays import Phantom, Traffic
 
 __all__ = [
     "AllReduced",
     "Announced",
     "Begun",
-    "Copied",
     "Ended",
     "Event",
+    "MemoryCopy",
     "SimulatedJob",
     "Stepped",
     "Turned",
-    "rehearse",
+    "dry_run",
 ]
 
 _IN_PLACE = object()
@@ -77,7 +77,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class MemoryCopy:
     """So many bytes were read and written in memory."""
 
     nbytes: int
@@ -108,10 +108,10 @@ class Ended:
     begun: Begun
 
 
-Event = Announced | Turned | Stepped | Copied | AllReduced | Begun | Ended
+Event = Announced | Turned | Stepped | MemoryCopy | AllReduced | Begun | Ended
 
 
-class _Topology:
+class _DryRunTopology:
     """The part of a topology that algorithms and their choice use."""
 
     def __init__(self, job: SimulatedJob, worker: int, position: int) -> None:
@@ -133,7 +133,7 @@ class _Topology:
 class _Places:
     """Rings of a worker's replicas, of any size."""
 
-    def __init__(self, topology: _Topology, traffic: Traffic) -> None:
+    def __init__(self, topology: _DryRunTopology, traffic: Traffic) -> None:
         self._topology, self._traffic = topology, traffic
 
     def place_bytes(self, nbytes: int) -> int:
@@ -153,17 +153,17 @@ class _Places:
         return Phantom(size, dtype, self._traffic)
 
 
-class _Channel:
+class _DryRunChannel:
     """Notes what an algorithm asks a channel for."""
 
-    def __init__(self, topology: _Topology) -> None:
+    def __init__(self, topology: _DryRunTopology) -> None:
         self.topology, self.traffic = topology, Traffic()
         workers = topology.num_workers
         self.wire = SimpleNamespace(room_bytes=room_bytes(workers))
         self.rings = _Places(topology, self.traffic)
         self.events: list[Event] = []
         # Messages over a wire come in the order in which they were sent.
-        self.under_way: deque[_Messages] = deque()
+        self.under_way: deque[_DryRunMessages] = deque()
 
     def wait(self, awaited: Any) -> None:
         """Let messages come until what an algorithm waits for has come."""
@@ -173,7 +173,7 @@ class _Channel:
     def note(self, event: Event) -> None:
         nbytes = self.traffic.take()
         if nbytes:
-            self.events.append(Copied(nbytes))
+            self.events.append(MemoryCopy(nbytes))
         self.events.append(event)
 
     def step(self, call: Any) -> _Come:
@@ -192,10 +192,10 @@ class _Come:
         return True
 
 
-class _Messages:
+class _DryRunMessages:
     """Messages under way."""
 
-    def __init__(self, begun: Begun, channel: _Channel) -> None:
+    def __init__(self, begun: Begun, channel: _DryRunChannel) -> None:
         self._begun, self._channel = begun, channel
         self._here = False
 
@@ -210,7 +210,7 @@ class _Messages:
 class _Comm:
     """A communicator that notes what goes over it; see `InterruptibleComm`."""
 
-    def __init__(self, comm: Any, channel: _Channel) -> None:
+    def __init__(self, comm: Any, channel: _DryRunChannel) -> None:
         self.size, self.rank, self._channel = comm.size, comm.rank, channel
         self.mpi = channel.topology.mpi
 
@@ -225,11 +225,11 @@ class _Comm:
 
     def start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
-    ) -> _Messages:
+    ) -> _DryRunMessages:
         channel = self._channel
         begun = Begun(tag, _sizes(sent), _sizes(received))
         channel.note(begun)
-        messages = _Messages(begun, channel)
+        messages = _DryRunMessages(begun, channel)
         channel.under_way.append(messages)
         return messages
 
@@ -244,7 +244,7 @@ def _sizes(arrays: Mapping[int, Any]) -> tuple[tuple[int, int], ...]:
     return tuple((rank, array.nbytes) for rank, array in arrays.items())
 
 
-def rehearse(
+def dry_run(
     shapes: Sequence[tuple[int, ...]],
     job: SimulatedJob,
     *,
@@ -269,15 +269,15 @@ def rehearse(
     signatures = tuple((float32, shape) for shape in shapes)
     sizes = [math.prod(shape) for shape in shapes]
     nbytes = sum(sizes) * wire_dtype(float32, means=False)[0].itemsize
-    topology = _Topology(job, worker, position)
-    channel = _Channel(topology)
+    topology = _DryRunTopology(job, worker, position)
+    channel = _DryRunChannel(topology)
     if topology.num_replicas == 1:
         return []
     choice = (ops or CrossDeviceOps()).choose(nbytes, cast("Any", topology), options)
     pieces = tuple(itertools.islice(cut(signatures, False, choice.piece_bytes), 2))
     inline = topology.num_workers > 1 and choice.small and len(pieces) == 1
     if inline and fits_header(pieces[0], cast("Any", channel)):
-        return [Copied(2 * nbytes), Announced(header_bytes(pieces[0]))]
+        return [MemoryCopy(2 * nbytes), Announced(header_bytes(pieces[0]))]
     arrays: Any = [Phantom(size, float32, channel.traffic) for size in sizes]
     work = Work(
         describe_call("rehearsal"),
@@ -295,7 +295,7 @@ def rehearse(
     return channel.events
 
 
-def _noted(pieces: Iterable[Piece], channel: _Channel) -> Iterator[Piece]:
+def _noted(pieces: Iterable[Piece], channel: _DryRunChannel) -> Iterator[Piece]:
     for piece in pieces:
         channel.note(Turned())
         yield piece

@@ -29,8 +29,8 @@ _FORMATS = {
     "npz": ((".npz",), "checkpoint.exchange.plain_files"),
     "h5": ((".h5", ".hdf5"), "checkpoint.exchange.plain_files"),
     "safetensors": ((".safetensors",), "checkpoint.exchange.safetensors_file"),
-    "torch": ((".pt", ".pth"), "integrations.torch.weight_files"),
-    "keras": ((".keras", ".weights.h5"), "integrations.keras.weight_files"),
+    "torch": ((".pt", ".pth"), "integrations.torch.torch_files"),
+    "keras": ((".keras", ".weights.h5"), "integrations.keras.keras_files"),
 }
 _FUNCTIONS = {"h5": "hdf5"}
 _ROOT = "variables/"

@@ -17,8 +17,8 @@ from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.slots import file_names, unescaped
 from hpcstrat.parameter_server.client import Client
-from hpcstrat.parameter_server.pieces import Pieces
-from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.parameter_server.pieces import ServerBytes
+from hpcstrat.parameter_server.server_variables import ServerVariable
 from hpcstrat.variables import Variable
 
 __all__ = ["ServerSlots"]
@@ -40,7 +40,7 @@ class _ServerSlot(Variable):
         self._variable, self._initial = variable, optimizer.state[kind]
         self._place = optimizer.key, kind
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> ServerBytes:
         """Return what reads and writes it piece by piece."""
         return self._variable.pieces((*self._place, self._initial))
 

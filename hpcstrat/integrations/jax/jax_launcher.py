@@ -1,6 +1,6 @@
 """Run a program of several processes of JAX over MPI; what ``hpcstrat jax`` becomes.
 
-``python -m hpcstrat.integrations.jax.launch KIND PROGRAM [ARGS]``: ``KIND`` is
+``python -m hpcstrat.integrations.jax.jax_launcher KIND PROGRAM [ARGS]``: ``KIND`` is
 ``script`` or ``module``.
 """
 

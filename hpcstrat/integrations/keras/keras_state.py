@@ -25,7 +25,7 @@ from hpcstrat.variables import Variable
 __all__ = ["Checkpoint", "state", "weights_of"]
 
 
-class _Held:
+class _VariableCopies:
     """Variables of Keras in host memory a second time, for as long as a save takes."""
 
     def __init__(self, find: Callable[[], dict[str, Any]], strategy: Strategy) -> None:
@@ -120,9 +120,9 @@ def state(model: Any) -> dict[str, Any]:
         return found
 
     return {
-        "model": _Held(functools.partial(weights_of, model), strategy),
+        "model": _VariableCopies(functools.partial(weights_of, model), strategy),
         **{
-            name: _Held(functools.partial(slots, optimizer), strategy)
+            name: _VariableCopies(functools.partial(slots, optimizer), strategy)
             for name, optimizer in optimizers_of(model).items()
         },
     }

@@ -1,7 +1,7 @@
 """Run a program of torch.distributed over MPI; what ``hpcstrat torch`` becomes.
 
-``python -m hpcstrat.integrations.torch.launch NAME KIND PROGRAM [ARGS]``: ``NAME`` is
-the backend to replace, or empty; ``KIND`` is ``script`` or ``module``.
+``python -m hpcstrat.integrations.torch.torch_launcher NAME KIND PROGRAM [ARGS]``:
+``NAME`` is the backend to replace, or empty; ``KIND`` is ``script`` or ``module``.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import torch
 from hpcstrat.checkpoint.file.plain_state import as_text
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.integrations.frameworks import variable_over
-from hpcstrat.integrations.torch.gradients import inner, strategy_of
-from hpcstrat.integrations.torch.logical import streams_of
+from hpcstrat.integrations.torch.logical_gradients import streams_of
 from hpcstrat.integrations.torch.module_buffers import broadcast
+from hpcstrat.integrations.torch.replication import inner, strategy_of
 from hpcstrat.integrations.torch.tensors import as_tensor, memory_of, torchs_stream
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
@@ -94,7 +94,7 @@ class _Module:
         return {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
 
 
-class _Optimizer:
+class _OptimizerSlots:
     """Slots of an optimizer, such as momentum, by their own and their weight's name."""
 
     def __init__(
@@ -264,13 +264,13 @@ def _number(value: torch.Tensor) -> Any:
     return value.item()
 
 
-class _Plain:
+class _PlainState:
     """The state that is in no tensor; replica 0's is saved."""
 
     def __init__(
         self,
         module: _Module,
-        optimizer: _Optimizer | None,
+        optimizer: _OptimizerSlots | None,
         others: Mapping[str, Any],
     ) -> None:
         self._module = module
@@ -368,5 +368,5 @@ def _state(
         found["torch_random"] = streams
     slots = None
     if optimizer is not None:
-        found["optimizer"] = slots = _Optimizer(optimizer, module, strategy)
-    return {**found, "torch": _Plain(own, slots, others)}
+        found["optimizer"] = slots = _OptimizerSlots(optimizer, module, strategy)
+    return {**found, "torch": _PlainState(own, slots, others)}

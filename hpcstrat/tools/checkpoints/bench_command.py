@@ -34,7 +34,7 @@ _MOST_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _BenchOptions:
     """The options of the command line."""
 
     directory: str
@@ -62,7 +62,7 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     guard = scratch(directory) if launch.rank == 0 else contextlib.nullcontext("")
     try:
         with guard as folder:
-            wish = _Asked(directory, folder, size, rounds, output)
+            wish = _BenchOptions(directory, folder, size, rounds, output)
             if launch.launcher:
                 _bench_ranks(wish, launch.launcher)
             else:
@@ -76,21 +76,21 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
         raise SystemExit(1) from error
 
 
-def _bench_ranks(wish: _Asked, launcher: str) -> None:
+def _bench_ranks(wish: _BenchOptions, launcher: str) -> None:
     # A rank that is interrupted ends at once, and so the job: the others wait for it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     world = Topology.world()
     _bench(world, wish, f"{world.size} ranks ({launcher})")
 
 
-def _bench_threads(wish: _Asked) -> None:
+def _bench_threads(wish: _BenchOptions) -> None:
     # Two at least, as one writer says nothing of several that write one file.
     count = max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
     words = f"{count} threads that stand for ranks, which mpirun or srun would start"
     run_in_threads(count, lambda group: _bench(group, wish, words))
 
 
-def _bench(group: Writers, wish: _Asked, writers: str) -> None:
+def _bench(group: Writers, wish: _BenchOptions, writers: str) -> None:
     """Measure; rank 0 says what came of it. All ranks raise the same, or none does."""
     # In here, where all ranks raise the same.
     nbytes = parse_size(wish.size)
@@ -230,7 +230,7 @@ def _setting(direct: MeasuredWay, cached: MeasuredWay, auto: bool) -> str:
 
 
 def _report(
-    wish: _Asked,
+    wish: _BenchOptions,
     kind: str,
     num_writers: int,
     results: Sequence[MeasuredWay],

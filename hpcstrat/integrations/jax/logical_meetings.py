@@ -18,7 +18,7 @@ _make: Any = getattr(jax, "make_user_context", None)
 _replica = None if _make is None else _make(0)
 
 
-class _Turns:
+class _TurnListener:
     """Tells JAX which replica has its turn, and waits at its end; see `Listener`."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class _Turns:
         """End a run."""
 
 
-_known: weakref.WeakKeyDictionary[Strategy, _Turns] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Strategy, _TurnListener] = weakref.WeakKeyDictionary()
 
 
 def let_replicas_meet(strategy: Strategy, wait: Callable[[], None]) -> str:
@@ -66,6 +66,6 @@ def let_replicas_meet(strategy: Strategy, wait: Callable[[], None]) -> str:
             f"jax.make_user_context, found jax {jax.__version__}; upgrade it"
         )
     if strategy not in _known:
-        _known[strategy] = _Turns(wait)
+        _known[strategy] = _TurnListener(wait)
         strategy.replicas.listeners.append(_known[strategy])
     return ""

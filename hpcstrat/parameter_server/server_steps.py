@@ -14,7 +14,7 @@ from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.rules import is_of_elements
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.handles import pickled
-from hpcstrat.parameter_server.variables import ServerVariable
+from hpcstrat.parameter_server.server_variables import ServerVariable
 
 __all__ = ["apply_at_servers"]
 

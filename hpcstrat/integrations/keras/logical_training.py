@@ -21,11 +21,11 @@ import numpy as np
 from hpcstrat.data.batches import share
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
-from hpcstrat.integrations.keras.batches import Batches
 from hpcstrat.integrations.keras.compiled_steps import Outcome, compiled_steps
-from hpcstrat.integrations.keras.distributed import Distributed
+from hpcstrat.integrations.keras.distributed_model import DistributedMethods
+from hpcstrat.integrations.keras.py_dataset import Batches
 from hpcstrat.integrations.keras.replicas import (
-    State,
+    TrainingState,
     as_array,
     put,
     seed_generators,
@@ -36,7 +36,7 @@ from hpcstrat.strategies import Strategy
 __all__ = ["LogicalDistributed"]
 
 
-class _Given(NamedTuple):
+class _StepInputs(NamedTuple):
     """The values that a replica's part of a step needs from outside.
 
     ``total`` is the number of rows of all replicas. ``wholes`` are the sums over
@@ -48,7 +48,7 @@ class _Given(NamedTuple):
     wholes: Any
 
 
-class LogicalState(State):
+class LogicalState(TrainingState):
     """The state of a model, of which replicas of a rank have values of their own."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
@@ -97,7 +97,7 @@ class LogicalState(State):
         return [[as_array(own[places[id(v)]]) for v in variables] for own in every]
 
 
-class LogicalDistributed(Distributed):
+class LogicalDistributed(DistributedMethods):
     """The functions that are put over the methods of a model with several replicas."""
 
     state: LogicalState
@@ -115,7 +115,7 @@ class LogicalDistributed(Distributed):
         self._block = strategy.local_replicas
         self._masks = [seed_mask(replica) for replica in self._block]
         self._steps = compiled_steps(self)
-        self._given: _Given | None = None
+        self._given: _StepInputs | None = None
         # In a replica's part: what its optimizer was given, and what losses divide by.
         self._gradients: list[Any] | None = None
         self._divisors: list[Any] = []
@@ -140,7 +140,7 @@ class LogicalDistributed(Distributed):
     # Methods that run inside of a replica's part of a step.
 
     @contextmanager
-    def part(self, given: _Given) -> Iterator[None]:
+    def part(self, given: _StepInputs) -> Iterator[None]:
         """Surround one call of the model's ``train_step`` or ``test_step``."""
         self._given, self._gradients, self._divisors = given, None, []
         try:
@@ -239,7 +239,7 @@ class LogicalDistributed(Distributed):
         total, parts = self._divided(data)
 
         def run(wholes: Any) -> list[Outcome]:
-            given = [_Given(total, mask, wholes) for mask in self._masks]
+            given = [_StepInputs(total, mask, wholes) for mask in self._masks]
             return [
                 steps.part(kind, common, (variables, own), inputs)
                 for own, *inputs in zip(every, given, parts, strict=True)

@@ -14,9 +14,9 @@ import torch
 from hpcstrat.engine.channel.closed import ClosedChannel
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.integrations.frameworks import require_sums_each_step
-from hpcstrat.integrations.torch.logical import LogicalReplicated
+from hpcstrat.integrations.torch.gradient_hooks import Replicated
+from hpcstrat.integrations.torch.logical_gradients import LogicalReplicated
 from hpcstrat.integrations.torch.module_buffers import broadcast
-from hpcstrat.integrations.torch.replicated import Replicated
 from hpcstrat.integrations.torch.tensors import memory_of, torchs_stream
 from hpcstrat.strategies import Strategy, get_strategy
 

@@ -16,7 +16,7 @@ from hpcstrat.engine.html import table
 from hpcstrat.engine.typing import Array
 from hpcstrat.engine.values import Adopted, HostValue
 from hpcstrat.parameter_server.handles import pickled
-from hpcstrat.parameter_server.pieces import Pieces
+from hpcstrat.parameter_server.pieces import ServerBytes
 from hpcstrat.parameter_server.shared_files import FilePlace, Reader
 from hpcstrat.variables import Variable
 
@@ -64,7 +64,7 @@ class Rows:
 
 
 @dataclass
-class _Shard:
+class _ShardLocation:
     """Some rows of a variable: where they are."""
 
     server: int
@@ -96,7 +96,7 @@ class ServerVariable(Variable):
     """
 
     is_remote = True
-    _shards: list[_Shard]
+    _shards: list[_ShardLocation]
     _number: int
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
@@ -143,7 +143,7 @@ class ServerVariable(Variable):
 
     def _placed(
         self, start: int, stop: int, value: Any, server: int | None = None
-    ) -> _Shard:
+    ) -> _ShardLocation:
         """Put rows on a server: an array, what makes them, or None for zeros.
 
         By default on the next one.
@@ -156,7 +156,7 @@ class ServerVariable(Variable):
             server, "create", number, self.name, shape, self.dtype, value
         )
         self._held.append(number)
-        return _Shard(server, number, start, stop, place)
+        return _ShardLocation(server, number, start, stop, place)
 
     def _begin(self) -> None:
         """Let others know the variable, where it is now."""
@@ -183,7 +183,7 @@ class ServerVariable(Variable):
     def _ranges(self) -> Iterator[tuple[int, int]]:
         yield 0, self.shape[0] if self.shape else 1
 
-    def _parts(self, array: Array) -> Iterator[tuple[_Shard, Array]]:
+    def _parts(self, array: Array) -> Iterator[tuple[_ShardLocation, Array]]:
         """Yield the shards with their parts of an array of the variable's shape."""
         for shard in self._shards:
             yield shard, array[shard.start : shard.stop] if self.ndim else array
@@ -248,7 +248,7 @@ class ServerVariable(Variable):
         array.flags.writeable = False
         return array
 
-    def pieces(self, slot: tuple[int, str, float] | None = None) -> Pieces:
+    def pieces(self, slot: tuple[int, str, float] | None = None) -> ServerBytes:
         """Return what reads and writes the value's bytes piece by piece.
 
         Not collective. For the library's own modules.
@@ -257,7 +257,7 @@ class ServerVariable(Variable):
             (each.server, each.number, each.start, each.stop, each.reader)
             for each in self._shards
         ]
-        return Pieces(self._strategy.client, self.shape, self.dtype, parts, slot)
+        return ServerBytes(self._strategy.client, self.shape, self.dtype, parts, slot)
 
     def read_value(self) -> Array:
         """Return a copy of the value.
@@ -314,7 +314,7 @@ class ServerVariable(Variable):
             client.done()
         return self
 
-    def _by_shard(self, indices: Array) -> Iterator[tuple[_Shard, Any]]:
+    def _by_shard(self, indices: Array) -> Iterator[tuple[_ShardLocation, Any]]:
         """Yield the shards of some rows, with a mask of the rows that they hold."""
         if len(self._shards) == 1:
             yield self._shards[0], slice(None)

@@ -64,7 +64,7 @@ class RankMeasures:
 
 def measure(topology: Topology, folder: str, measures: RankMeasures) -> None:
     """Measure all there is. Collective over ``topology.replica_comm``."""
-    together = _Together(topology)
+    together = _BoundedWaits(topology)
     if not together.meet():
         measures.troubles.append(("ranks", "not all ranks have come"))
         return
@@ -88,7 +88,7 @@ def measure_alone(folder: str) -> RankMeasures:
     return measures
 
 
-class _Together:
+class _BoundedWaits:
     """Ranks that wait for each other with a limit, and in vain only once.
 
     Collective over ``topology.replica_comm``.
@@ -122,7 +122,7 @@ class _Together:
         return own.tobytes().hex()
 
 
-def _note_clock(together: _Together, measures: RankMeasures) -> None:
+def _note_clock(together: _BoundedWaits, measures: RankMeasures) -> None:
     if not together.meet():
         return
     topology = together.topology
@@ -136,7 +136,7 @@ def _note_clock(together: _Together, measures: RankMeasures) -> None:
         measures.clocks.append(sample)
 
 
-def _measure_memory(together: _Together, measures: RankMeasures) -> None:
+def _measure_memory(together: _BoundedWaits, measures: RankMeasures) -> None:
     """Measure one rank of each host after the other, then all."""
     worker = together.topology.worker_comm
     memory = measures.attempt("memory", lambda: MemoryProbe(worker.size))
@@ -153,7 +153,7 @@ def _measure_memory(together: _Together, measures: RankMeasures) -> None:
     measures.memory_together = measures.attempt("memory", lambda: copy(busy=True))
 
 
-def _look(together: _Together, folder: str, measures: RankMeasures) -> None:
+def _look(together: _BoundedWaits, folder: str, measures: RankMeasures) -> None:
     """Look at the folder, on all hosts at the same time."""
     topology, token = together.topology, together.token()
     # Five such waits of one rank are less than the one wait of the others.

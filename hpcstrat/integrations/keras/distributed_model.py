@@ -21,10 +21,9 @@ from hpcstrat.data import Dataset
 from hpcstrat.data.iterator import ReducibleDataset
 from hpcstrat.data.sources import open_source
 from hpcstrat.engine.typing import Array
-from hpcstrat.integrations.keras.batches import Batches, columns_of, own_rows
 from hpcstrat.integrations.keras.callbacks import (
     StopTogether,
-    Together,
+    SynchronizedCallback,
     chosen,
     is_watched,
 )
@@ -33,10 +32,10 @@ from hpcstrat.integrations.keras.dealt_batches import (
     dealt,
     ends_with_its_data,
 )
-from hpcstrat.integrations.keras.exchanges import exchanges
-from hpcstrat.integrations.keras.losses import correct
+from hpcstrat.integrations.keras.loss_corrections import correct
+from hpcstrat.integrations.keras.py_dataset import Batches, columns_of, own_rows
 from hpcstrat.integrations.keras.replicas import (
-    State,
+    TrainingState,
     optimizer_of,
     optimizers_of,
     put,
@@ -48,17 +47,18 @@ from hpcstrat.integrations.keras.requirements import (
     require_one_step,
 )
 from hpcstrat.integrations.keras.row_predictions import Predictions
+from hpcstrat.integrations.keras.tensor_calls import exchanges
 from hpcstrat.strategies import Strategy
 
-__all__ = ["Distributed"]
+__all__ = ["DistributedMethods"]
 
 _DATA = ("x", "y", "sample_weight")
 
 
-class Distributed:
+class DistributedMethods:
     """The functions that are put over a model's methods."""
 
-    state_class = State
+    state_class = TrainingState
 
     def __init__(
         self, model: Any, strategy: Strategy, *, by_scope: bool = False
@@ -237,7 +237,7 @@ class Distributed:
             given["validation_batch_size"] = held.pop("batch_size", None)
             given["validation_data"] = tuple(held.values())
         callbacks = chosen(callbacks, strategy)
-        callbacks.append(Together(self.state, strategy, given["x"]))
+        callbacks.append(SynchronizedCallback(self.state, strategy, given["x"]))
         if any(watches for watches, _ in told):
             callbacks.append(StopTogether(strategy))
         # The order of batches has been chosen: Keras would draw another on each.
