@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from hpcstrat.variables import Variable as Variable
     from hpcstrat.variables import partitioners as partitioners
 
-    # Names that are too long to be imported as themselves in a line.
+    # These names are too long to be imported unchanged in one line.
     CommunicationImplementation = _Implementation
     MultiWorkerMirroredStrategy = _MultiWorker
     experimental_set_strategy = _set_strategy
@@ -235,7 +235,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'hpcstrat' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hpcstrat.{home}"), name)
-    # So that this function, which is slow, is asked once for each name.
+    # Stored, as this slow function is then called once for each name.
     globals()[name] = value
     return value
 
@@ -246,11 +246,11 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-# First, as others would load the modules of a package that has moved a second time.
+# This finder comes first: others would load the modules of a moved package twice.
 sys.meta_path.insert(0, OldPaths())
 
-# In a job of several ranks, as launchers say, the others must be able to see that this
-# one is there, and how it ends, before MPI runs.
+# In a job of several ranks (the launcher's variables tell), the other ranks must see
+# that this one is there, and how it ends, before MPI runs.
 if "mpi4py.MPI" in sys.modules or any(
     os.environ.get(name, "1") != "1"
     for name in (

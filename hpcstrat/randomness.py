@@ -25,7 +25,7 @@ _NUM_WORDS = 12
 and a word whose bits 0 to 7 are the position in the buffer, bit 8 whether half a drawn
 word is left over, and bits 32 to 63 that half."""
 
-# The largest word: no job has so many replicas.
+# The largest 32-bit word, which is no replica's number.
 _SHARED = 2**32 - 1
 """Stands for the replica in the key of the shared stream."""
 
@@ -70,8 +70,8 @@ class RandomStreams:
         self.generation = 0
         self._strategy = strategy
         self._stream = _words_of(name)
-        # For each replica of this process: its generators, and in which generation its
-        # own stream began.
+        # For each replica of this process: its generators, and the generation in which
+        # its own stream began.
         replicas = strategy.local_replicas
         self._births = [0 for _ in replicas]
         # Keys without a SeedSequence, so that spawn() is refused: the number of
@@ -136,7 +136,8 @@ class RandomStreams:
         CollectiveError
             If replicas have drawn differently from ``shared``. On every replica.
         """
-        # Both in one call; that of the shared one only to see that all are alike.
+        # One call gathers both; the shared stream's state is gathered only to check
+        # that it is equal.
         rows = [self._packed(index) for index in range(len(self._own))]
         both = self._strategy.collectives.all_gather(
             np.stack(rows), 0, f"state of the random streams {self.name!r}"
@@ -214,7 +215,7 @@ class RandomStreams:
         """
         self.check_state(state)
         rows = np.asarray(state["state"])
-        # Another key for new streams: those of an earlier restore are not repeated.
+        # New streams get another key, so that they repeat none of an earlier restore.
         changed = len(rows) != self._strategy.num_replicas_in_sync
         replicas = self._strategy.local_replicas
         own = [rows[r] if r < len(rows) else None for r in replicas]

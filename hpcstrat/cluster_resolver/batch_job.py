@@ -159,7 +159,8 @@ def _flux_end(job: str) -> float | None:
 
 
 def _lsf_end(job: str) -> float | None:
-    # Such as 1:58 L: hours and minutes to a limit. With E or X they are an estimate.
+    # For example 1:58 L: hours and minutes to a limit. With E or X they are an
+    # estimate.
     said = _ask(["bjobs", "-noheader", "-o", "time_left", job])
     found = re.match(r"\s*(\d+):(\d+) L\b", said)
     return time.time() + 60 * _seconds(f"{found[1]}:{found[2]}") if found else None

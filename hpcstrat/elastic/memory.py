@@ -134,7 +134,7 @@ class Memory:
         key = choose(reports)
         self._restored = True
         if key is None:
-            # Nobody goes on from these later, when others have begun anew.
+            # Other ranks have begun anew, so that these commits must never be restored.
             for commit in held:
                 commit.key = None
             return None
@@ -175,7 +175,7 @@ class Memory:
         ValueError
             If the state would come back as another one.
         """
-        # A commit counts that fails on this replica, too: others may have made it.
+        # A commit that fails on this replica counts, too: others may have made it.
         self._number += 1
         self._tracked("commit")
         if not self._restored:
@@ -184,7 +184,7 @@ class Memory:
                 "track(), on every call of the training function"
             )
         text = as_text("commit", state)
-        # The newer one stays whole until this one is: a rank may die meanwhile.
+        # The newer commit is kept until this one is complete: a rank may die meanwhile.
         oldest = min(self._commits, key=lambda c: c.key or (-1, -1))
         self._keep(int(step), text, oldest)
 

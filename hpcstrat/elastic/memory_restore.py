@@ -58,7 +58,7 @@ def choose(reports: Sequence[Inventory]) -> Key | None:
     """Return the newest commit that all have who were there when it was made."""
     keys = {holding[0] for report in reports for holding in report.holdings}
     for key in sorted(keys, reverse=True):
-        # Whoever joined after it was made cannot have it, and is given it.
+        # Ranks that joined after this commit do not hold it, and receive it.
         if all(
             report.joined > key[0] or key in [h[0] for h in report.holdings]
             for report in reports
@@ -77,7 +77,7 @@ def _handover(key: Key, reports: Sequence[Inventory]) -> _Handover:
                 holders[now], num_replicas = replica, count
                 copies.update(dict.fromkeys(sources, now))
     missing = sorted(set(range(num_replicas)) - set(holders.values()))
-    # In order: a spare takes over one lost replica's part; more newcomers have none.
+    # Spares take over the parts of lost replicas in order; further newcomers get none.
     fresh = [now for now in range(len(reports)) if now not in holders]
     replaced: list[int | None] = [*missing, *[None] * len(fresh)]
     return _Handover(
@@ -117,7 +117,7 @@ def restore_snapshot(
     for match in matches:
         _assign(match, values, strategy)
     objects.reset(unmade)
-    # Parts that are lost are in no sum, and must not count in a mean either.
+    # Lost parts are in no sum, and must not count in a mean either.
     gone = sum(keeper is None for keeper in handover.lost.values())
     objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
     for name, thing in objects.iterators.items():
@@ -223,8 +223,9 @@ def _restore_lost(
         part = commit.copies.get(lost) if now == keeper else None
         part = collectives.broadcast_object(part, keeper, f"part of lost rank {lost}")
         arrays, streams = commit.unpacked(part)
-        # The part goes whole to whoever is in the lost one's place. Without one, a sum
-        # keeps its total, a new replica 0 takes the old one's, and the rest is lost.
+        # The part goes whole to the rank that takes the lost one's place. Without one,
+        # a sum keeps its total, a new replica 0 takes the old one's, and the rest is
+        # lost.
         if lost in heirs:
             if now == heirs[lost]:
                 values.update(arrays)
@@ -306,10 +307,10 @@ def _warn_of_lost(
 def _assign(match: Match, values: dict[str, Array], strategy: Replicas) -> None:
     value = values.get(match.entry.path)
     if value is None:
-        # A newcomer's own, with aggregation NONE: stays as it was made.
+        # With aggregation NONE a newcomer keeps the value that it was made with.
         return
     if match.variable is None:
-        # Such as of an optimizer that makes its slots at the first gradients.
+        # An optimizer, for example, makes its slots at the first gradients.
         match.owner.checkpoint_defer(match.name, value, strategy, is_part=True)
     elif is_device(match.variable.component):
         store(match.variable.component, value)

@@ -89,7 +89,8 @@ class Pool:
         self._num_places = world.size - spare_ranks
         self._members: dict[int, Member] = {}
         if not self._alone:
-            # Each rank by itself, as ranks may be lost already; it is the same on all.
+            # Each rank computes this by itself, as ranks may be lost already; all get
+            # the same.
             problem = problem_with_survival(mpi)
             if problem:
                 raise TopologyError(problem)
@@ -235,7 +236,7 @@ class Pool:
         except self._mpi.Exception as error:
             if not is_loss(self._mpi, error):
                 raise
-            # Another spare may have died, of which nobody else takes notice.
+            # Another spare may have died, which no other rank acknowledges.
             if not self._comm.Is_revoked():
                 self._comm.Ack_failed()
             return False
@@ -253,7 +254,7 @@ class Pool:
         for index, rank in enumerate(sorted(self._members)):
             if rank not in active:
                 try:
-                    # Not awaited: a spare may have died, and nobody would take it.
+                    # The send is not awaited: a spare that has died never receives it.
                     self._comm.Isend(b"", dest=index, tag=_RELEASED)
                 except self._mpi.Exception as error:
                     if not is_loss(self._mpi, error):

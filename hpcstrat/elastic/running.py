@@ -120,11 +120,11 @@ def run(
             # Active ranks have left by an error, and end the job, or handle it alike.
             return None
         meeting = pool.meet(outcome.returned)
-        # All have left it. This rank may have come to the end, and others not.
+        # All ranks have left the strategy. This rank may have finished, and others not.
         if outcome.strategy is not None:
             outcome.strategy.abandon()
         if not meeting.finished:
-            # Else its thread might replace what the next training saves.
+            # Otherwise its thread might overwrite what the next training saves.
             give_up_all(RankLostError("a rank was lost", meeting.lost))
     if completion_marker is not None:
         _mark(completion_marker, pool, meeting, mpi.COMM_WORLD.rank)
@@ -174,7 +174,7 @@ def _train(
             outcome.result = train(strategy, memory)
         except SystemExit as error:
             outcome.exits = error
-        # A loss that the function has caught is one nevertheless.
+        # A loss counts even if the function has caught its error.
         outcome.returned = strategy.lost_ranks is None
         strategy.collectives.barrier("end of elastic.run")
     except Exception as error:
@@ -182,8 +182,8 @@ def _train(
         if not _is_of_loss(error, strategy):
             pool.release_spares()
             raise
-        # Who has returned keeps its result: the loss came in the barrier behind it, and
-        # where all others have returned, too, the training is finished.
+        # A rank whose function has returned keeps its result: the loss came in the
+        # barrier after it. If all others have returned, too, the training is finished.
         if not outcome.returned:
             outcome.exits = outcome.result = None
         if not isinstance(error, RankLostError):

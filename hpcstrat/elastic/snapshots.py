@@ -149,7 +149,7 @@ class Snapshot:
     def header(self) -> Header:
         """Return what `match_entries` compares with the program, as of a checkpoint."""
         python = {name: from_text(text) for name, text in self.python.items()}
-        # The program's own state is no object's.
+        # The empty name holds the program's own state, which belongs to no object.
         own = {name: state for name, state in python.items() if name}
         header = Header(self.step, self.num_replicas, dict(self.entries))
         header.iterators, header.python = self.iterators, own

@@ -143,7 +143,8 @@ def _announcing(initialize: Callable[..., None]) -> Callable[..., None]:
             if entry is not None:
                 name = getattr(self, "name", None)
                 what = type(self).__name__ + (f" {name!r}" if name else "")
-                # Else the others, which have made theirs, would wait in the next call.
+                # Otherwise the replicas that have made theirs would wait in the next
+                # call.
                 entry.strategy.collectives.fail(f"creation of {what}", error)
             raise
 

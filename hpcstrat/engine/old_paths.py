@@ -66,7 +66,7 @@ class _Alias(Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._new)
-        # The import system is about to write another one there.
+        # The import system replaces ``module.__spec__`` next, so the right one is kept.
         self._spec = module.__spec__
         return module
 

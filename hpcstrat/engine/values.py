@@ -89,7 +89,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         for out in kwargs.get("out", ()):
             if isinstance(out, ArrayOperators):
                 raise _not_written(ufunc, out)
-        # Else NumPy would ask these objects again, for ever.
+        # Otherwise NumPy would call these objects again, without end.
         arrays = [x._operand() if isinstance(x, ArrayOperators) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
 
@@ -171,7 +171,8 @@ def _operands(argument: Any) -> Any:
     """Replace what stands for arrays, also in the lists that functions take."""
     if isinstance(argument, ArrayOperators):
         return argument._operand()
-    # Not of named tuples and the like, which need not take one sequence.
+    # Named tuples and other subclasses are left alone: their constructors may not take
+    # a sequence.
     if type(argument) in (list, tuple):
         return type(argument)(map(_operands, argument))
     return argument

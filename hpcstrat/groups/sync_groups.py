@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["SyncGroups"]
 
 _CREATION = "creation of SyncGroups"
-# Places in the counts: steps since the last sum began, and since that which is under
-# way did, or -1.
+# Indices in the counts: steps since the last sum began, and steps since the pending sum
+# began (-1: none is pending).
 _SINCE, _UNDER_WAY = 0, 1
 
 
@@ -315,7 +315,8 @@ class SyncGroups:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
             self._take_outer()
         else:
-            # A header that is not awaited tells nobody of the job's end: see `_finish`.
+            # A header that is not awaited tells no rank of the job's end, so the sum
+            # carries it: see `_finish`.
             told = array_module(changes[0]).zeros(1, np.float32)
             told += bool(getattr(collectives.channel, "notice", ""))
             given = [*changes, told]
@@ -335,7 +336,8 @@ class SyncGroups:
         # A variable that was made since the sum began has no part in it.
         outers = [outer for _, outer in self._pairs[: len(gradients)]]
         pairs = list(zip(gradients, outers, strict=True))
-        # Whatever scope the program is in; through `run`, which has copies compared.
+        # This leaves the program's scope, and goes through `run`, which compares
+        # copies.
         token = push(None)
         try:
             self._build()
@@ -355,11 +357,12 @@ class SyncGroups:
             try:
                 *gradients, told = started.wait()
                 if float(told[0]):
-                    # All know that a rank has something to tell, and listen.
+                    # All replicas now know that one has a notice, and take part in the
+                    # call that tells it.
                     self.collectives.barrier("notice to all groups")
                 self._use(gradients)
             except BaseException:
-                # The next round has all that the group has changed since the last one.
+                # The next round then includes all changes since the last one.
                 self._counts.component[_UNDER_WAY] = -1
                 raise
 

@@ -109,8 +109,8 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
-        # By replica of this process, for backward: centered values, inverse deviations,
-        # type of the result, and the number of values; that is None outside training.
+        # For backward, by replica of this process: centered values, inverse deviations,
+        # type of the result, and number of values (None outside training).
         self._kept_by: dict[int, tuple[Array, Array, Any, Any]] = {}
 
     @property
@@ -158,7 +158,8 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         """
         if not training:
             return self._normalized(x, training)
-        # An entry: of an array that does not fit on one replica the others learn.
+        # An entry, so that the others learn of an array that does not fit on one
+        # replica.
         normalized: Array = self._replicas(self._forward).collectives.call(
             self._forward, self._normalized, x, training
         )

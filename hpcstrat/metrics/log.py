@@ -91,7 +91,7 @@ class Log:
         self._strategy = strategy or get_strategy()
         self._file = LogFile(self.folder)
         self._sinks = list(sinks)
-        # Whether what the file had before has been looked at.
+        # Whether the earlier lines of the file have been read.
         self._is_begun = False
         token = push(self._strategy.cross_entry)
         try:
@@ -184,7 +184,7 @@ class Log:
         if not of:
             own = _as_png(picture) if self._writes() else None
         else:
-            # The others wait for it.
+            # If it fails, the replicas that wait for it raise, too.
             with self._strategy.collectives.all_raise("a picture for the log"):
                 own = _as_png(picture) if self._is(of) else None
         own = self._from(of, own)
@@ -254,7 +254,8 @@ class Log:
         context = self._context()
         # Such values have a structure of their own.
         apart = {n: v for n, v in values.items() if isinstance(v, DistributedValues)}
-        # The others wait for numbers that are none on this replica.
+        # If a value is no number on this replica, the replicas that wait for it raise,
+        # too.
         with self._strategy.collectives.all_raise("numbers for the log"):
             plain = {n: np.float64(v) for n, v in values.items() if n not in apart}
         found = {

@@ -42,7 +42,8 @@ def _decoded(data: bytes) -> Iterator[_Record]:
         try:
             record = json.loads(line)
         except ValueError:
-            # A line that the end of a job has torn, and another job has ended.
+            # This line was cut off when a job ended; another job has added its line
+            # end.
             continue
         if "scalars" in record:
             record["scalars"] = {

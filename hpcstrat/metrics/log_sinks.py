@@ -141,7 +141,7 @@ def _text(name: str, text: str) -> Any:
 def _picture(name: str, png: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    # Of the header of each file of this format.
+    # Each file of this format has them in its header.
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
     image = Summary.Image(
         width=width, height=height, colorspace=3, encoded_image_string=png

@@ -45,8 +45,8 @@ class Metric(AnnouncesInitErrors):
     def __init__(self, name: str, dtype: Any, totals: Sequence[str]) -> None:
         self.name = name
         self.dtype = np.dtype(dtype)
-        # What values on a GPU have added to totals in host memory, until it is read: an
-        # update must not wait for the GPU. By replica of this process, and by name.
+        # Sums of values on a GPU that are not yet in the totals in host memory: an
+        # update must not wait for the GPU. Keyed by replica of this process and name.
         self._on_device: dict[tuple[int, str], Array] = {}
         # All of one type, so that they travel in one buffer. Counts are float64, too,
         # because weights need not be integers; they are exact up to 2**53.

@@ -87,7 +87,7 @@ class Accumulation:
         if self._start is None and strategy.raises_together:
             strategy.run_ends.append(self._end_run)
             self._start = _Start(self.calls, self.inherits, dict(self._pending), {})
-        # Quiet, as the sums over replicas are.
+        # Without warnings of floating point, as in sums over replicas.
         with np.errstate(all="ignore"):
             for gradient, variable in pairs:
                 self._pending[id(variable)] = variable
@@ -102,7 +102,7 @@ class Accumulation:
     def _add(self, gradient: Gradient, variable: Variable) -> None:
         total, count = self._sum_and_count(variable)
         start = self._start
-        # Copied once for each run, and not where going back means to begin anew.
+        # Copied once for each run, unless going back means to start the sums again.
         if start is not None and start.calls and id(variable) not in start.before:
             start.before[id(variable)] = variable, total.copy(), count.copy()
         if isinstance(gradient, IndexedSlices):

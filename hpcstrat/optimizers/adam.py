@@ -77,7 +77,7 @@ class Adam(Optimizer):
             return
         number = value.dtype.type
         if kept != 1:
-            # Before the step, as decay is of the variable as it was.
+            # Decay comes before the step: it applies to the variable's old value.
             value *= number(kept)
         self._first_stage(step, gradient, *slots)
         gradient *= number(step.rate)
@@ -124,7 +124,8 @@ class Adam(Optimizer):
         )
         m *= number(self.beta_1)
         m += scratch
-        # In this order no square of a number that (1 - beta_2) has made smaller.
+        # The gradient is squared before it is scaled by (1 - beta_2), as the square of
+        # the smaller number could underflow.
         gradient *= gradient
         gradient *= number(1 - self.beta_2)
         v *= number(self.beta_2)

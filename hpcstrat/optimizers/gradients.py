@@ -178,7 +178,7 @@ def clip_to_norm(
     if is_device(squares) and all(map(is_device, arrays)):
         return _clip_on_device(arrays, limit, squares)
     norm = math.sqrt(squares)
-    # Also where it is NaN.
+    # The comparison is written so that NaN counts as too long.
     if not norm <= limit:
         scale(arrays, limit / norm if math.isfinite(norm) else math.nan)
     return norm
@@ -335,7 +335,8 @@ class Filling:
         return filled
 
     def _note(self, name: str) -> None:
-        # Once for each: a layer that is never used has none in every step.
+        # Reported once for each variable: an unused layer lacks gradients in every
+        # step.
         if name not in self._noted:
             self._noted.add(name)
             get_logger("optimizers").warning(

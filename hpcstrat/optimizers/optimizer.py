@@ -572,7 +572,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     @property
     def _mean(self) -> float:
         """The factor of sums over calls."""
-        # Not of `accumulate_steps`, which may be another one than before a restore.
+        # The calls are counted: `accumulate_steps` may have changed since a restore.
         calls = max(1, self._accumulation.calls)
         return 1 / calls if self._op is ReduceOp.MEAN else 1.0
 
@@ -620,7 +620,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     def _scratch(self, like: Array) -> Array:
         """Return an array of the same shape and type that is kept between steps."""
-        # One for each type, of the largest size: variables are updated one by one.
+        # One buffer for each type, of the largest size: variables are updated one by
+        # one.
         key = is_device(like), like.dtype
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < like.size:

@@ -103,10 +103,10 @@ class Routine:
         # arrays for their sums, where they are always the same.
         self.repeats = False
         self.sums: list[Array] | None = None
-        # For each gradient, or slice of one; they are there from the first step on.
+        # One target for each gradient, or slice of one; made in the first step.
         self.begun = False
         self.targets: list[Target] = []
-        # Those that tell rules of the rate: of bundles, and of variables apart.
+        # The Step objects that rules are given: of bundles, and of single variables.
         self.steps: list[Step] = []
         self.bundles: list[Bundle] = []
         self.apart: list[int] = []

@@ -154,8 +154,8 @@ class Slots:
         if found is None:
             return None
         if strategy is not None:
-            # All or none: else a rank that fails before would keep it elsewhere, in
-            # host memory for instance, when all save it.
+            # All ranks or none: a rank that fails before this would keep the state
+            # elsewhere, such as in host memory, when all save it.
             strategy.collectives.barrier(f"restored state {name}")
         saved = self._waiting[found]
         if saved.shape != array.shape:

@@ -31,7 +31,8 @@ class Client:
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
-        # Updates of ended functions that are not known to be made.
+        # Numbers of updates of ended functions, by server, that it may not have made
+        # yet.
         self._unseen: dict[int, int] = {}
         self._readers = Readers()
         # Counts that servers of this node keep: updates made for this rank, and errors.
@@ -46,7 +47,7 @@ class Client:
         self.servers = tuple(servers)
         bells = self.mailbox.wakeup_pipes
         for server in self.servers:
-            # Those of lost ones stay, for who still waits for them.
+            # Counts of lost servers stay for threads that still wait for them.
             if (place := bells.place(server)) is not None:
                 self._counts[server] = bells.applied[place], bells.failed[place]
 
@@ -82,7 +83,7 @@ class Client:
         """Whether a server was told an optimizer's rule; if not, the caller does."""
         known = False
         with contextlib.suppress(Exception):
-            # Options that cannot be compared, such as arrays, are told again.
+            # Options that cannot be compared, such as arrays, are sent again.
             known = bool(self._rules.get((server, key)) == rule)
         self._rules[server, key] = rule
         return known

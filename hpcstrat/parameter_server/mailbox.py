@@ -121,7 +121,7 @@ class Mailbox:
         self._outbox: list[_Sending] = []
         self._arriving: list[_Arriving] = []
         self._whole: deque[tuple[int, Any]] = deque()
-        # Fresh memory of an update takes longer than what the server does with it.
+        # To allocate memory for an update would take longer than the update itself.
         self._recycler = Recycler(_MOST_KEPT_BYTES)
         self._questions = itertools.count()
         self._looked_at = 0.0
@@ -162,8 +162,8 @@ class Mailbox:
             ]
         self.wakeup_pipes.ring(rank)
         if large and tag == INBOX:
-            # A reply's arrays are the server's own copies, and it must not wait. Nor is
-            # what others have not taken waited for.
+            # A server's replies are its own copies, so that it need not wait. Messages
+            # that other ranks have not taken are not awaited either.
             self.wait(
                 lambda: self.drive() or not any(one in self._outbox for one in sent),
                 lambda: f"rank {rank} to take {sum(sizes)} bytes",

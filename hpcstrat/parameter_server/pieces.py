@@ -51,14 +51,14 @@ class ServerBytes:
     def _copy(self, start: int, out: Array) -> int:
         """Copy bytes from one on, as many as are in a piece; return how many."""
         if not 0 <= start - self._begin < self._piece.size:
-            # First, so that there are never two.
+            # The old piece is freed first, so that two never take memory.
             self._piece = np.empty(0, np.uint8)
             spans = self._spans(start, start + _PIECE_BYTES)
             self._piece, self._begin = self._read(*next(spans)), start
         found = self._piece[start - self._begin :][: out.size]
         out[: found.size] = found
         if start + found.size == self._nbytes:
-            # There may be many values.
+            # The last piece is freed at the end: there may be many values.
             self._piece = np.empty(0, np.uint8)
         return int(found.size)
 

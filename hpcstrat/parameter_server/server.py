@@ -38,7 +38,7 @@ class _StoredShard:
     ) -> None:
         self.name = name
         self.array, self.version, self.place = memory.allocate(shape, dtype)
-        # By optimizer and kind; and the number of steps, by optimizer.
+        # State by optimizer and kind; number of steps by optimizer.
         self.slots: dict[tuple[int, str], Array] = {}
         self.steps: dict[int, int] = {}
 
@@ -69,7 +69,7 @@ class VariableServer:
         )
         self._memory = SharedFiles()
         self._shards: dict[int, _StoredShard] = {}
-        # By who makes steps with it, and the optimizer: options are each client's own.
+        # Keyed by client and optimizer: each client has its own options.
         self._rules: dict[tuple[int, int], Any] = {}
         # Client whose update is being made.
         self._client = -1
@@ -115,7 +115,7 @@ class VariableServer:
                 closes = closes and rest[0]
                 mailbox.hear(rest[1])
             elif kind == "serves":
-                # It was spare, and uses no servers now.
+                # The client was a spare rank, and uses no servers any more.
                 self._users.discard(client)
             else:
                 self._apply(client, kind, rest)
@@ -143,7 +143,7 @@ class VariableServer:
         value: Any
         try:
             if kind == "flush":
-                # After all that this client has sent before.
+                # Answered after all earlier messages of this client.
                 good, value = True, self._failures(client, *rest)
             else:
                 good, value = True, self._answers[kind](*rest)
@@ -214,7 +214,7 @@ class VariableServer:
             if name == "replace":
                 array[indices] = values
             elif name in ("add", "subtract"):
-                # Each comes once: the client has added them up.
+                # No index is repeated: the client has added up the rows.
                 array[indices] = call_without_fp_warnings(
                     getattr(np, name), array[indices], values
                 )

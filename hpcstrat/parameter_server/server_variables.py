@@ -125,7 +125,7 @@ class ServerVariable(Variable):
             self._number, self._shards = told
             self._attach()
             return
-        # Numbers of what servers keep for it.
+        # Numbers under which servers keep the shards.
         self._shards, self._held = [], list[int]()
         weakref.finalize(self, strategy.forget, self._held).atexit = False
         try:

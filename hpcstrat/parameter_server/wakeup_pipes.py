@@ -27,7 +27,7 @@ __all__ = ["WakeupPipes"]
 
 _LINE_BYTES = 64
 _LOOKS_BETWEEN_CLOCKS = 8
-# A ring may come between the flag and the look that follows it.
+# Sleeps are short, as a wakeup may be lost between reading the flag and polling.
 _SLEEP_MILLISECONDS = 20
 _SHORT_SLEEP_MILLISECONDS = 1
 
@@ -52,13 +52,14 @@ class WakeupPipes:
         counts = np.frombuffer(buffer, np.int64, 2 * table // 8, lines)
         self.applied, self.failed = counts.reshape(2, comm.size, world)
         self._read, self._write = _pipe()
-        # Number of threads that sleep: the one that is woken may not be the one meant.
+        # Number of threads that sleep: a wakeup may reach another thread than the one
+        # it is for.
         self._num_asleep, self._lock = 0, threading.Lock()
         self._pipes = [
             _opened(pid, number)
             for pid, number in comm.allgather((os.getpid(), self._write))
         ]
-        # All have opened all pipes, before one may end.
+        # All ranks have opened all pipes before any may end.
         comm.Barrier()
         self._shares_cores = comm.size > topology.num_cores
         self._alone = topology.num_workers == 1 and -1 not in self._pipes
@@ -72,7 +73,7 @@ class WakeupPipes:
         """Wake a rank, if it is of this node and sleeps."""
         place = self._places.get(rank)
         if place is not None and self._asleep[place * _LINE_BYTES]:
-            # Full is as good as rung; and a rank that has ended hears nothing.
+            # A full pipe wakes the rank as well; a rank that has ended needs no wakeup.
             with contextlib.suppress(OSError):
                 os.write(self._pipes[place], b"!")
 
@@ -108,14 +109,15 @@ class WakeupPipes:
         look: Callable[[float], None],
         start: float,
     ) -> Any:
-        # Each thread has its own: one such object cannot be waited for by two.
+        # Each thread has its own: two threads cannot wait with one poll object.
         poll = select.poll()
         if self._read >= 0:
             poll.register(self._read, select.POLLIN)
         while True:
             self._count_asleep(1)
             try:
-                # Open MPI's probes look first, and then see what has come.
+                # Twice: a probe of Open MPI only drives progress, and the next one sees
+                # what has come.
                 found = ready() or ready()
                 if found:
                     return found
@@ -149,7 +151,7 @@ def _pipe() -> tuple[int, int]:
     try:
         return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        # The others are told, and wait for nobody: all look by themselves.
+        # All ranks are told, and then poll instead of sleeping.
         return -1, -1
 
 

@@ -31,7 +31,7 @@ from hpcstrat.safety.watchdog import watchdog
 __all__ = ["install", "register", "unregister"]
 
 _LONGEST_NAP_SECONDS = 0.01
-# A rank lets others print first for so long.
+# So long a rank waits for others to print first.
 _SECONDARY_SECONDS = 0.5
 _CLOCKS_SECONDS = 5.0
 
@@ -85,7 +85,7 @@ def _leave() -> None:
     _Leaving.left = True
     board = own_registry()
     if board is not None:
-        # Ranks that make a strategy of some ranks hear of nothing else.
+        # Ranks that are making a strategy learn of this rank's end only here.
         board.show(stage=LEFT)
     waiting = []
     for channel in _channels:

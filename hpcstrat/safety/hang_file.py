@@ -40,7 +40,7 @@ def path_of(folder: str) -> str:
     names = [os.environ[name] for name in _SCHEDULERS if os.environ.get(name)][:1]
     names += [os.environ[name] for name in _STEPS if os.environ.get(name)]
     names += [] if names else [os.environ[n] for n in _OTHERS if os.environ.get(n)]
-    # Without a name of the job: the process that started the ranks of this host.
+    # A job without a name is named after the process that started this host's ranks.
     names = names or [f"{platform.node()}-{os.getppid()}"]
     job = re.sub(r"[^\w.]+", "-", "-".join(names))
     return os.path.join(os.path.abspath(folder), f"hpcstrat-hang-{job}.jsonl")
@@ -80,12 +80,12 @@ def _add(event: str, content: dict[str, Any]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         file = os.open(path, flags, 0o644)
         try:
-            # In one call, so that lines of several ranks do not mix.
+            # One write for each line, so that lines of several ranks do not mix.
             os.write(file, line)
         finally:
             os.close(file)
         if event == "late":
             os.write(2, f"hpcstrat: kept in {path}; see hpcstrat hang\n".encode())
     except Exception:
-        # Whatever is wrong here must not hide what is wrong with the job.
+        # An error in writing this file must not hide the job's own.
         return

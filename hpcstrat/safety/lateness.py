@@ -21,7 +21,7 @@ _NOTABLE_SECONDS = 10.0
 # The other ranks of a worker have so long to show their newest numbers.
 _ANSWER_SECONDS = 0.3
 
-# Open statistics, each with the name for its summary at the end.
+# Statistics of open strategies, each with the name in its final summary.
 _watched: dict[Arrivals, str] = {}
 
 

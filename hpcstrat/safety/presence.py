@@ -55,7 +55,8 @@ _CHECK = struct.Struct("=IH")
 # struct flock of Linux with 64 bits.
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
-# Names as the kernel cuts them: what starts the ranks of one job on one host, each.
+# Processes that start a job's ranks on a host, one for each job; names are cut as the
+# kernel cuts them.
 _DAEMONS = (
     "hydra_pmi_proxy",
     "pmi_proxy",
@@ -96,13 +97,14 @@ class LaunchRegistry:
             handle = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
-            # A lock goes with any descriptor of the file that its process closes.
+            # Closing any descriptor of a file drops the process's locks on it, see
+            # fcntl(2).
             with _gate(handle):
                 if os.fstat(handle).st_nlink and os.fstat(handle).st_uid == os.getuid():
                     if self._take(handle):
                         return True
                     break
-            # The last one that had it has just removed it.
+            # The file's last user has just removed it: try again with a new file.
             os.close(handle)
         else:
             return False
@@ -123,7 +125,7 @@ class LaunchRegistry:
         self._handle = handle
         present = sum(self.read(rank) is not None for rank in self.present())
         if present == self.num_local:
-            # All have it open.
+            # All ranks of the host have opened the file, so its name can go.
             os.unlink(self._path)
         return True
 
@@ -137,7 +139,7 @@ class LaunchRegistry:
             self._write(self._handle)
 
     def _write(self, handle: int) -> None:
-        # In one write, with a checksum: readers take no lock.
+        # Written at once, with a checksum, because readers take no lock.
         data = _encoded(self.page)
         if len(data) > _PAGE_BYTES - _CHECK.size:
             data = _encoded({**self.page, "text": "", "reason": ""})
@@ -193,7 +195,7 @@ class LaunchRegistry:
 
     @staticmethod
     def _place(rank: int) -> int:
-        # The first page is that of the gate.
+        # The first page is the gate's.
         return (1 + rank) * _PAGE_BYTES
 
     def close(self) -> None:
@@ -262,7 +264,8 @@ def _gate(handle: int) -> Iterator[None]:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, _PAGE_BYTES, 0)
             break
         except OSError:
-            # One that is stopped there must not stop the others.
+            # A process that is stopped while it holds the gate must not stop the
+            # others.
             if time.monotonic() > deadline:
                 raise
             time.sleep(_NAP_SECONDS)
@@ -287,7 +290,7 @@ def _sweep(own: str) -> None:
             continue
         with contextlib.suppress(OSError):
             if entry.stat().st_mtime > time.time() - _OLD_SECONDS:
-                # Its first ranks may have ended, and others are to come.
+                # The job's first ranks may have ended before others start.
                 continue
             handle = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -319,8 +322,8 @@ def _num_local(launch: Launch) -> int | None:
 
 def _job_name(env: Mapping[str, str]) -> str:
     """Return what only the ranks of this job have in common; empty where unknown."""
-    # A name may come again: of a job that is queued again, or with a number of a
-    # process; a process of that number and that age does not.
+    # A requeued job has the same name, and process numbers are used again; number and
+    # start time of the launcher's process are not.
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = [env.get(name, "") for name in ("PMIX_NAMESPACE", *slurm)]
     key = [*names, _daemon()[0]]

@@ -25,7 +25,7 @@ from hpcstrat.safety.presence import FAILED, own_registry
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
 
-# A rank lets others print first for so long.
+# So long a rank waits for others to print first.
 _STAGGER_SECONDS = 0.03
 _SECONDARY_SECONDS = 0.5
 _FORWARD_SECONDS = 0.1
@@ -97,7 +97,8 @@ def _end_job(
         return
     _note(kind, error, mpi=True)
     # The same error often ends all ranks: the first of them prints it and ends the job
-    # before the others mix in their lines. What another rank caused comes last.
+    # before the others mix in their lines. Errors that another rank caused are printed
+    # last.
     time.sleep(min(mpi.COMM_WORLD.rank * _STAGGER_SECONDS, _SECONDARY_SECONDS))
     caused = isinstance(error, ReplicaError) and error.__cause__ is None
     if caused:
@@ -192,5 +193,5 @@ def _abort_quietly(mpi: Any, code: int) -> None:
     except (AttributeError, OSError):
         return
     if end(ctypes.c_int(code), b"", None, ctypes.c_size_t(0)) == 0:
-        # By then the launcher has ended this process, or does not mean to.
+        # So long the launcher has to end this process.
         time.sleep(_ENDING_SECONDS)

@@ -12,7 +12,7 @@ from typing import NoReturn
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.testing.job import note_rank, wait_until, write_whole
 
-# A rank that failed lets the others write down how they failed for so long.
+# So long a failed rank waits for others to write down their own failures.
 _GRACE_SECONDS = 1.0
 
 

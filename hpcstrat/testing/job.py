@@ -180,7 +180,7 @@ class Job:
         ranks = set()
         for path in self.folder.glob("*.pid"):
             number, _, started = path.read_text().partition(" ")
-            # Else the number is that of a later process by now.
+            # Otherwise the number belongs to a later process by now.
             if start_time(int(number)) == started:
                 ranks.add(int(number))
         return ranks

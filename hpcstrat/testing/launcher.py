@@ -125,7 +125,7 @@ def line_to_run(n: int, words: Sequence[str]) -> str:
     try:
         path, *options = launch_command(n)
     except HpcstratError:
-        # Such as where a batch system has started the ranks.
+        # For example if a batch system has started the ranks.
         path, options = "mpirun", ["-n", str(n)]
     short = os.path.basename(path)
     start = short if shutil.which(short) == path else path

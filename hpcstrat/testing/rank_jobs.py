@@ -30,7 +30,7 @@ _OPTIONS = "options.json"
 _OF_PYTEST = re.compile(
     r"""^  File ".*/(?:_?pytest|pluggy)/.*\n|^  File "<.*\n""", re.M
 )
-# A rank that failed waits for so long for the others, which may be about to fail, too.
+# So long a failed rank waits for others, which may be about to fail, too.
 _PATIENCE_SECONDS = 5.0
 # pytest's own options that a rank needs, beside those of the project's conftest.py.
 _OPTIONS_OF_PYTEST = (

@@ -15,7 +15,7 @@ from hpcstrat.tools.terminal import add_row, new_console, new_table
 
 __all__ = ["explain", "hang"]
 
-# By words that a report has of a late rank: what to do about it.
+# Advice by the words with which a report describes a late rank.
 _ADVICE = (
     (
         "whose process has ended",

@@ -69,7 +69,7 @@ def summary(directory: str, run: str | None) -> None:
         raise click.ClickException(str(error)) from error
     headings = ("replica", "worker", "calls", "waited s", "came last", "cost s")
     table = Table(*headings)
-    # By what it cost the others: being last often may have cost nothing.
+    # Sorted by the cost to other replicas: being last often may have cost nothing.
     ordered = sorted(rows.values(), key=lambda row: -row.cost_seconds)
     for row in ordered:
         share = f"{row.last} ({row.last / row.calls:.0%})" if row.calls else "0"

@@ -178,7 +178,7 @@ class _MeanRule(_ReductionRule):
         path: str,
     ) -> Array | None:
         del root
-        # The mean is over those who have a part, so that it stays theirs.
+        # The mean is over the replicas that have a part: newcomers must not change it.
         term = np.zeros_like(like) if part is None else part
         what = f"mean of {path} for newcomers"
         total = strategy.collectives.batch_reduce(ReduceOp.SUM, term, what)

@@ -68,7 +68,7 @@ class CentralVariable(MirroredVariable):
         return made[0]
 
     def _made(self) -> None:
-        # Copies, which are compared, there are only of several workers.
+        # Only several workers have copies that can be compared.
         if self._strategy.topology.num_workers > 1:
             super()._made()
 

@@ -59,18 +59,19 @@ class DistributedVariable(Variable, DistributedValues):
         def shared() -> Any:
             own = make(initial_value, dtype)
             self._require_type(own.dtype)
-            # State of the library, which each replica has already: no call.
+            # The library's own state is equal on all replicas already: no call is made.
             if type(initial_value) is HostValue and initial_value.is_own:
                 return own
             if type(initial_value) is not Adopted:
                 return collectives.broadcast(own, 0, what)
-            # Into the memory of its owner, which goes on to use that.
+            # The value is written into the owner's memory, which it goes on to use.
             if not initial_value.is_equal:
                 np.copyto(own, collectives.broadcast(own, 0, what))
             return own
 
-        # An entry: Ctrl-C in a callable ends the calls of the other replicas, too. Of
-        # an error that is announced here `AnnouncesInitErrors` tells nobody again.
+        # An entry: Ctrl-C in a callable ends the calls of the other replicas, too.
+        # `AnnouncesInitErrors` does not announce an error a second time that was
+        # announced here.
         component: Array = collectives.call(what, shared)
         return component
 
@@ -138,7 +139,7 @@ class DistributedVariable(Variable, DistributedValues):
 class MirroredVariable(DistributedVariable, Mirrored):
     """A variable whose components are kept equal."""
 
-    # For messages: what it is, and what an aggregation keeps from it.
+    # Words for messages: its kind, and what happens without an aggregation.
     _kind, _danger = "mirrored", "its copies could come to differ"
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
@@ -348,7 +349,7 @@ class SyncOnReadVariable(DistributedVariable):
         return read_all([self])[0]
 
     def _lasting(self) -> Array | None:
-        # Readers of the interface keep the variable alive, not what was made of it.
+        # NumPy keeps only the variable alive, so a temporary array must not be given.
         return self._view if self._mode() is not _CROSS else None
 
     @collective

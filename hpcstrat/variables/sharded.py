@@ -58,7 +58,7 @@ class ShardedVariable(DistributedVariable):
         self.part = part_of_rank(math.prod(whole.shape), self._strategy)
         length = self.part.stop - self.part.start
         if not any(whole.strides) and whole.size:
-            # One element that stands for all, which would take the whole memory.
+            # `whole` repeats one element: a view of the whole would be copied in full.
             return np.full(length, whole.flat[0], whole.dtype)
         return np.array(whole.reshape(-1)[self.part])
 

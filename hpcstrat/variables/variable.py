@@ -48,7 +48,7 @@ _SCATTER = {
     "scatter_min": "minimum",
     "scatter_max": "maximum",
 }
-# These have no sum or mean over replicas that give rows.
+# These updates cannot be summed or averaged over replicas.
 NOT_SUMMABLE = ("scatter_min", "scatter_max", "scatter_update")
 
 

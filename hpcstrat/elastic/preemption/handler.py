@@ -112,7 +112,7 @@ class PreemptionCheckpointHandler:
         self._due = False
         # Whether the training goes on for the rest of a grace period.
         self._in_grace = False
-        # The longest one so far; and what stands for one before the first.
+        # The longest save so far, and the guess that is used before the first one.
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
@@ -203,8 +203,8 @@ class PreemptionCheckpointHandler:
         *args, **kwargs : object
             Of the manager's ``save``, or of ``save_fn``.
         """
-        # Counted before it is saved, unlike the reference's: a loop that starts at
-        # total_run_calls repeats no step.
+        # The call is counted before the save, unlike in tf.distribute: a loop that
+        # starts at total_run_calls repeats no step.
         self._calls.number += 1
         if self._due:
             self._act(*args, **kwargs)
@@ -236,7 +236,7 @@ class PreemptionCheckpointHandler:
         return channel is None or bool(channel.topology.replica_id == 0)
 
     def _tell(self, reason: str) -> None:
-        # In a handler of a signal, or a thread: an assignment, and no more.
+        # This runs in a signal handler or a thread: it only assigns.
         if self._channel is None:
             self._notice = reason
         else:

@@ -41,7 +41,7 @@ class PreemptionWatch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends_at: float | None = None
-        # Asked in the thread: the answer may take a while.
+        # The batch system is asked in the thread, as its answer may take a while.
         self._job: BatchJob | None = None
         if not isinstance(config.job_end, str):
             self._ends_at = config.job_end
@@ -82,7 +82,8 @@ class PreemptionWatch:
     def _on_signal(self, number: int, frame: Any) -> None:
         del frame
         if os.getpid() != self._process:
-            # A forked child, such as a worker of a loader, which its parent ends.
+            # This is a forked child, such as a data loader's worker: its parent ends
+            # it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -102,7 +103,8 @@ class PreemptionWatch:
             try:
                 self._look_once()
             except Exception as error:
-                # An error of the program's function: a job told too early can go on.
+                # The program's function has failed: a job that is told too early can go
+                # on.
                 get_logger("preemption").warning(
                     "the termination_watcher_fn raised %s: %s; that is no notice",
                     type(error).__name__,

@@ -145,7 +145,7 @@ def _kind(dtype: np.dtype[Any]) -> str:
 def _holds(result: Array, array: Array, kind: str) -> bool:
     if kind in ("f", "c"):
         return bool((np.isfinite(result) == np.isfinite(array)).all())
-    # Nothing is known of types of other libraries.
+    # Limits of other libraries' types are unknown.
     foreign = result.dtype.num >= FIRST_FOREIGN_TYPE
     return foreign or bool((result == array).all())
 

@@ -16,8 +16,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["narrowed", "widened"]
 
-# By the name of the type: how many digits less it has, and by how much less its
-# exponents are biased.
+# For each type by name: how many fewer digits it has, and how much smaller the bias of
+# its exponents is.
 _KINDS = {"float16": (13, 112), "bfloat16": (16, 0)}
 _SIGN, _REST = np.uint32(0x8000), np.uint32(0x7FFF)
 

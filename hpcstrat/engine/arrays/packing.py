@@ -43,7 +43,7 @@ class Bucket:
     dtype: np.dtype[Any]
     # Indices of the arrays, in order.
     indices: tuple[int, ...]
-    # Start and end of each, in elements, and its shape.
+    # Start and end of each array in the pack, in elements, and the array's shape.
     parts: tuple[tuple[int, int, tuple[int, ...]], ...]
     size: int
 

@@ -68,7 +68,7 @@ class Meetings:
     between ranks, and ``cross_entry`` is the context in which they are made.
     """
 
-    # Code that looks for one is of a rank, not of a replica.
+    # There is none here: channels belong to ranks, not to replicas.
     channel = None
     overlaps = False
 
@@ -84,8 +84,8 @@ class Meetings:
         self._cross_entry = cross_entry
         self.block = sums.block
         self.size = sums.order.num_replicas
-        # Turns of runs that lie in each other, as one in a merged function of another;
-        # the last is the innermost that is under way.
+        # Turns of nested runs, such as a run in a merged function of another run; the
+        # last is the innermost one.
         self._running: list[Turns] = []
         self._kept: list[Turns] = []
         self._listeners = listeners
@@ -353,7 +353,7 @@ def run_listened(
     """
     if not listeners and run is None:
         return [function() for function in functions]
-    # A replica may add a listener, of which those after it are told.
+    # A replica may add a listener, which is told of the replicas after it.
     told = [
         functools.partial(_listened, listeners, index, function)
         for index, function in enumerate(functions)
@@ -395,7 +395,7 @@ def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:
     results = []
     for leaves in zip(*(leaves for leaves, _ in flats), strict=True):
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-            # Refused by what is called with it.
+            # The call that gets this value refuses it.
             results.append(leaves[0])
             continue
         arrays = [as_array(leaf) for leaf in leaves]

@@ -11,7 +11,7 @@ __all__ = ["fix_threads", "let_xla_wait", "xla_problem"]
 _XLA = "NPROC"
 _TENSORFLOW = "TF_NUM_INTRAOP_THREADS"
 _DEVICES = "jax_num_cpu_devices"
-# The value that XLA has read, or will read, when it begins to compute.
+# The value of the variable that XLA reads when it begins to compute.
 _of_xla = [os.environ.get(_XLA, "")]
 # The most replicas of a strategy that was made before XLA began to compute.
 _most_replicas = [0]
@@ -43,7 +43,7 @@ def fix_threads(count: int, num_replicas: int) -> Any:
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "set_num_threads"):
         torch.set_num_threads(count)
-    # Libraries that are loaded later look at these.
+    # Libraries that are loaded later read these variables.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(count)
     return threadpool_limits(limits=count)

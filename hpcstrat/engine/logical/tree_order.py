@@ -128,7 +128,7 @@ class TreeOrder:
         level, number = node
         left, right = (level - 1, 2 * number), (level - 1, 2 * number + 1)
         if right[1] << right[0] >= self.num_replicas:
-            # Cut off: there is nothing to add.
+            # The right subtree lies beyond the last replica: there is nothing to add.
             return self._added(left, known, empty)
         like = next(iter(known.values()))
         total = empty(like.shape, like.dtype)

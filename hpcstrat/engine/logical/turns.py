@@ -47,8 +47,8 @@ class _Seat:
         self.argument: Any = None
         self.answer: Any = None
         self.error: BaseException | None = None
-        # Called with answer and error once the replica has its turn again, where its
-        # thread does not wait here itself.
+        # For a replica whose thread does not wait here: called with answer and error
+        # once the replica has its turn again.
         self.then: Callable[[Any, BaseException | None], None] | None = None
         self.failure: BaseException | None = None
 
@@ -92,7 +92,7 @@ class Turns:
                 self._answer(seats)
                 self._go_round([seat for seat in seats if seat.job is not None])
         except BaseException:
-            # Such as Ctrl-C: what the replicas do then is of no use to anybody.
+            # After Ctrl-C and the like, the results of the replicas are not needed.
             self._abandon()
             raise
         answers = [seat.answer for seat in seats]
@@ -252,7 +252,7 @@ class Turns:
         self._ended = allocate_lock()
         self._ended.acquire()
         for seat in seats:
-            # The one whose turn it is finds out at its next call.
+            # The replica whose turn it is learns of it at its next call.
             if seat.what is not None or not seat.running:
                 seat.error = _Stopped()
                 seat.what = None

@@ -25,10 +25,10 @@ VERSION = 2
 _READER_VERSION = 2
 _RULES_VERSION = 1
 
-# By kind and size of a type; as in the table of kernel.c.
+# Codes of types by kind and size, as in the table of kernel.c.
 _CODES = {"f4": 0, "f8": 1, "c8": 2, "c16": 3, "f2": 4, "bfloat16": 5}
 _CODES |= {"i1": 6, "u1": 6, "i2": 7, "u2": 7, "i4": 8, "u4": 8, "i8": 9, "u8": 9}
-# Codes of means, where they differ: those of integers are float64.
+# Codes of means of integers, which are float64.
 _MEAN_CODES = {"i1": 10, "u1": 11, "i2": 12, "u2": 13}
 _MEAN_CODES |= {"i4": 14, "u4": 15, "i8": 16, "u8": 17}
 

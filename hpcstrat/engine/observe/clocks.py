@@ -44,12 +44,14 @@ def measure_clock(
     deadline = time.monotonic() + limit
     if topology.replica_id:
         return _ask(comm, clock, deadline)
-    # Translated: where workers' first ranks are in ``comm``, the launch decides.
+    # Ranks are translated, as the launch decides where workers' first ranks are in
+    # ``comm``.
     own, every = topology.cross_worker_comm.Get_group(), comm.Get_group()
     leaders = own.Translate_ranks(None, every)
     own.Free()
     every.Free()
-    # One after the other: to wait behind others would look like a long way.
+    # Clocks are read one after the other: waiting behind others would look like
+    # latency.
     for leader in leaders[1:]:
         if not _answer(comm, clock, leader, deadline):
             break

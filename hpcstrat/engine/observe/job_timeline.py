@@ -86,7 +86,7 @@ def _open(
                 raise TimeoutError("replica 0 did not tell the time")
             recorder.open(path, zero_ns, sample, most_bytes)
         except (OSError, RuntimeError) as problem:
-            # The latter where the system gives no thread for the writer.
+            # RuntimeError: the system gives no thread for the writer.
             error = f"{type(problem).__name__}: {problem}"
     # All ranks come here, and raise the same.
     errors = [error] if comm is None else comm.allgather(error)

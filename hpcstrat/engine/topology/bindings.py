@@ -43,7 +43,7 @@ def own_masks() -> CoreMasks:
     # Not os.cpu_count(), which counts cores that the launcher has not given.
     own = frozenset(os.sched_getaffinity(0))
     try:
-        # The rank was bound away from cores that the launcher has, and it has not.
+        # The launcher's mask shows the cores that the rank was bound away from.
         return CoreMasks(own, frozenset(os.sched_getaffinity(os.getppid())))
     except OSError:
         return CoreMasks(own, own)
@@ -54,6 +54,6 @@ def crowded_ranks(masks: Sequence[CoreMasks]) -> Iterator[CrowdedRanks]:
     every = set().union(*(mask.launcher for mask in masks))
     for cores in dict.fromkeys(mask.own for mask in masks):
         ranks = tuple(rank for rank, mask in enumerate(masks) if mask.own <= cores)
-        # Without other cores nothing was bound away: that is another finding.
+        # Where the launcher has no other cores, binding is not the cause.
         if len(ranks) > len(cores) and every - cores:
             yield CrowdedRanks(ranks, cores, len(every - cores))

@@ -20,8 +20,8 @@ def is_of_multiprocessing() -> bool:
     module = sys.modules.get("multiprocessing.process")
     if module is None:
         return False
-    # One that still imports its parent's program knows of no parent yet: `spawn` and
-    # `forkserver` of the standard library mark it so.
+    # A child that still imports its parent's program does not know its parent yet:
+    # `spawn` and `forkserver` of the standard library set this mark meanwhile.
     imports = getattr(module.current_process(), "_inheriting", False)
     return imports or module.parent_process() is not None
 

@@ -32,15 +32,16 @@ MOST_IN_FULL = 64
 
 _MIB = 1 << 20
 _NBYTES = 4 * _MIB
-# From the first trip of so many bytes follows how many are timed, and of which size.
+# The first trip has this size; its time decides how many trips are timed, and their
+# size.
 _PROBE_BYTES = _MIB
 _LONG_TRIP_SECONDS = 1.0
 _PAIR_SECONDS = 0.3
 _FEWEST_TRIPS, _MOST_TRIPS = 3, 15
-# After each long one, of which the fastest counts: others waited for their cores.
+# Short trips after each long one; only the fastest counts, as others waited for a core.
 _SHORT_TRIPS = 7
-# At least this share of a long message's time is its bytes': noise may make a short
-# message as slow.
+# A long message's bytes take at least this share of its time; noise may make a short
+# message as slow as a long one.
 _LEAST_SHARE = 0.1
 _MOST_SUSPECTS = 8
 # Levels of a network differ by less, and so does noise.
@@ -169,10 +170,12 @@ def partner(place: int, count: int, turn: int) -> int | None:
 
     All meet each other once in ``count - 1`` rounds, in ``count`` of an odd number.
     """
-    # The last one, or nobody where the number is odd, stays; the others go round.
+    # As in a round-robin tournament, the last rank (or nobody, for an odd number) stays
+    # in its place, and the others go round.
     circle = count - 1 + count % 2
     if place == circle:
-        # Whoever would meet itself: 2 * other == turn, modulo the circle.
+        # The partner is the rank that would meet itself: 2 * other == turn, modulo the
+        # circle.
         return turn * ((circle + 1) // 2) % circle
     other = (turn - place) % circle
     if other == place:
@@ -234,7 +237,7 @@ class _LinkPairs:
         # The first and the last rank of each worker.
         _, self._first = np.unique(workers, return_index=True)
         self._last = comm.size - 1 - np.unique(workers[::-1], return_index=True)[1]
-        # To send from, and to receive in.
+        # Memory to send from, and memory to receive in.
         self._memory = np.ones((2, max(nbytes, _PROBE_BYTES)), np.uint8)
         self._nbytes = nbytes
 

@@ -50,7 +50,7 @@ _COLL = "OMPI_MCA_coll"
 # other two are what Open MPI's own parameters for ULFM leave out.
 _UNFIT = ("hcoll", "portals4", "han")
 _NAP_SECONDS = 0.002
-# The launcher may take so long to tell of a death that MPI's error hints at.
+# So long after MPI's error the launcher may take to tell which rank has died.
 _TOLD_SECONDS = 2.0
 # Buffers of abandoned agreements that MPI may still write to.
 _abandoned: list[Any] = []

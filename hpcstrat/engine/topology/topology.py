@@ -109,8 +109,8 @@ class Topology:
     # Number of times that this rank has got on with an exchange of data: an exchange
     # that takes long, but moves, is not stuck.
     moves = 0
-    # This rank's GPU; None where it computes on the CPU. The strategy sets it, and the
-    # next three.
+    # This rank's GPU; None where it computes on the CPU. The strategy sets this
+    # attribute and the next three.
     gpu: Gpu | None = None
     # Whether another rank of this host has the same one.
     shares_gpu: bool = False

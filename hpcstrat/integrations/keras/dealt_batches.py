@@ -35,7 +35,8 @@ class DealtBatches(DataAdapter):
         self._strategy = strategy
         self._num_batches = num_batches
         self._class_weight: Any = None
-        # The first batch and the others, of an iteration that is no further.
+        # The first batch, and the iterator of the others, while only the first was
+        # read.
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def weigh(self, class_weight: Any) -> None:
@@ -159,7 +160,7 @@ class _NumpyBatches:
 
 def _plain(batch: Any) -> Any:
     def array(leaf: Any) -> Any:
-        # Of torch it may need gradients, or be on a GPU.
+        # A tensor of torch may require gradients, or be on a GPU.
         leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf
         return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
 

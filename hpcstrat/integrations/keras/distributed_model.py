@@ -65,11 +65,13 @@ class DistributedMethods:
     ) -> None:
         self.model = model
         self.strategy = strategy
-        # By a strategy's scope all data are global batches, as in tf.distribute.
+        # A model made in a strategy's scope takes all data as global batches, as in
+        # tf.distribute.
         self._by_scope = by_scope
         self.state = self.state_class(model, strategy)
         self._optimizers = list(optimizers_of(model).values())
-        # In a step: this replica's rows, and in that of a training those of all.
+        # During a step: the number of rows of this replica, and in training that of all
+        # replicas.
         self._rows: Any = None
         self._total: Any = None
         self._is_scaled = self._trains = False
@@ -83,7 +85,8 @@ class DistributedMethods:
             put(optimizer, "scale_loss", self._scale_loss)
             put(optimizer, "apply", self._apply)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                # Its own does not call apply, and looks for infinities first.
+                # Its own stateless_apply does not call apply, and looks for infinities
+                # first.
                 put(optimizer, "stateless_apply", self._stateless_apply)
         for name in ("fit", "evaluate", "predict"):
             put(model, name, self._entered(getattr(self, f"_{name}")))
@@ -285,7 +288,8 @@ class DistributedMethods:
         given |= own_rows(columns, self.strategy)
         whole = given.pop("return_dict", False)
         if keras_version() < (3, 15):
-            # As later ones: what is left of an epoch is of all replicas already.
+            # As in later epochs, the metrics still hold sums of all replicas from the
+            # last one.
             self.model.reset_metrics()
         logs = inner(**given, return_dict=True)
         found = self.model._get_metrics_result_or_logs(logs)
@@ -310,7 +314,8 @@ class DistributedMethods:
         elif isinstance(data["x"], DealtBatches):
             require_one_step(self.model)
             data["x"].weigh(given.pop("class_weight", None))
-            # Else Keras looks at the first batches, and would lose them.
+            # Otherwise Keras would take the first batches to look at them, and lose
+            # them.
             self.model._symbolic_build(data_batch=data["x"].first)
         elif columns_of(data) is not None:
             for name in data:

@@ -116,10 +116,11 @@ class LogicalDistributed(DistributedMethods):
         self._masks = [seed_mask(replica) for replica in self._block]
         self._steps = compiled_steps(self)
         self._given: _StepInputs | None = None
-        # In a replica's part: what its optimizer was given, and what losses divide by.
+        # During a replica's part of a step: the gradients given to its optimizer, and
+        # the divisors of its losses.
         self._gradients: list[Any] | None = None
         self._divisors: list[Any] = []
-        # Number of those, by kind of step and structure of a batch.
+        # Number of divisors, by kind of step and structure of a batch.
         self._counts: dict[Any, int] = {}
 
     def install(self) -> None:

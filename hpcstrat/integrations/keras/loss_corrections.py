@@ -16,7 +16,7 @@ from hpcstrat.integrations.keras.replicas import put
 
 __all__ = ["correct"]
 
-# Returns the factor of a loss for a number of this replica's: what its own divisor is.
+# Returns the factor of a loss, given the divisor that this replica's loss has used.
 Factor = Callable[[Any], Any]
 
 
@@ -47,7 +47,7 @@ def _corrected(loss: Any, factor: Factor) -> Callable[..., Any]:
     def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = loss(y_true, y_pred, sample_weight)
         if tuple(value.shape) == (0,):
-            # Keras leaves the loss of no rows so.
+            # A loss without rows has no mean; Keras leaves it as it is.
             value = keras.ops.sum(value)
         mask = get_keras_mask(y_pred)
         reduction = getattr(loss, "reduction", None)
@@ -73,5 +73,5 @@ def _total(weights: Any, mask: Any = None) -> Any:
         while len(weights.shape) < len(mask.shape):
             weights = keras.ops.expand_dims(weights, -1)
         weights = weights * mask
-    # A divisor is a number of the data: no gradient goes through it.
+    # A divisor depends on the data only, so that no gradient goes through it.
     return keras.ops.stop_gradient(keras.ops.sum(weights))

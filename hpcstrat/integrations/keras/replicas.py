@@ -112,7 +112,7 @@ class TrainingState:
         is_moving = keras.backend.is_float_dtype
         self._moving = [v for v in moving if is_moving(v.dtype)]
         self._others = [v for v in moving if not is_moving(v.dtype)]
-        # The values of the moving ones when all replicas had the same.
+        # Values of the moving statistics when all replicas last had the same.
         self._common: list[Array] = []
 
     @property
@@ -158,7 +158,7 @@ class TrainingState:
         with np.errstate(invalid="ignore"):
             pairs = zip(values, self._common, strict=True)
             changes = [value - common for value, common in pairs]
-        # Those of batches without rows are none.
+        # A batch without rows gives NaN, which must not count.
         known = np.array([np.isfinite(change).all() for change in changes], np.float64)
         for change, is_known in zip(changes, known, strict=True):
             if not is_known:

@@ -96,8 +96,8 @@ class Replicated:
         # that are started during a backward: all but the last one.
         self._planned_for: list[int] = []
         self._plan: list[Bucket] = []
-        # Those of the backward under way, and what has been taken from them before its
-        # end; and where their sums go.
+        # Buckets of the current backward, the parameters taken from them before its
+        # end, and the arrays for their sums.
         self._buckets: Buckets | None = None
         self._taken: set[int] = set()
         self._sums: dict[int, Array] = {}
@@ -216,8 +216,8 @@ class Replicated:
         first = not self.strategy.logical and not self._is_beside_another()
         trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         if first and any(map(self._adds, trained)):
-            # A rank on which it fails, and which goes on with the next one, is told
-            # apart by that. One of several modules counts it, whichever comes first.
+            # A rank that fails in a backward and goes on with the next one differs by
+            # this count. Of several modules, the first one counts the backward.
             self._position().enter_backward()
         if self._plan and first:
             self._buckets = Buckets(self._plan, self._start)

@@ -130,7 +130,8 @@ class LogicalReplicated(Replicated):
         for index in sparse:
             self._add_rows(index, [own.get(index) for own in rows])
         for index, before in self._before.items():
-            # Taken away, and reached by nobody after all.
+            # No replica has reached this parameter, so its earlier gradient is put
+            # back.
             if self._parameters[index].grad is None:
                 self._parameters[index].grad = before
         self._before.clear()

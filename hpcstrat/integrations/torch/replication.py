@@ -31,8 +31,8 @@ __all__ = [
 _BUFFERS = ("first", "mean", None)
 
 
-# By what `no_sync` and `state` are given; a module does not carry its strategy along
-# when it is copied or saved.
+# Keyed by the module that `no_sync` and `state` are given; a module does not carry its
+# strategy along when it is copied or saved.
 _replicated: weakref.WeakKeyDictionary[torch.nn.Module, Replicated] = (
     weakref.WeakKeyDictionary()
 )

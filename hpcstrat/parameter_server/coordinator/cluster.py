@@ -130,7 +130,7 @@ class Cluster:
         topology = self._connection.topology
         self.settings = self._connection.settings
         self.topology = topology
-        # Nothing collective ends where a rank may be lost.
+        # A collective call may never end if a rank may be lost.
         ends = self._connection.abandon if request.survives else self._connection.close
         with ExitStack() as undo:
             undo.callback(ends, self._key)
@@ -227,7 +227,7 @@ class Cluster:
         """
         mailbox, roles = self.mailbox, self.roles
         mailbox.on_loss = lambda lost: None
-        # Nothing collective ends where a rank may be lost.
+        # A collective call may never end if a rank may be lost.
         closes = closes or self.topology.survives
         others = (*roles.workers, *roles.spares) if self.coordinates else ()
         for rank in (*others, *roles.servers):

@@ -35,11 +35,11 @@ from hpcstrat.parameter_server.mailbox import one_thread_at_a_time
 
 __all__ = ["ClusterCoordinator"]
 
-# As many wait here before `schedule` does.
+# So many calls may be queued before `schedule` waits.
 _MOST_QUEUED = 256 << 10
 _MOST_FUNCTIONS = 1024
-# Functions that a worker has before it ends the one it runs: this much work, so that it
-# never waits for the coordinator, and slow ones are not put behind one another.
+# So much work is sent to a worker ahead of the function that it runs: it never waits
+# for the coordinator, and slow functions do not queue up on one worker.
 _AHEAD_SECONDS = 0.002
 _MOST_AHEAD = 64
 _NOTHING = b""
@@ -79,7 +79,8 @@ class _WorkerRecord:
         self.depth = 1
         self.functions: set[int] = set()
         self.under_way: dict[int, _ScheduledCall] = {}
-        # By number: what it makes once, and functions take.
+        # By number: values that the worker makes once, and that functions take as
+        # arguments.
         self.kept: weakref.WeakValueDictionary[int, RemoteValue] = (
             weakref.WeakValueDictionary()
         )
@@ -134,10 +135,12 @@ class ClusterCoordinator:
             for index, rank in enumerate(strategy.roles.workers)
         ]
         self._by_rank = {worker.rank: worker for worker in self._workers}
-        # Those whose ranks were lost, until a spare one takes the place, or none can.
+        # Workers whose ranks were lost, until a spare rank takes the place, or none
+        # can.
         self._vacant: deque[_WorkerRecord] = deque()
         self._queue: deque[_ScheduledCall] = deque()
-        # By `_identity`, the number of a function, which is kept with its identity.
+        # Keyed by `_identity`: the number of a function, and the function itself, so
+        # that its identity stays taken.
         self._functions: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self._payloads: dict[int, bytes] = {}
         self._dropped: deque[tuple[int, int]] = deque()
@@ -440,7 +443,7 @@ class ClusterCoordinator:
 
     def _send(self, worker: _WorkerRecord, calls: list[_ScheduledCall]) -> None:
         if worker.rank in self._mailbox.lost:
-            # Since it was chosen.
+            # The worker was lost since it was chosen.
             self._run_again(worker, calls)
             return
         now = time.monotonic()
@@ -504,7 +507,7 @@ class ClusterCoordinator:
     def _fail(self, call: _ScheduledCall, error: Exception) -> None:
         """Take note of a function's error, and cancel what was not begun."""
         call.remote._settle(FAILED, error)
-        # All but the first are told by their own values.
+        # Errors after the first are raised by their own values only.
         if call.keep or self._error is not None:
             return
         self._error = error
@@ -536,7 +539,7 @@ class ClusterCoordinator:
         with self.lock:
             error, self._error = self._error, None
         if error is not None:
-            # It was not raised in another thread.
+            # No other thread has raised it.
             raise error
 
     def _is_idle(self) -> bool:
@@ -634,7 +637,7 @@ class ClusterCoordinator:
         worker.rank, worker.depth = spare, 1
         worker.functions.clear()
         self._by_rank[spare] = worker
-        # Iterators come after their data sets.
+        # In this order, as iterators need their data sets.
         for _, value in sorted(worker.kept.items()):
             fn, args = value._recipe
             value._settle(WAITING, None)

@@ -277,12 +277,12 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self.coordinator: Any = None
         self.closed = False
         self._num_placed = 0
-        # By number; of a worker's, those that its functions use.
+        # Keyed by number; a worker has only those that its functions use.
         self._variables: weakref.WeakValueDictionary[int, ServerVariable] = (
             weakref.WeakValueDictionary()
         )
         self.slots = ServerSlots(self.client, self._variables)
-        # With the numbers of their handles.
+        # Keyed by the optimizer's key, each with the number of its newest handle.
         self._optimizers: dict[int, tuple[int, Optimizer]] = {}
         self._forgotten: deque[int] = deque()
 
@@ -491,7 +491,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             made, *rest = parts
             last, optimizer = self._optimizers.get(number, (-1, None))
             if made > last:
-                # It has the options of its newest handle: others come with functions.
+                # The newest handle's options count: older handles may still come with
+                # functions.
                 newest = Optimizer.from_rule(*rest)
                 optimizer = optimizer or newest
                 vars(optimizer).update(vars(newest))

@@ -87,7 +87,8 @@ class Worker:
         self._functions: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}
         self._results: list[tuple[int, int, Any]] = []
-        # Functions that have ended, and what servers are to count before it is told.
+        # Functions that have ended, each with the counts that servers must reach before
+        # the coordinator is told.
         self._unmade: deque[tuple[dict[int, int], int, Any, bool]] = deque()
         self._ran, self._seconds, self._reported_at = 0, 0.0, 0.0
         self._ended: bool | None = None
@@ -209,14 +210,14 @@ class Worker:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            # Those before have errors of their own.
+            # Earlier functions report errors of their own.
             self._end_made(most=0)
             with contextlib.suppress(Exception):
                 self._client.flush()
             self._fail(number, error, keep)
         else:
-            # Whoever sees that the function has ended sees what it has written. The
-            # next one need not wait for that.
+            # Ranks that see that the function has ended also see what it has written.
+            # The next one need not wait for that.
             self._unmade.append((wanted, number, value, keep))
         finally:
             _Current.index = None
@@ -249,7 +250,7 @@ class Worker:
         try:
             data = pickled(value)
         except Exception:
-            # It may never be asked for.
+            # The value cannot be pickled, and may never be asked for.
             data = b""
         if data and len(data) <= _INLINE_BYTES:
             return INLINE, data

@@ -42,9 +42,10 @@ __all__ = ["MirroredCopies"]
 _SHARE = 1000
 _MOST_BYTES = 1 << 20
 _LEAST_BYTES = 16 << 10
-# To hash a piece takes as long as to read so many bytes more.
+# The fixed cost of hashing a piece, in bytes that could be read in that time.
 _PIECE_BYTES = 4 << 10
-# A look for NaN costs far more than a hash, and NaN does not stay in one place.
+# Searched for NaN at every 32nd turn only: a search costs far more than a hash, and NaN
+# spreads.
 _LOOKS_EVERY = 32
 
 _COMPARISON = describe_call("comparison of mirrored variables")
@@ -177,9 +178,9 @@ class MirroredCopies:
         now = self._channel.position.run_index
         last = self._compared_at
         if freed:
-            # Where variables are made and freed all the time, comparing all copies
-            # shall not take longer than hashing them did. Replica 0 decides: here more
-            # may have been freed meanwhile than there.
+            # If variables are made and freed all the time, comparing all copies must
+            # not take longer than hashing them did. Replica 0 decides, as the garbage
+            # collector may have freed other variables on each.
             recent = last is not None and now - last < self.num_slices
             if comm.bcast(recent):
                 return None
@@ -234,7 +235,7 @@ class MirroredCopies:
         alive = [(v, octets(v.component)) for v in every if not is_device(v.component)]
         if self._on_device is not None:
             self._on_device.plan([v for v in every if is_device(v.component)])
-        # Else these would be copies, which never change.
+        # Views of arrays that are not contiguous would be copies, which never change.
         assert all(v.component.flags.c_contiguous for v, _ in alive)
         total = sum(rows.size + _PIECE_BYTES for _, rows in alive)
         share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)

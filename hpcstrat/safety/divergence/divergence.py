@@ -45,7 +45,7 @@ def check_mirrored(
     with strategy.collectives.moving(what) as comm:
         error = compare(comm, part, tolerance)
         if error is not None and turn is not None:
-            # This says where, as counted from the first element of each.
+            # `compare` names the place, counted from the first element of each array.
             error = compare(comm, copies, tolerance)
     if error is not None:
         raise error
@@ -58,7 +58,7 @@ def _part(copies: Sequence[Copy], total: int, turn: int, nbytes: int) -> Iterato
     for copy in copies:
         length, size = copy.array.nbytes, copy.array.itemsize
         if start < length and stop > 0:
-            # Rounded outwards to whole elements.
+            # The range is widened to whole elements.
             flat = copy.array.reshape(-1)
             yield Copy(copy.name, flat[max(start, 0) // size : -(-stop // size)])
         start -= length

@@ -73,7 +73,7 @@ def check_equal(strategy: Replicas, tree: Tree) -> None:
         return
     signature = repr((containers, [(p.kind, p.digest) for p in parts]))
     own = xxh3_64_intdigest(signature.encode(errors="replace")) >> 1
-    # The largest value and the largest negative value meet where all are equal.
+    # One MAX gives the maximum and, negated, the minimum: equal if all values are.
     extremes = np.array([own, -own], np.int64)
     strategy.collectives.barrier(_WHAT)
     with strategy.collectives.moving(_WHAT) as comm:

@@ -57,7 +57,7 @@ def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
         flat = flat.view(np.longdouble)
     rows = flat.view(np.uint8).reshape(-1, flat.dtype.itemsize)
     if array.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
-        # x87 numbers have 10 bytes; what lies in the rest is anybody's guess.
+        # x87 numbers have 10 bytes; the padding behind them is undefined.
         rows = rows[:, :10]
     return rows
 
@@ -70,7 +70,7 @@ def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
     from mpi4py import MPI
 
     own = np.array([digest_of(copy.array) for copy in copies], np.int64)
-    # The largest value and the largest negative value meet where all are equal.
+    # One MAX gives the maximum and, negated, the minimum: equal if all values are.
     extremes = np.concatenate([own, -own])
     comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
     differing = np.flatnonzero(extremes[: len(own)] + extremes[len(own) :])

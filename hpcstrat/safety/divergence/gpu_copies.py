@@ -32,7 +32,7 @@ LAG = 8
 _SHARE = 1000
 _MOST_BYTES = 1 << 20
 _LEAST_BYTES = 64 << 10
-# To start the copy of a piece takes as long as to copy so many bytes more.
+# The fixed cost of a copy, in bytes that could be copied in that time.
 _PIECE_BYTES = 32 << 10
 _LOOKS_EVERY = 32
 
@@ -51,7 +51,8 @@ class _HashedPiece:
         self.array = array
 
 
-# A search for NaN: a variable, its first element there, and the place in the copy.
+# A search for NaN: a variable, its first element that is searched, and the part of the
+# host copy that holds it.
 _Look = tuple[weakref.ref[MirroredVariable], int, Array]
 
 

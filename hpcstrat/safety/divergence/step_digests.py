@@ -52,7 +52,7 @@ class StepDigests:
     def _freed(self, reference: Any) -> None:
         if reference in self._variables:
             self._variables.remove(reference)
-        # They hold its memory.
+        # Slices would keep the variables' memory alive.
         self._slices = []
 
     def record(self) -> None:

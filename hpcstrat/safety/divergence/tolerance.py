@@ -108,7 +108,7 @@ def _error(comm: Any, copy: Copy, place: int, allowed: float) -> DivergenceError
     reals = _reals(copy.array)
     found = np.array(comm.allgather(float(reals[place])))
     if np.isfinite(found).all():
-        # The copies that are near the most others are taken for the right ones.
+        # Copies that are close to the most others count as the right ones.
         order = np.sort(found)
         near = np.searchsorted(order, found + allowed, "right")
         near -= np.searchsorted(order, found - allowed, "left")

@@ -42,7 +42,8 @@ __all__ = ["Creation"]
 
 _REPEAT = 10
 _MOST_MADE = 16
-# Before the end there is a report; and starts take longer than calls.
+# Seconds between the report and the end; starts take longer than calls, so that their
+# limits are longer.
 _LEAD_SECONDS = 5.0
 _LEAST_LIMIT_SECONDS = 10.0
 _SLOW_SECONDS = 60.0
@@ -51,8 +52,8 @@ _LOOK_SECONDS = 0.25
 _SPIN_SECONDS = 0.001
 _NAP_STEP_SECONDS = 2e-5
 _LONGEST_NAP_SECONDS = 0.001
-# A rank that has failed tells the others by MPI, or its launcher by its end: that comes
-# first, and so does an error of the main thread.
+# A failed rank tells the others by MPI, or its launcher ends the job: this thread waits
+# so long for these, and for an error in the main thread.
 _GRACE_SECONDS = 5.0
 _MAIN_SECONDS = 20.0
 
@@ -67,7 +68,8 @@ class Creation:
         try:
             settings = given.resolved()
         except (AttributeError, TypeError, ValueError):
-            # Replica 0 says so, or the caller.
+            # Replica 0 or the caller reports the wrong setting; until then the defaults
+            # hold.
             settings = Settings().resolved({})
         assert settings.warn_seconds is not None
         assert settings.limit_seconds is not None
@@ -160,7 +162,7 @@ class Creation:
             except mpi.Exception as error:
                 if not survives or not is_loss(mpi, error, comm):
                     raise
-                # Others may be in it, and wait for this one.
+                # Other ranks may wait in the communicator for this one.
                 revoke([comm])
                 raise RankLostError(
                     f"expected all ranks in {call.text}, found that one was lost; form "
@@ -255,7 +257,7 @@ class Creation:
         """Return the ranks that are known to come no more, some time after that."""
         gone: list[Missing] = []
         if not self._survives:
-            # Else MPI tells of deaths.
+            # With ULFM, MPI itself reports dead ranks.
             gone = [one for one in self._missing(seen_only=True) if one.gone]
         self._hopeless_since = min(self._hopeless_since, now) if gone else math.inf
         return gone if now > self._hopeless_since + _GRACE_SECONDS else []
@@ -290,7 +292,7 @@ class Creation:
         least = 0.0 if missing or self._polls else _SLOW_SECONDS
         if waited > max(due, least):
             self._report(now, missing)
-        # While it looks by itself, the main thread raises an error, if it can.
+        # If the main thread polls, it raises an error first, if it can.
         most = max(self._limit, least) + (_MAIN_SECONDS if self._polls else 0)
         if waited > most and self._since == since and not self._ended.is_set():
             end_process(
@@ -310,7 +312,7 @@ class Creation:
             return
         knows = any(one.known for one in missing)
         if not knows and min(self._ranks, default=own) != own and lacking:
-            # Another host knows more, or as little.
+            # Another host knows at least as much, and reports.
             return
         late = [one.described() for one in missing[:SHOWN_RANKS]]
         if self._ended.is_set() or self._since > now:

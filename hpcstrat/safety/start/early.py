@@ -25,7 +25,7 @@ def begin() -> None:
     Not collective.
     """
     if is_of_multiprocessing():
-        # Its environment says the rank of the process that made it.
+        # A child inherits the rank of its parent in the environment.
         return
     prepare_environment()
     uncaught.install()

@@ -26,7 +26,7 @@ class Missing:
     host: str
     # A relative clause about it; may be empty.
     words: str = ""
-    # Whether this host knows more of it than that it has not come.
+    # Whether this host knows more than that the rank has not come.
     known: bool = True
     # Whether it is certain that it will not come.
     gone: bool = False
@@ -76,7 +76,7 @@ def missing_ranks(
             continue
         over = page["stage"] == LEFT or (page["ended"] and not _lives(page))
         same = page["stage"] == FAILED and _is_of(page, group, turn)
-        # Else it may be a child of the rank's process that has ended.
+        # Otherwise it may be a child of the rank's process that has ended.
         gone = bool((over and (page["mpi"] or page["own"])) or same)
         host = str(page["host"])
         found.append(Missing(rank, host, _words(page), gone=gone, page=page))
@@ -88,7 +88,7 @@ def _with_unseen(
 ) -> list[Missing]:
     here, known = platform.node(), board.num_local == board.launch.size
     if found and not known:
-        # Each host names its own.
+        # Each host names its own missing ranks.
         return found
     if known:
         words = "which has not come to `import hpcstrat`"

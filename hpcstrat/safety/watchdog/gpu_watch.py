@@ -21,7 +21,7 @@ from hpcstrat.safety.watchdog.watch import Watch
 
 __all__ = ["GpuWatch"]
 
-# The program may do something of its own meanwhile, such as to save.
+# So long after NCCL's failure the program may do something else, such as save.
 _GRACE_SECONDS = 60.0
 
 
@@ -29,7 +29,7 @@ class GpuWatch:
     """Looks at this process's kernels of NCCL; for the watchdog's thread."""
 
     def __init__(self) -> None:
-        # Since when NCCL has failed, and since when what was reported last has waited.
+        # When NCCL failed, and the start of the wait that was reported last.
         self._failed_at = math.inf
         self._told_for = math.inf
         self._looking: threading.Thread | None = None
@@ -48,7 +48,8 @@ class GpuWatch:
                 "rank's never ends; set NCCL_DEBUG=INFO to see why"
             )
         if self._looking is None or not self._looking.is_alive():
-            # CUDA may hold whoever asks as it holds the program.
+            # In a thread of its own, as a call of CUDA may hang here as it does in the
+            # program.
             self._looking = threading.Thread(
                 target=nccl_group.look_at_kernels, name="hpcstrat-gpu", daemon=True
             )

@@ -17,8 +17,8 @@ __all__ = ["Inquiry"]
 
 _SILENT = Stacks("which does not answer")
 _WORKERS_AT_ONCE = 64
-# Processes of a worker that are asked, one after the other, and for how long: one that
-# is stopped must not keep the others from answering.
+# Number of processes of a worker that are asked in turn, and seconds for each: a
+# stopped one must not keep the worker from answering.
 _ATTEMPTS = ((0, 1, 0.4), (1, 2, 0.4), (2, 4, 0.4), (0, 16, 0.8))
 _NAP_SECONDS = 0.05
 _AGAIN_SECONDS = 0.5
@@ -113,13 +113,14 @@ class Inquiry:
             missing = [state for state in states if state.rank in known]
             idle = [state for state in missing if not state.in_call]
             if idle or self._watch.topology.num_workers == 1:
-                # Those that wait themselves wait for the others.
+                # Waiting ranks wait for the idle or missing ones, which are the late
+                # ones.
                 return idle or missing
         idle = [state for state in states if not state.in_call]
         behind = [s for s in idle if s.sequence < self._sequence or not s.fresh]
         earlier = [s for s in states if s.sequence < self._sequence]
         others = [s for s in states if s.rank != self._watch.topology.replica_id]
-        # MPI does not move the data if nobody is late.
+        # If no rank is late, the exchange of data is stuck in MPI.
         return behind or idle or earlier or [s for s in others if s.state == EXCHANGES]
 
     def report(self) -> LateReport | None:
@@ -128,13 +129,13 @@ class Inquiry:
         None where the inquiry has become obsolete.
         """
         watch, waiting = self._watch, self._waiting
-        # From here on nobody else does.
+        # Other ranks are told that this one reports.
         self._reports = True
         watch.note_report()
         self._exchange.tell_report()
         shown = {state.rank: state for state in self.late[:SHOWN_RANKS]}
         stacks = self._collect(list(shown))
-        # Meanwhile one of them may have come, and wait like this one.
+        # Some late ranks may have entered the call meanwhile.
         for state in watch.states():
             came = state.in_call and state.sequence >= self._sequence
             if came and state.rank in shown:

@@ -52,11 +52,11 @@ class LateReport:
     """Late ranks, and the ranks that wait for them."""
 
     waiting: Sequence[int]
-    # For how long the reporting one does.
+    # Seconds that the reporting rank has waited.
     seconds: float
     # In which call: ``in barrier (train.py:41, call 812)``.
     place: str
-    # The first of those for which they wait.
+    # The first late ranks.
     late: Sequence[LateRank]
     num_late: int
 

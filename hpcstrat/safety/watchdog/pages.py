@@ -81,9 +81,9 @@ class RankState:
     state: int = BUSY
     # For how long it has been in that state.
     waited: float = 0.0
-    # Seconds that it still expects to be slow; negative: that is over.
+    # Seconds for which the rank still expects to be slow; negative if that is over.
     slow_left: float = LONG_AGO
-    # When it told that; infinity: it has not.
+    # Seconds since it said so; infinity if it never did.
     age: float = math.inf
 
     @property

@@ -159,7 +159,7 @@ class Mail:
             except BlockingIOError:
                 return
             except OSError:
-                # Such as the news that an earlier message has found no receiver.
+                # For example the error that an earlier message has found no receiver.
                 continue
             signature, data = datagram[:_SIGNATURE_BYTES], datagram[_SIGNATURE_BYTES:]
             if hmac.compare_digest(signature, _signature(self._peers.key, data)):

@@ -36,7 +36,7 @@ _MOST_BYTES = 4500
 _MOST_CHARACTERS = 200
 _DUMP_SECONDS = 0.5
 _NAP_SECONDS = 0.005
-# So long without growth, what faulthandler writes is complete.
+# A dump of faulthandler that has not grown for so long is complete.
 _SETTLED_SECONDS = 0.03
 _LARGEST_DUMP = 1 << 20
 
@@ -177,7 +177,7 @@ def own_stacks() -> Stacks:
     threads = {
         ident: _frames(frame)
         for ident, frame in sys._current_frames().items()
-        # The watchdog's own says nothing; but the main thread may ask itself.
+        # The watchdog's own stack is left out, unless the main thread asks.
         if ident == main or ident != threading.get_ident()
     }
     others = [

@@ -32,7 +32,7 @@ __all__ = ["HELD_SECONDS", "Watch"]
 HELD_SECONDS = 6.0
 """How long another rank's inquiry keeps this one from its own."""
 
-# The report of another rank may be on its way for so long.
+# So long the report of another rank may be on its way.
 _REPORT_SECONDS = 4.0
 _LONGEST_TICK_SECONDS = 1.0
 _SHORTEST_TICK_SECONDS = 0.05
@@ -251,7 +251,7 @@ class Watch:
         if newest > max(waiting.start, waiting.looked_at):
             waiting.patient_until = status.patient_until
             waiting.late = late
-            # The last: the main thread then looks at the others.
+            # Set last: the main thread reads it first, and then the other fields.
             waiting.looked_at = newest
 
     def close(self) -> None:

@@ -37,11 +37,11 @@ from hpcstrat.safety.watchdog.watchdog_messages import WatchdogMessages
 __all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
 
 _REPEAT = 10
-# Workers do not all ask at the same time, and ranks not all of their worker.
+# Inquiries of workers, and of ranks within a worker, are staggered by so much.
 _STAGGER_SECONDS = 0.05
 _LONGEST_STAGGER_SECONDS = 2.0
 _OVERDUE_SECONDS = 15.0
-# By then the main thread has raised an error, if it can.
+# So long after the limit the main thread has to raise an error.
 _GRACE_SECONDS = 20.0
 _CLOSE_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
@@ -163,7 +163,7 @@ class _Watchdog:
             looked + _REPEAT * warn,
         ]
         if waiting.patient_until > now:
-            # A rank that is excused may be done with what it expected.
+            # An excused rank may have finished its slow part since.
             milestones.append(looked + warn)
         passed = [at for at in milestones if looked < at <= now]
         if not passed or watch.others_inquire():
@@ -195,7 +195,7 @@ class _Watchdog:
             return
         if reported_at > waiting.start and now < reported_at + (_REPEAT - 0.5) * warn:
             return
-        # As long as it takes; the main thread does not wait for ever.
+        # The wait is not cut off during the report, which ends in bounded time.
         waiting.held_until = math.inf
         report = inquiry.report()
         if report is not None:
@@ -315,7 +315,7 @@ def unregister(channel: Channel) -> None:
         if one.watch.channel is channel and watchdog is not None:
             channel.waiter.watched = False
             watchdog.watched.remove(one)
-            # First of all, because an inquiry ends by this.
+            # Set first, because an inquiry under way ends by it.
             one.watch.closed = True
             watchdog.wake()
             is_free = one.watch.turn_lock.acquire(timeout=_CLOSE_SECONDS)
@@ -360,5 +360,5 @@ def expect_slow(seconds: float) -> Iterator[None]:
         yield
     finally:
         _deadlines.remove(deadline)
-        # Those who wait begin to count now, if it was not over before.
+        # Waiting ranks count their seconds from now, unless the deadline had passed.
         _tell_slow(max(_deadlines, default=min(deadline, time.monotonic())))

@@ -76,7 +76,7 @@ def fill_calls(
         strategy.barrier()
         return int(strategy.local_value(strategy.run(timed, args=(count,))))
 
-    # For nothing: first calls make plans, and touch memory that is new.
+    # Not measured: the first calls make plans, and touch new memory.
     measured(_TRIAL_CALLS)
     # All must make as many calls: the slowest replica's time decides.
     trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()

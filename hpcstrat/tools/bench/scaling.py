@@ -119,7 +119,7 @@ def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
             outcome = str(error), None
         except OSError as error:
             outcome = _unwritten(error), None
-    # What failed on replica 0 alone travels, so that all raise it.
+    # An error on replica 0 alone is broadcast, so that all raise it.
     text, result = strategy.collectives.broadcast_object(outcome, 0, "bench")
     if text:
         raise BenchError(text)
@@ -127,7 +127,7 @@ def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
 
 
 def _unwritten(error: OSError) -> str:
-    # What NumPy raises where a file is cut off has no other words than its text.
+    # NumPy's error for a file that is cut off can be told by its text only.
     words = error.strerror or str(error)
     return (
         f"expected to write {error.filename or 'the results'}, found "
@@ -141,7 +141,7 @@ def _open(path: str, topology: dict[str, Any]) -> MeasuredRun:
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         run = MeasuredRun(topology=topology)
-        # What could not be kept must not take minutes first.
+        # The file is written now: an error must not come after minutes of measuring.
         write_run(run, path)
         return run
     run = read_run(path)

@@ -78,7 +78,8 @@ def ls(directory: str) -> None:
             # Replaced by newer ones since the folder was listed.
             continue
         except OSError as error:
-            # Such as a folder of which only the names may be read.
+            # For example in a folder whose names can be listed, but whose files cannot
+            # be read.
             raise click.ClickException(unreadable(path, error)) from error
         except CheckpointError as error:
             add_row(table, name, "damaged", "", "", size)

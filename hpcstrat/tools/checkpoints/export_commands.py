@@ -24,7 +24,7 @@ from hpcstrat.variables import Variable
 
 __all__ = ["export", "import_"]
 
-# By format: the endings of files, and the module that reads and writes them.
+# For each format: endings of file names, and the module that reads and writes them.
 _FORMATS = {
     "npz": ((".npz",), "checkpoint.exchange.plain_files"),
     "h5": ((".h5", ".hdf5"), "checkpoint.exchange.plain_files"),

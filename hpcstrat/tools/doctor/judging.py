@@ -99,7 +99,7 @@ def summarize(
             host.clock_offset_seconds -= statistics.median_low(offsets)
     # MPI starts on all ranks when the last one has come, whose time has no wait in it.
     inits = [told.init_seconds for told in measures if told.init_seconds is not None]
-    # By what it is: the same trouble on every rank is told once.
+    # Grouped by kind, so that the same trouble on every rank is reported once.
     troubles = {
         trouble: facts.host
         for facts, told in zip(ranks, measures, strict=True)
@@ -415,7 +415,7 @@ def _judge_writing(found: Findings, path: str, told: _Told) -> None:
 
 
 def _judge_sharing(found: Findings, path: str, told: _Told) -> None:
-    # Nothing was there to be seen where the first host could not write.
+    # If the first host could not write the file, the others had nothing to see.
     if not told or told[0][1].problem:
         return
     first = told[0][0]

@@ -19,8 +19,8 @@ class RankWaits:
     replica: int
     where: str
     calls: int = 0
-    # Time that it waited in these calls for the others, number of calls in which it
-    # came last, and time that the others waited for it then, on average.
+    # Seconds that the replica waited in these calls for the others, number of calls in
+    # which it came last, and seconds that the others waited for it then, on average.
     waited_seconds: float = 0.0
     last: int = 0
     cost_seconds: float = 0.0

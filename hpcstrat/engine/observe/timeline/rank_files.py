@@ -71,7 +71,7 @@ class RankFile:
     """The facts of a file that are needed before its events are placed."""
 
     path: str
-    # Worker and replica, and their names.
+    # Numbers of the worker and of the replica, and their names.
     pid: int
     tid: int
     process: str

@@ -157,7 +157,8 @@ class Recorder:
         text, args, start, at = self._call
         self._call = None
         name, thread = _short(text), self._thread(self.file)
-        # A nanosecond apart, so that no part begins or ends with the whole.
+        # The whole is a nanosecond longer at both ends, so that no part begins or ends
+        # with it.
         whole = (name, "collective", start - 1, max(end, at) + 1, args, thread)
         self.file.put(whole)
         if end:
@@ -167,8 +168,8 @@ class Recorder:
         """Note that a call was started that is awaited later."""
         if self.file is not None:
             self._num_started += 1
-            # Calls started earlier have none, and are not ended in a file that they did
-            # not begin in.
+            # Only calls started from here on have a mark: earlier ones began in no
+            # file, and end in none.
             call.mark = str(self._num_started)
             name, args = _short(call.call.text), {"call": call.call.text}
             at = time.perf_counter_ns()

@@ -25,7 +25,8 @@ class Totals:
     def __init__(self) -> None:
         self.late_ns = self.communication_ns = self.input_ns = 0
         self.num_calls = self.nbytes = 0
-        # Beginning and duration of waits and data, of which some may lie in a next().
+        # Start and duration of waits and data transfers, some of which lie within a
+        # next().
         self._inner: list[tuple[int, int]] = []
         self._thread = threading.get_ident()
 
@@ -38,8 +39,8 @@ class Totals:
             return
         took = end - start
         if category == "wait":
-            # Calls that were started before have no number here, and were on their
-            # way already: what is waited for is mostly data.
+            # Calls that were started earlier have no number: the wait for them is
+            # mostly a wait for data.
             if "sequence" in args:
                 self.late_ns += took
                 self.num_calls += 1

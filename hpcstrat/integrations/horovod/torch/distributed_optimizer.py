@@ -49,7 +49,7 @@ class _DistributedOptimizer:
         self._parameter_names: dict[torch.Tensor, str] = {}
         # Number of backwards that have reached a parameter.
         self._passes: dict[torch.Tensor, int] = {}
-        # By parameter, what waits for its gradient, and writes it.
+        # For each parameter, the function that waits for its gradient and writes it.
         self._finishes: dict[torch.Tensor, Callable[[], None]] = {}
         self._synchronized, self._synchronizes = False, True
         self._hook(None if named is None else {p: name for name, p in named.items()})

@@ -81,9 +81,9 @@ class _StepActions:
             for worker in range(job.num_workers if differ else 1)
         ]
         self._copies = 1 if differ else job.num_workers
-        # What all nodes do with one piece after the other; and how often each kind of
-        # it comes, where it first does. What begins messages that another one ends is
-        # a kind by itself.
+        # Blocks of all nodes, piece by piece; and for the first piece of each kind, how
+        # many there are. A piece that begins messages that another piece ends is a kind
+        # by itself.
         self.sequence = list(zip(*self._nodes, strict=True))
         self.kinds = list[tuple[tuple[Block, ...], int]]()
         places = dict[tuple[Block, ...], int]()
