@@ -1,7 +1,7 @@
 """Ends a process after a loss, and writes the file that says the work is done.
 
-``MPI_Finalize`` may wait for the dead: after a loss it is left out. And the launcher's
-exit status says nothing then: it was 0 also where all was lost.
+``MPI_Finalize`` may wait for the dead: after a loss it is left out. The launcher's exit
+status does not help: it was 0 even if all ranks were lost.
 """
 
 from __future__ import annotations

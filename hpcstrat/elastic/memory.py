@@ -81,7 +81,7 @@ class Memory:
         self._require_whole(self._objects)
 
     def _require_whole(self, objects: Objects) -> None:
-        """Refuse state of which a lost rank would take its part along."""
+        """Refuse state whose parts would be lost with a rank."""
         variables = objects.variables().items()
         parts = [path for path, variable in variables if variable.is_sharded]
         if parts and self._strategy is not None and not self._strategy.logical:
@@ -94,7 +94,7 @@ class Memory:
 
     @property
     def collectives(self) -> Any:
-        """Those of the strategy it belongs to; of nobody, before there is one.
+        """The calls of its strategy; without one, calls of this rank alone.
 
         For the library's own modules.
         """

@@ -55,7 +55,7 @@ class _Handover:
 
 
 def choose(reports: Sequence[Inventory]) -> Key | None:
-    """Return the newest commit that all have who were there when it was made."""
+    """Return the newest commit that every rank holds that took part in it."""
     keys = {holding[0] for report in reports for holding in report.holdings}
     for key in sorted(keys, reverse=True):
         # Ranks that joined after this commit do not hold it, and receive it.
@@ -181,7 +181,7 @@ def _end(commit: Snapshot, objects: Objects, strategy: Replicas) -> None:
 def _give_to_newcomers(
     commit: Snapshot, handover: _Handover, strategy: Replicas
 ) -> None:
-    """Fill the commits of those who have none with what is the same everywhere."""
+    """Send what is equal on all replicas to the ranks that hold no commit."""
     collectives, what = strategy.collectives, "state for newcomers"
     described = None
     if strategy.rank == handover.root:
@@ -260,7 +260,7 @@ def _fill_newcomers(
     values: dict[str, Array],
     without: list[int],
 ) -> None:
-    """Give newcomers whose predecessors' parts are lost parts that change no total."""
+    """Give newcomers parts that change no total, if their predecessors' are lost."""
     for path in commit.on_read():
         rule = rule_of(commit.entries[path].aggregation)
         if rule is None:
@@ -280,7 +280,7 @@ def _fill_newcomers(
 def _warn_of_lost(
     commit: Snapshot, handover: _Handover, strategy: Replicas, without: list[int]
 ) -> None:
-    """Say what cannot be had back."""
+    """Log which values could not be restored."""
     if strategy.replica_id != handover.root:
         return
     gone = [lost for lost in sorted(handover.lost) if not _kept(handover, lost)]

@@ -96,7 +96,7 @@ class Pool:
                 raise TopologyError(problem)
 
     def meet(self, returned: bool = False) -> Meeting:
-        """Find out who lives, and who is active from now on; the same on every rank.
+        """Agree which ranks live, and which are active; equal on every rank.
 
         Collective over all living ranks of the job; wakes those that `wait`.
         ``returned`` says that this rank's training has come to the end.
@@ -114,7 +114,7 @@ class Pool:
         return self._conclude(members, places, active)
 
     def living(self, word: str = "") -> dict[int, str]:
-        """Find out who lives, and hear a word of each, by rank; nothing else changes.
+        """Agree which ranks live, and gather a value of each; return them by rank.
 
         Collective over all living ranks of the job.
         """

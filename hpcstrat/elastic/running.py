@@ -205,7 +205,7 @@ def _train(
 
 
 def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) -> bool:
-    """Whether an error comes of a loss; then wakes those who do not know of it."""
+    """Whether a lost rank caused an error; if so, wakes ranks that do not know it."""
     if strategy is None:
         return isinstance(error, RankLostError)
     if strategy.lost_ranks is not None:
@@ -293,7 +293,7 @@ def _check_enough(meeting: Meeting, min_replicas: int, max_losses: int | None) -
 
 
 def _report(meeting: Meeting, noticed_at: float) -> None:
-    """Say once who was lost, and how the training goes on."""
+    """Log once which ranks were lost, and how the training goes on."""
     if meeting.comm is None or meeting.comm.rank or not meeting.lost:
         return
     get_logger("elastic").warning(

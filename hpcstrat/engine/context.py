@@ -118,7 +118,7 @@ def own_index() -> int | None:
 
 
 class AnnouncesInitErrors:
-    """Base of what all replicas make together in a scope: they learn if one cannot.
+    """Base class of objects made on all replicas in a scope: all learn if one fails.
 
     Whatever ``__init__`` raises, a wrong argument too, is announced to the others.
     """

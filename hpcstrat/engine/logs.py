@@ -31,7 +31,7 @@ def _add_place(record: logging.LogRecord) -> bool:
 class _OwnHandler(logging.StreamHandler[TextIO]):
     """Shows warnings of every rank, and lower levels of rank 0 alone.
 
-    Nothing of a record that a handler of the program is given, whenever it was added.
+    Drops records that one of the program's handlers gets, whenever it was added.
     """
 
     def __init__(self) -> None:

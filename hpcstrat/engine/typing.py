@@ -133,9 +133,10 @@ class SupportsCheckpoint(Protocol):
 class SupportsDeferredCheckpoint(SupportsCheckpoint, Protocol):
     """An object that makes variables later than it may be restored.
 
-    Such as an optimizer, whose momentum is there from the first step on. An object in
-    a dict or list of Variables cannot be one. With a method ``checkpoint_reset(names)``
-    it can go back to a checkpoint that was saved before it made these variables.
+    Such as an optimizer, whose momentum is there from the first step on. Such an object
+    must be given to the manager by itself, not in a dict or list of Variables. With a
+    method ``checkpoint_reset(names)`` it can go back to a checkpoint that was saved
+    before it made these variables.
     """
 
     def checkpoint_spellings(self, name: str) -> list[str]:

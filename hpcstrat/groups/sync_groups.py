@@ -299,7 +299,7 @@ class SyncGroups:
 
     @without_fp_warnings
     def _changes(self) -> list[Array]:
-        """Return what this group has changed since the last round, negative."""
+        """Return this group's changes since the last round, with opposite signs."""
         changes = [outer.component - own.component for own, outer in self._pairs]
         # NumPy makes of arrays without dimensions a number, which cannot be written.
         return [array_module(change).asarray(change) for change in changes]
@@ -367,7 +367,7 @@ class SyncGroups:
                 raise
 
     def _merge(self) -> None:
-        """Bring what the outer parameters have changed by into the group's."""
+        """Add the changes of the outer parameters to the group's parameters."""
         self._finish()
         self._add_changes()
         self._counts.component[_UNDER_WAY] = -1
@@ -453,7 +453,7 @@ def _plain(name: str, array: Array) -> Variable:
 def _check(
     by: str | None, size: int | None, every: int, delay: int, num_replicas: int
 ) -> None:
-    """Raise an error for what does not say how groups are formed, or averaged."""
+    """Refuse arguments that do not say how groups are formed and averaged."""
     if by not in (None, "worker"):
         raise ValueError(
             f"expected by='worker', found {by!r}; leave it out, or give a size"

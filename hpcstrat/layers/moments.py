@@ -248,7 +248,7 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
 def through_moments(
     strategy: Strategy, partial: Array, count: Any, name: str
 ) -> tuple[Array, Array]:
-    """Sum derivatives by the moments, and return what the values' are made of.
+    """Sum derivatives by the moments over replicas; return the terms of the values'.
 
     Collective over the strategy's replicas; one reduction. ``partial``, of shape (2,
     channels), holds the derivatives of this replica's part of the loss by mean and

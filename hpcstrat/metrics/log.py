@@ -232,7 +232,7 @@ class Log:
     def checkpoint_defer(
         self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
     ) -> None:
-        """Refuse what no log has; for the library's own modules.
+        """Refuse state that is not a log's; for the library's own modules.
 
         Not collective.
         """
@@ -291,7 +291,7 @@ class Log:
         return self._is(0)
 
     def _begin(self) -> None:
-        """Remove what another training has left, before the first line of this one."""
+        """Remove the log of an earlier training before the first line of this one."""
         if not self._is_begun:
             self._cut(LogFile(self.folder).place())
 

@@ -26,7 +26,7 @@ class Sink(Protocol):
         """Take a record."""
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Have what is kept, and nothing else."""
+        """Hold the kept records, and no others."""
 
     def flush(self) -> None:
         """Let others see everything."""

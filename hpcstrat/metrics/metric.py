@@ -138,7 +138,7 @@ class Metric(AnnouncesInitErrors):
 
     @without_fp_warnings
     def _settle(self) -> None:
-        """Add to the totals what was kept on the GPU."""
+        """Add the sums on the GPU to the totals."""
         kept, self._on_device = self._on_device, {}
         for (index, name), amount in kept.items():
             self._totals[name].components[index][...] += to_host(amount)

@@ -249,7 +249,7 @@ def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
 
 
 def _require_owner(variables: Iterable[Variable]) -> None:
-    """Refuse variables whose copies would be updated apart."""
+    """Refuse variables whose copies would get different updates."""
     strategy = get_strategy()
     for variable in variables:
         owner = variable.distribute_strategy

@@ -164,7 +164,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return self._non_finite.skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy takes over: not the arrays of these variables."""
+        """Return a copy's state, without the arrays of these variables."""
         return {**self.__dict__, "_routine": None}
 
     @abstractmethod
@@ -469,7 +469,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return updated
 
     def _planned(self, pairs: Pairs, label: str) -> Routine:
-        """Return what is to be done with gradients of these kinds."""
+        """Return the routine for gradients of these kinds."""
         strategy = get_strategy()
         kind = Parts if shards(self, strategy) else strategy.update_backend()
         by_elements = is_of_elements(type(self))
@@ -550,11 +550,11 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return rate
 
     def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
-        """Write over a gradient what a rule's first stage makes of it."""
+        """Overwrite a gradient by the result of a rule's first stage."""
         raise NotImplementedError
 
     def _second_stage(self, step: Step, gradient: Array, value: Array) -> None:
-        """Update a variable by what the first stage has made of its gradient."""
+        """Update a variable by the result of the first stage."""
         raise NotImplementedError
 
     def update_here(self, gradients: list[Any], routine: Routine) -> None:

@@ -89,7 +89,7 @@ class Client:
         return known
 
     def done(self) -> None:
-        """Wait for what was posted, unless the end of the function does."""
+        """Wait for posted updates, unless the end of the function waits for them."""
         if self.flushes:
             self.flush()
 
@@ -134,7 +134,7 @@ class Client:
             raise problem
 
     def pending(self) -> dict[int, int]:
-        """Return what servers of this node will have counted when all is made here.
+        """Return the counts that this node's servers reach when all updates are made.
 
         Others are waited for.
         """

@@ -65,7 +65,7 @@ def error_bytes(error: BaseException) -> bytes:
 
 
 def error_of(data: bytes) -> Exception:
-    """Return the exception of bytes; None stands for what are handles in it.
+    """Return the exception of bytes; handles in it become None.
 
     A RuntimeError that says the same, where it cannot be made again here.
     """

@@ -41,7 +41,7 @@ class _ServerSlot(Variable):
         self._place = optimizer.key, kind
 
     def pieces(self) -> ServerBytes:
-        """Return what reads and writes it piece by piece."""
+        """Return the bytes on servers, to be read and written piece by piece."""
         return self._variable.pieces((*self._place, self._initial))
 
     def value(self) -> Array:
@@ -102,13 +102,13 @@ class ServerSlots:
         self._client.done()
 
     def wait(self, optimizer: Optimizer) -> None:
-        """Give what was restored to its variables, now or as soon as they are made."""
+        """Assign restored state to its variables, now or as soon as they are made."""
         self._waiting.add(optimizer)
         for variable in list(self._variables.values()):
             self.give(variable)
 
     def give(self, variable: ServerVariable) -> None:
-        """Put what waits for a variable of this name on its servers."""
+        """Write the state that waits for a variable of this name to its servers."""
         for optimizer in list(self._waiting):
             for kind in optimizer.state:
                 value = optimizer.take_restored(f"{kind}/{variable.name}")

@@ -92,7 +92,7 @@ def apply_at_servers(
 ) -> bool:
     """Send each server its parts of the gradients; it makes the step.
 
-    The number of a step, of which some rules depend, is counted at each shard.
+    Each shard counts its own steps, whose number some rules need.
     """
     optimizer.require_alone()
     if not isinstance(optimizer.iterations, ServerVariable):

@@ -65,7 +65,7 @@ class Rows:
 
 @dataclass
 class _ShardLocation:
-    """Some rows of a variable: where they are."""
+    """Rows of a variable, and the server that holds them."""
 
     server: int
     number: int
@@ -75,11 +75,11 @@ class _ShardLocation:
     reader: Reader | None = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """Leave out what is of this process."""
+        """Leave out what belongs to this process."""
         return (self.server, self.number, self.start, self.stop, self.place)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Take what another process has found."""
+        """Restore what another process has pickled."""
         self.server, self.number, self.start, self.stop, self.place = state
         self.reader = None
 
@@ -194,14 +194,14 @@ class ServerVariable(Variable):
         return len(self._shards)
 
     def _attach(self) -> None:
-        """Map what can be seen from here."""
+        """Map the shards that lie in shared memory of this node."""
         client = self._strategy.client
         for shard in self._shards:
             shape = (shard.stop - shard.start, *self.shape[1:]) if self.ndim else ()
             shard.reader = client.reader(shard.server, shard.place, shape, self.dtype)
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return what another rank makes its own object of."""
+        """Return the parts from which another rank makes its own object."""
         kept = ("name", "trainable", "aggregation", "synchronization", "_shards")
         state = {name: self.__dict__[name] for name in kept}
         return "variable", self._number, (type(self), state, self.shape, self.dtype)
@@ -249,7 +249,7 @@ class ServerVariable(Variable):
         return array
 
     def pieces(self, slot: tuple[int, str, float] | None = None) -> ServerBytes:
-        """Return what reads and writes the value's bytes piece by piece.
+        """Return the value's bytes on servers, to be read and written piece by piece.
 
         Not collective. For the library's own modules.
         """

@@ -2,9 +2,9 @@
 
 A rank spins for a moment, and then sleeps in ``poll`` on a pipe, into which whoever has
 sent it something writes a byte; only where a flag in shared memory says that it sleeps.
-Others open the pipe by ``/proc``, so that it has no name and ends with the process. On
-several nodes, or where there was no pipe to be had, nobody rings, and a sleep is short,
-as it is while messages are on their way, which MPI carries only while it is called.
+Others open the pipe by ``/proc``, so that it has no name and ends with the process.
+With several nodes, or without a pipe, no rank is woken, and sleeps are short. They are
+short, too, while messages are under way, as MPI moves them only while it is called.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _watched: dict[Arrivals, str] = {}
 
 
 def watch(arrivals: Arrivals, settings: Settings) -> None:
-    """Take a channel's arrivals among those of which is told."""
+    """Add a channel's arrivals to those that are reported."""
     _watched[arrivals] = settings.summary or "off"
     if settings.summary_signal not in (None, "none"):
         _listen(getattr(signal, f"SIG{str(settings.summary_signal).upper()}"))
@@ -41,7 +41,7 @@ def forget(arrivals: Arrivals) -> None:
 
 
 def conclude(arrivals: Arrivals) -> None:
-    """Say at the end of a channel who was late, if it is to be said.
+    """Report late ranks at the end of a channel, if the settings ask for it.
 
     Collective over ``topology.replica_comm``.
     """

@@ -130,7 +130,7 @@ class LaunchRegistry:
         return True
 
     def show(self, **changes: Any) -> None:
-        """Say what this rank does."""
+        """Write what this rank does into its page."""
         if "stage" in changes:
             changes["since"] = time.monotonic()
         for name, value in changes.items():
@@ -321,7 +321,7 @@ def _num_local(launch: Launch) -> int | None:
 
 
 def _job_name(env: Mapping[str, str]) -> str:
-    """Return what only the ranks of this job have in common; empty where unknown."""
+    """Return a key that only the ranks of this job share; empty if unknown."""
     # A requeued job has the same name, and process numbers are used again; number and
     # start time of the launcher's process are not.
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")

@@ -184,7 +184,7 @@ class RanksInStep:
 
 
 def _text(report: pytest.TestReport) -> str:
-    """Return what pytest would show of a failed phase of a test."""
+    """Return pytest's report of a failed phase of a test."""
     sections = (f"--- {title}\n{content}" for title, content in report.sections)
     return "\n".join([f"({report.when})", report.longreprtext, *sections])
 

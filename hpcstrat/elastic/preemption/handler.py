@@ -224,7 +224,7 @@ class PreemptionCheckpointHandler:
         yield
 
     def close(self) -> None:
-        """Listen no more: signals do what they did before.
+        """Stop listening: signals have their former handlers again.
 
         Not collective.
         """

@@ -1,4 +1,4 @@
-"""Listens on one rank for what announces the end of its job; makes no call of MPI."""
+"""Watches on one rank for notices that its job will end; makes no call of MPI."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PreemptionWatch:
             self._start()
 
     def be_done_in(self, seconds: float) -> None:
-        """Tell of nothing any more but that this time is nearly over."""
+        """From here on, report only that this time is nearly over."""
         self._function = None
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)

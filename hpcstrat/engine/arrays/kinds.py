@@ -173,7 +173,7 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
 
 
 def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
-    """Return what is in host memory as an array; plain numbers of a wanted type."""
+    """Return an object in host memory as an array; plain numbers in the wanted type."""
     if isinstance(value, np.ndarray):
         # Only the numbers of subclasses, such as matrices, travel.
         return np.asarray(unmasked(value))

@@ -49,7 +49,7 @@ def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
 def _shared(
     group: list[_Place], outs: list[Any], arrays: list[Array]
 ) -> tuple[int, int] | None:
-    """Find two that share memory among outs whose extents meet; as of `overlap`."""
+    """Find two arrays that share memory, in a group of outs whose extents meet."""
     single: dict[Any, _Place] = {}
     for place in group:
         index = place[2]

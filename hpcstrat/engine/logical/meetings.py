@@ -335,7 +335,7 @@ class Meetings:
         return nullcontext()
 
     def moving(self, what: str) -> NoReturn:
-        """Refuse what one rank per replica is needed for."""
+        """Refuse a call that needs one rank per replica."""
         raise NotImplementedError(
             f"expected one rank for each replica in {what}, found logical replicas, "
             "which have no communicator; make the call outside of run"
@@ -420,7 +420,7 @@ def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:
 
 
 def _apart(array: Array, axis: int) -> Any:
-    """Return what has to be equal in arrays that are put one behind the other."""
+    """Return the properties that arrays must share to be concatenated."""
     shape = array.shape
     return array.dtype, shape[:axis], shape[axis + 1 :]
 

@@ -331,7 +331,7 @@ def _side_by_side(
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
-    """Return what has to be equal on all replicas."""
+    """Return the properties of arrays that must be equal on all replicas."""
     if isinstance(value, IndexedSlices):
         return value.values.dtype, value.values.shape[1:], "rows"
     return value.dtype, value.shape

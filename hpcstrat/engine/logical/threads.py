@@ -84,7 +84,7 @@ def let_xla_wait() -> None:
 
 
 def xla_problem(num_replicas: int) -> str:
-    """Return why so many logical replicas of a rank cannot wait in XLA; or nothing."""
+    """Return why so many replicas of a rank cannot wait in XLA; '' if they can."""
     jax: Any = sys.modules["jax"]
     found = len(jax.local_devices(backend="cpu"))
     if num_replicas == 1 or found > num_replicas:

@@ -31,7 +31,7 @@ class _Stopped(BaseException):
 
 
 class _Seat:
-    """A replica's thread, with what it has come to."""
+    """A replica's thread, and how far it has come."""
 
     def __init__(self) -> None:
         # Held while it is another's turn.
@@ -227,7 +227,7 @@ class Turns:
             seat.error = error
 
     def _disagreement(self, seats: Sequence[_Seat]) -> BaseException:
-        """Return what the replicas raise that wait for others in vain."""
+        """Return the error of replicas that wait for others in vain."""
         doing = []
         for name, seat in zip(self._names, seats, strict=True):
             if seat.failure is not None:

@@ -109,7 +109,7 @@ class ReplicaArrivals:
 
     @classmethod
     def unpacked(cls, data: bytes) -> ReplicaArrivals | None:
-        """Return what was packed.
+        """Return the object that was packed.
 
         Not collective. For the library's own modules.
         """

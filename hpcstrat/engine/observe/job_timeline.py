@@ -151,7 +151,7 @@ def stop(
 
 
 def flush() -> None:
-    """Write what has been recorded: this process is about to end."""
+    """Write all recorded events: this process is about to end."""
     if active.recorder is not None:
         active.recorder.flush()
 

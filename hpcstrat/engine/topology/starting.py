@@ -183,7 +183,7 @@ def _check_protocol(mpi: Any) -> None:
 
 
 def _warn_of_settings(mpi: Any) -> None:
-    """Say on rank 0 what will probably end the start of MPI, which ends the process."""
+    """Log on rank 0 why MPI will probably fail to start, and end the process."""
     version = mpi.Get_library_version()
     doubts = doubtful_settings(os.environ, version, has_gtl=has_loaded_gtl())
     if launch_from_environment().rank == 0:

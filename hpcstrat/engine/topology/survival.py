@@ -41,7 +41,7 @@ the bytes; seen with Open MPI 5.0."""
 
 
 class TransportError(CollectiveError):
-    """An error beside MPI, which may be the first sign of a process that has died."""
+    """An error outside of MPI that may be the first sign of a dead process."""
 
 
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"

@@ -62,7 +62,7 @@ class SynchronizedCallback(keras.callbacks.Callback):
         self._data = data
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin with what replica 0 has, which may have read a backup."""
+        """Send replica 0's state to all, as it may have read a backup."""
         model = self.model
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         self._state.begin(f"fit of {epochs} epochs of {steps} steps")

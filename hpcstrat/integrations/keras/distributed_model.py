@@ -102,7 +102,7 @@ class DistributedMethods:
         model.train_function = model.test_function = model.predict_function = None
 
     def mask(self) -> Array:
-        """Return what makes the random numbers of this replica its own."""
+        """Return the mask that makes this replica's random numbers different."""
         return seed_mask(self.strategy.replica_id)
 
     # Methods that run inside of a step.
@@ -137,11 +137,11 @@ class DistributedMethods:
 
     @property
     def _share(self) -> Any:
-        """By what a replica's mean is multiplied before a mean over replicas."""
+        """Factor of this replica's mean before a mean over replicas."""
         return self._rows * self.strategy.num_replicas_in_sync / self._total
 
     def _weight(self) -> Any:
-        """Return by what gradients are multiplied yet; 0 for those of no rows."""
+        """Return the factor that gradients still need; 0 for a batch without rows."""
         rows = self._rows
         if self._total is None:
             return 1
@@ -153,7 +153,7 @@ class DistributedMethods:
         return self._share
 
     def _factor(self, divisor: Any) -> Any:
-        """Return what makes a loss one of means over rows; see `correct`."""
+        """Return the factor that makes a loss a mean over rows; see `correct`."""
         if self._rows is None:
             return None
         total, own, whole = self._exchanges.total, 1, 1

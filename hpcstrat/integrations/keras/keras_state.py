@@ -55,14 +55,14 @@ class _VariableCopies:
     def checkpoint_defer(
         self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
     ) -> None:
-        """Refuse what the model has no variable for."""
+        """Refuse values for which the model has no variable."""
         raise ValueError(
             f"expected a variable {name!r} in the model, found "
             f"{', '.join(self._held)}; restore into the model that was saved"
         )
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Give Keras what has been restored."""
+        """Give Keras the restored values."""
         for name, variable in self._find().items():
             variable.assign(self._held[name].component)
 

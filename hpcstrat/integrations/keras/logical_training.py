@@ -79,11 +79,11 @@ class LogicalState(TrainingState):
         self._own = None
 
     def finish(self) -> None:
-        """Let all replicas have what is in the model, which they have in common."""
+        """Give all replicas the values in the model."""
         self._own = None
 
     def reset_metrics(self) -> None:
-        """Let the metrics of all replicas begin anew, as those in the model do."""
+        """Reset the metrics of all replicas, as those in the model were."""
         if self._own is not None:
             seen = self.model.metrics_variables
             values = [keras.ops.copy(variable.value) for variable in seen]
@@ -131,7 +131,7 @@ class LogicalDistributed(DistributedMethods):
         put(self.model, "reset_metrics", self._reset_metrics)
 
     def mask(self) -> Array:
-        """Return what makes the random numbers of the replica that runs its own."""
+        """Return the mask that makes the running replica's random numbers different."""
         return self._masks[0] if self._given is None else self._given.mask
 
     def _reset_metrics(self, inner: Callable[[], Any]) -> None:

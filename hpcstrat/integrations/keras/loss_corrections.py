@@ -1,4 +1,4 @@
-"""Losses that are no means over rows: sums, and means over weights or what is masked.
+"""Corrects losses that are no means over rows: sums, and weighted or masked means.
 
 What replicas make of a loss is its mean over their values, each weighted by its rows.
 So such a value is multiplied by what makes that the loss of the global batch.

@@ -66,13 +66,13 @@ def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def seed_generators(model: Any) -> list[Any]:
-    """Return what a model draws its random numbers by."""
+    """Return the seed generators of a model."""
     layers = model._flatten_layers()
     return [generator for layer in layers for generator in layer._seed_generators]
 
 
 def seed_mask(replica: int) -> Array:
-    """Return what a replica's seeds are combined with; nothing for replica 0."""
+    """Return the mask that a replica's seeds are combined with; 0 for replica 0."""
     key = np.random.SeedSequence(replica).generate_state(1)[0] >> 1
     return np.array([int(key) if replica else 0, 0])
 
@@ -154,7 +154,7 @@ class TrainingState:
         return [[value_of(variable) for variable in variables]]
 
     def _changes(self, values: list[Array]) -> list[Array]:
-        """Return by what a replica's values have changed, and which of them count."""
+        """Return the changes of a replica's values, and which of them count."""
         with np.errstate(invalid="ignore"):
             pairs = zip(values, self._common, strict=True)
             changes = [value - common for value, common in pairs]
@@ -166,7 +166,7 @@ class TrainingState:
         return [*changes, known]
 
     def total_metrics(self) -> None:
-        """Give all replicas' metrics what all of them have seen."""
+        """Sum the metrics of all replicas, and give the sums to each."""
         variables = self.model.metrics_variables
         if not variables:
             return

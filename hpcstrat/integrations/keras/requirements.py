@@ -23,7 +23,7 @@ def keras_version() -> tuple[int, ...]:
 
 
 def require_strategy(strategy: Any) -> None:
-    """Refuse what has no replicas to tell of it."""
+    """Refuse options that no other replica would learn of."""
     if not isinstance(strategy, Strategy):
         raise ValueError(
             f"expected a strategy of hpcstrat, found {type(strategy).__name__}; pass "
@@ -32,7 +32,7 @@ def require_strategy(strategy: Any) -> None:
 
 
 def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
-    """Refuse what would fail later, or give other results than one process.
+    """Refuse options that would fail later, or give other results than one process.
 
     Without ``is_compiled`` a model that only predicts is accepted, too.
     """

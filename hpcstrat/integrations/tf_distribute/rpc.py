@@ -1,5 +1,4 @@
-"""Calls between processes as in ``tf.distribute.experimental.rpc``: errors that say
-what to use instead."""
+"""Names of ``tf.distribute.experimental.rpc``: errors that say what to use."""
 
 from __future__ import annotations
 

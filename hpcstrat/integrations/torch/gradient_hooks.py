@@ -135,7 +135,7 @@ class Replicated:
                 self._handles.append(parameter.register_hook(prepare))
 
     def __reduce__(self) -> Any:
-        """Leave nothing of itself in files that have a parameter."""
+        """Do not save this object with a parameter."""
         return type(None), ()
 
     def watch(self, module: torch.nn.Module, output: Any) -> None:
@@ -167,7 +167,7 @@ class Replicated:
         self._layout = ModuleLayout(module)
 
     def prepare(self, index: int) -> None:
-        """Make a gradient ready for what a backward is about to add to it."""
+        """Prepare a gradient to which a backward is about to add."""
         buckets = self._buckets if self._is_under_way() else None
         taken = buckets is None or index in self._taken
         if buckets is not None and not taken and buckets.was_started(index):
@@ -237,7 +237,7 @@ class Replicated:
         return self._alone if channel is None else channel.position
 
     def _is_under_way(self) -> bool:
-        """Whether a backward is, whose end is awaited."""
+        """Whether a backward is under way, and its end awaited."""
         # A backward that an error has ended leaves a dead reference only.
         return self._end is not None and self._end() is not None
 
@@ -300,7 +300,7 @@ class Replicated:
         self.buffers.synchronize(changed_anywhere.tolist())
 
     def _marks(self) -> Array:
-        """Return what this replica tells of its parameters."""
+        """Return this replica's table of its parameters."""
         marks = np.zeros((4, len(self._parameters)), np.int32)
         touched = list(self._touched)
         sparse = [index for index in touched if self._is_sparse(index)]
@@ -342,7 +342,7 @@ class Replicated:
         self._combined.add(index)
 
     def _replan(self, rows: Array) -> None:
-        """Plan the buckets of the next backward by what all replicas have had."""
+        """Plan the next backward's buckets of the parameters that all have reached."""
         if not self._bucket_bytes:
             return
         by_all = 1 if self.op is ReduceOp.MEAN else self.strategy.num_replicas_in_sync
@@ -414,7 +414,7 @@ class Replicated:
         return end
 
     def _own_share(self, index: int) -> torch.Tensor:
-        """Return what this replica adds: its gradient, or zeros."""
+        """Return this replica's term of the sum: its gradient, or zeros."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
@@ -489,5 +489,5 @@ class _OutputHook:
             )
 
     def __reduce__(self) -> Any:
-        """Forget what belongs to one module in copies, and in files."""
+        """Drop what belongs to one module from its copies and from files."""
         return _OutputHook, (None,)

@@ -66,7 +66,7 @@ class HostTensors:
         return array
 
     def written(self) -> None:
-        """Copy into the tensors what lies elsewhere; a second call does nothing."""
+        """Copy results from temporary memory into the tensors, once."""
         copies, self._copies = self._copies, []
         for tensor, array in copies:
             # Under the name of a type that torch can take from NumPy.

@@ -270,7 +270,7 @@ _hidden = weakref.WeakKeyDictionary()
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """Let a step change nothing where another replica of this rank has made it.
+    """Skip a step that another replica of this rank has made.
 
     The replicas of a rank share parameters: the first steps for all of them.
     """
@@ -295,7 +295,7 @@ _every: weakref.WeakKeyDictionary[Any, _TorchReplicaState] = weakref.WeakKeyDict
 
 
 def _turns_of(strategy: Strategy) -> _TorchReplicaState:
-    """Return what swaps PyTorch's state for a strategy's replicas, made once."""
+    """Return the object that swaps PyTorch's state between a strategy's replicas."""
     found = _every.get(strategy)
     if found is None:
         found = _every[strategy] = _TorchReplicaState(strategy)

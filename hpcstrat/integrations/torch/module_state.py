@@ -74,7 +74,7 @@ class _Module:
         self._adoption.variables(tensors)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return what the module saves itself, so without passing buffers."""
+        """Return the module's own state, without buffers that are not saved."""
         seen: dict[int, None] = {}
         return {
             name: tensor
@@ -89,7 +89,7 @@ class _Module:
         return self._adoption.variables(self._tensors())
 
     def plain(self) -> dict[str, Any]:
-        """Return what is no tensor."""
+        """Return the state that is in no tensor."""
         found = self.module.state_dict(keep_vars=True)
         return {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
 

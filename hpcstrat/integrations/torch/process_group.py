@@ -358,7 +358,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("reduce_scatter")
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        """Reduce a list of tensors, of which each rank gets the one of its number."""
+        """Reduce a list of tensors; each rank gets the one of its number."""
         for out, parts in zip(_listed(outs), ins, strict=True):
             reduction = Reduction(opts, out, self._size)
             held = self._arrays_of([out, *parts], reduction)
@@ -485,7 +485,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("scatter")
     def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Any:
-        """Give each rank the one of its number of a list of one rank's."""
+        """Send each rank its tensor of one rank's list."""
         if isinstance(outs, torch.Tensor):
             outs, ins = [outs], [ins]
         host, root = HostTensors(), _root(opts)

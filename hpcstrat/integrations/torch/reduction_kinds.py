@@ -57,7 +57,7 @@ class Reduction:
 
     @property
     def divisor(self) -> int:
-        """By what results are divided in floating point; 0 for not at all."""
+        """Divisor of results in floating point; 0 for none."""
         return self.size if self.averages and self.inexact else 0
 
     @property

@@ -45,7 +45,7 @@ def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
 
 
 def _has_room(nbytes: int) -> bool:
-    """Whether there is far more room: who writes where it is used up is killed."""
+    """Whether there is far more room: a write past the end of it kills the process."""
     try:
         found = os.statvfs(_FOLDER)
     except OSError:

@@ -143,7 +143,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         self._tell(_described(variable), number, variable._shards)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Keep what servers have for a variable: other workers may have it.
+        """Keep a variable's values on servers: other workers may use it.
 
         Not collective. For the library's own modules.
         """
@@ -174,7 +174,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
             get_logger().error(problem)
 
     def _not_made_here(self, left: list[Any]) -> str:
-        """Name the variables of which this worker has taken no note, if any."""
+        """Name the variables that this worker has not made, if any."""
         names = [message[0][0] for message in left if isinstance(message[0], tuple)]
         if not names:
             return ""

@@ -124,7 +124,7 @@ class ClusterCoordinator:
         return found
 
     def __reduce__(self) -> Any:
-        """Travel with a function as what stands for the strategy there."""
+        """Pickle as the coordinator of the strategy, which travels as a handle."""
         return ClusterCoordinator, (self._strategy,)
 
     def _begin(self, strategy: ParameterServerStrategy) -> None:
@@ -457,7 +457,7 @@ class ClusterCoordinator:
         self._mailbox.send(worker.rank, ("calls", told, functions))
 
     def _pump(self) -> None:
-        """Take what has come, and give functions to workers that want some."""
+        """Receive messages, and send functions to workers that need some."""
         while (found := self._mailbox.poll()) is not None:
             rank, (_, mean, results, lost) = found
             self._mailbox.hear(lost)
@@ -505,7 +505,7 @@ class ClusterCoordinator:
                 call.remote._settle(FAILED, self._unavailable or _cancelled())
 
     def _fail(self, call: _ScheduledCall, error: Exception) -> None:
-        """Take note of a function's error, and cancel what was not begun."""
+        """Note a function's error, and cancel functions that have not begun."""
         call.remote._settle(FAILED, error)
         # Errors after the first are raised by their own values only.
         if call.keep or self._error is not None:
@@ -514,7 +514,7 @@ class ClusterCoordinator:
         self._cancel()
 
     def _cancel(self) -> None:
-        """Cancel what no worker has begun."""
+        """Cancel functions that no worker has begun."""
         error = self._unavailable or _cancelled()
         for call in self._queue:
             call.remote._settle(FAILED, error)
@@ -579,7 +579,7 @@ class ClusterCoordinator:
                 )
 
     def _lose(self, lost: set[int]) -> None:
-        """Queue again what lost workers had; without a server there is no going on.
+        """Queue the functions of lost workers again; the loss of a server is an error.
 
         May be called within a message, and so sends none but the smallest.
         """
@@ -611,7 +611,7 @@ class ClusterCoordinator:
             self._cancel()
 
     def _run_again(self, worker: _WorkerRecord, calls: list[_ScheduledCall]) -> int:
-        """Queue what a lost worker had, first in line; return how many.
+        """Queue a lost worker's functions first in line; return how many.
 
         What it was to keep is made again by a spare rank that takes its place.
         """
@@ -622,7 +622,7 @@ class ClusterCoordinator:
         return len(again)
 
     def _fail_kept(self, worker: _WorkerRecord) -> None:
-        """Let nobody wait for what a lost worker was to make."""
+        """End the wait for values that a lost worker was to make."""
         for value in list(worker.kept.values()):
             if value._state == WAITING:
                 value._settle(FAILED, _lost_error(worker))
@@ -714,7 +714,7 @@ class _Returns:
 
 
 def _travelling(value: Any, what: str, fn: Any) -> bytes:
-    """Return in bytes what workers are sent; an error names it, and the function."""
+    """Pickle an object for workers; an error names it, and the function."""
     try:
         return pickled(value)
     except Exception as error:

@@ -72,7 +72,7 @@ class RemoteValue:
         return self._coordinator.load(self)
 
     def get(self) -> Any:
-        """Return what `fetch` does.
+        """Return the value as `fetch` does.
 
         Not collective; on the coordinator.
 

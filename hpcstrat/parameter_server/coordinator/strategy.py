@@ -197,7 +197,7 @@ class Server:
 
 
 class ParameterServerStrategy(SingleReplicaStrategy):
-    """Variables on some ranks, functions that others run, and one that coordinates.
+    """Trains asynchronously: servers hold variables, workers run functions.
 
     Collective over ``comm``. The program is the same on all ranks: on the coordinator
     the constructor returns, on the others it serves until the coordinator closes the
@@ -452,7 +452,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._cluster.take(roles)
 
     def move_from_lost(self) -> None:
-        """Put what lost servers held on others, as zeros; optimizers begin anew.
+        """Put the variables of lost servers on others, as zeros; reset optimizers.
 
         Not collective; on the coordinator, while no function is under way. The others
         are spare ranks, or the servers that are left. For the library's own modules.
@@ -469,7 +469,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self.slots.forget()
 
     def renew(self) -> None:
-        """Forget what handles have stood for so far.
+        """Forget the objects that handles have stood for so far.
 
         Not collective; on a worker. For the library's own modules.
         """
@@ -477,7 +477,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._optimizers.clear()
 
     def resolve(self, kind: str, number: int, parts: Any) -> Any:
-        """Return what a handle from another rank stands for.
+        """Return the object that a handle from another rank stands for.
 
         Not collective. For the library's own modules.
         """
@@ -501,7 +501,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return self
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return what stands for this strategy on other ranks."""
+        """Return the handle that stands for this strategy on other ranks."""
         return "strategy", 0, None
 
     def forget(self, numbers: Iterable[int]) -> None:

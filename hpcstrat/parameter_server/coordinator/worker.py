@@ -106,7 +106,7 @@ class Worker:
         return self._ended
 
     def _take_messages(self) -> None:
-        """Take what has come; wait for it where there is nothing to do."""
+        """Receive messages; wait for them if there is nothing to do."""
         self._end_made()
         if not self._queue:
             self._report()
@@ -189,7 +189,7 @@ class Worker:
             )
 
     def _cancel(self) -> None:
-        """Leave out what was not begun, but for what is kept for later functions."""
+        """Drop functions that have not begun, unless later ones need their values."""
         for call in list(self._queue):
             if not call[3]:
                 self._queue.remove(call)
@@ -267,7 +267,7 @@ class Worker:
         return self._strategy.resolve(kind, number, parts)
 
     def _report(self) -> None:
-        """Tell the coordinator what has ended, and how long a function takes."""
+        """Report ended functions to the coordinator, and how long one takes."""
         if self._results:
             results, self._results = self._results, []
             mean = self._seconds / self._ran if self._ran else 0.0

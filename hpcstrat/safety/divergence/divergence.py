@@ -52,7 +52,7 @@ def check_mirrored(
 
 
 def _part(copies: Sequence[Copy], total: int, turn: int, nbytes: int) -> Iterator[Copy]:
-    """Yield what lies in one of the equal parts into which all bytes are cut."""
+    """Yield the arrays that lie in one of the equal parts of all bytes."""
     start = turn % max(1, -(-total // nbytes)) * nbytes
     stop = start + nbytes
     for copy in copies:

@@ -86,7 +86,7 @@ def check_equal(strategy: Replicas, tree: Tree) -> None:
 
 
 def _parts(tree: Tree, index: int, leaf: Any) -> Iterator[_ComparedLeaf]:
-    """Yield what is compared of a leaf."""
+    """Yield the arrays of a leaf that are compared."""
     scalar = isinstance(leaf, (str, bytes, type(None), *_NUMBERS))
     if scalar and not isinstance(leaf, np.generic):
         kind = f"{type(leaf).__name__} {leaf!r:.60}"
@@ -132,7 +132,7 @@ def _array_of(leaf: Any) -> tuple[str, Array]:
 
 
 def _fields(name: str, array: Array) -> Iterator[tuple[str, Array]]:
-    """Yield the fields of structured elements, between which nothing counts."""
+    """Yield the fields of structured elements; padding between them does not count."""
     if array.dtype.names is None:
         yield name, array
         return

@@ -116,7 +116,7 @@ def first_difference(
 
 
 def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
-    """Return the first rank that has what most ranks have, and those that have not.
+    """Return the first rank with the most frequent value, and the ranks with others.
 
     Of equally many, it is that of the first rank.
     """

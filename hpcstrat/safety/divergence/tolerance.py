@@ -75,7 +75,7 @@ def _largest(reals: Array) -> float:
 
 
 def _split(piece: Array) -> tuple[Array, Array]:
-    """Return the finite values, 0 elsewhere; and what stands elsewhere, as numbers."""
+    """Return the finite values, 0 elsewhere; and codes of NaN and infinities."""
     with np.errstate(over="ignore"):
         values = piece.astype(np.float64)
     kinds = np.zeros(values.shape)
@@ -104,7 +104,7 @@ def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | 
 
 
 def _error(comm: Any, copy: Copy, place: int, allowed: float) -> DivergenceError:
-    """Say who is far from the others at one real number of an array."""
+    """Name the ranks that are far from the others at one real number of an array."""
     reals = _reals(copy.array)
     found = np.array(comm.allgather(float(reals[place])))
     if np.isfinite(found).all():

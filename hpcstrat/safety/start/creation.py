@@ -254,7 +254,7 @@ class Creation:
         return missing_ranks(self._board, self._ranks, *place, seen_only=seen_only)
 
     def _hopeless(self, now: float) -> list[Missing]:
-        """Return the ranks that are known to come no more, some time after that."""
+        """Return the ranks that will never come, some seconds after that is known."""
         gone: list[Missing] = []
         if not self._survives:
             # With ULFM, MPI itself reports dead ranks.

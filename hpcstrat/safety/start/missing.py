@@ -131,7 +131,7 @@ def _words(page: dict[str, Any]) -> str:
 
 
 def _lives(page: dict[str, Any]) -> bool:
-    """Whether a process is seen that has let go of its page: it may run anew."""
+    """Whether a process that has released its page lives: it may have restarted."""
     if page["pids"] != _pids():
         return False
     try:

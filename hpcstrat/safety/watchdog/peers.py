@@ -139,7 +139,7 @@ class Mail:
         self.socket = opened
 
     def send(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
-        """Send a message; nobody knows whether it comes."""
+        """Send a message, which may be lost."""
         data = json.dumps(message).encode()
         datagram = _signature(self._peers.key, data) + data
         if len(datagram) > _LARGEST_BYTES:
@@ -149,7 +149,7 @@ class Mail:
                 self.socket.sendto(datagram, place)
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield what has come.
+        """Yield the messages that have come.
 
         Not collective; does not wait.
         """
@@ -180,7 +180,7 @@ def _signature(key: bytes, data: bytes) -> bytes:
 
 
 def _namespace(kind: str) -> int:
-    """Return what is equal for processes that share one; 0 where that is unknown."""
+    """Return a namespace's number, equal for processes that share it; 0 if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         number = os.stat(f"/proc/self/ns/{kind}").st_ino

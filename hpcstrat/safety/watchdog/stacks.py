@@ -227,7 +227,7 @@ def look_at(process: Process) -> Stacks:
 
 
 def _is_watching(frames: Sequence[_Frame]) -> bool:
-    """Whether a thread is one of ours, of which nobody wants to know."""
+    """Whether a thread is the library's own, which reports leave out."""
     return any(
         file.startswith(_SAFETY) and name in ("_loop", "_watch")
         for file, _, name in frames

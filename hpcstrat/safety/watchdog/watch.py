@@ -81,7 +81,7 @@ class Watch:
         self._looked: dict[int, tuple[float, Stacks]] = {}
 
     def waiting(self) -> Waiting | None:
-        """Return what this rank waits for now, also where MPI blocks it."""
+        """Return this rank's current wait, also one inside of MPI."""
         return self.channel.waiter.waiting or self._exchange
 
     def keep_alive(self) -> None:
@@ -93,7 +93,7 @@ class Watch:
             self.publish()
 
     def publish(self, wants_stacks: bool = False) -> None:
-        """Tell the worker what this rank does.
+        """Publish to the worker what this rank does.
 
         Not collective; by any thread.
         """
@@ -174,7 +174,7 @@ class Watch:
         return Stacks(*status.text["stacks"]), status.text["last"]
 
     def look_at(self, rank: int) -> Stacks:
-        """Look at the process of a rank that does not tell what it does."""
+        """Look at the process of a rank whose page is old."""
         process, now = self.peers.process(rank), time.monotonic()
         if process is None:
             return Stacks("which does not answer")
@@ -185,7 +185,7 @@ class Watch:
         return stacks
 
     def begin_inquiry(self) -> bool:
-        """Let the worker's other ranks wait for what this one finds out.
+        """Tell the worker's other ranks that this one makes the inquiry.
 
         False where a lower one has begun at the same time.
         """
@@ -195,7 +195,7 @@ class Watch:
         return not self.others_inquire(self.topology.worker_comm.rank)
 
     def others_inquire(self, below: int | None = None) -> bool:
-        """Whether another rank of the worker, or one ``below``, finds out who is late.
+        """Whether another rank of the worker, or one ``below``, makes an inquiry.
 
         False also where it should have been done by now.
         """
@@ -230,7 +230,7 @@ class Watch:
         self.publish()
 
     def adopt(self, waiting: Waiting) -> None:
-        """Let this rank know what any of the worker has found out."""
+        """Take over the result of an inquiry of any rank of the worker."""
         reported_at = self.reported_at()
         if reported_at > waiting.start:
             waiting.held_until = reported_at + _REPORT_SECONDS

@@ -1,12 +1,11 @@
 """Says who is late, where, and since when; ends a job that does not go on.
 
-One thread of each process wakes about once a second. It makes no call of MPI, and the
-calls of the program do nothing for it but to keep in mind what they are. Where a rank
-has waited longer than ``warn_seconds``, the lowest of those that wait finds out for
-whom (`inquiry`), and reports it. After ``limit_seconds`` the wait
-itself raises an error; where it cannot, because MPI blocks it, the thread ends the
-process. So it does where the program is inside of CUDA, and waits for kernels that do
-not end (`gpu_watch`).
+One thread of each process wakes about once a second. It makes no call of MPI, and calls
+of the program only note for it what they are. Where a rank has waited longer than
+``warn_seconds``, the lowest of those that wait finds out for whom (`inquiry`), and
+reports it. After ``limit_seconds`` the wait itself raises an error; where it cannot,
+because MPI blocks it, the thread ends the process. So it does where the program is
+inside of CUDA, and waits for kernels that do not end (`gpu_watch`).
 """
 
 from __future__ import annotations
@@ -226,7 +225,7 @@ def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
 
 
 def _endless(watch: Watch, waiting: Waiting) -> str:
-    """Say what this rank waits for, and why that has to end its process."""
+    """Log what this rank waits for, and why its process must end."""
     seconds = time.monotonic() - waiting.start
     late = some_ranks(waiting.late) if waiting.late else "other ranks"
     return (

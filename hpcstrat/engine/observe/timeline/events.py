@@ -109,7 +109,7 @@ def _microseconds(nanoseconds: int) -> str:
 
 
 def _args(args: dict[str, Any] | None) -> str:
-    """Return arguments as a part of an event; what JSON has no form for as text."""
+    """Return arguments as a part of an event; values that JSON lacks become text."""
     if args is None:
         return ""
     parts = []

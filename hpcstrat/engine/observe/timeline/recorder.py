@@ -47,7 +47,7 @@ class EventSink(Protocol):
         """Take one."""
 
     def flush(self) -> None:
-        """Keep what came so far, whatever becomes of the process."""
+        """Keep all events so far, however the process ends."""
 
     def close(self) -> None:
         """Take no more."""
@@ -195,7 +195,7 @@ class Recorder:
         return number
 
     def flush(self) -> None:
-        """Write what has been recorded; for a process that is about to end."""
+        """Write all recorded events, in a process that is about to end."""
         if self.file is not None:
             self._finish_call()
             self.file.flush()
