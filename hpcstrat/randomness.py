@@ -199,7 +199,7 @@ class RandomStreams:
             )
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Go on where the streams of a state were.
+        """Continue the streams of a state.
 
         Not collective: call it on every replica with the same state.
 

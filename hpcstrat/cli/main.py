@@ -50,7 +50,7 @@ main.add_command(verify_bits)
 def info(workers: int | None, ranks_per_worker: int | None) -> None:
     """Show versions, what the launcher says of this process, and how sums go.
 
-    Of the processes that a launcher has started the first one shows it.
+    Under a launcher only the first process shows it.
     """
     launch = launch_from_environment()
     if launch.rank:

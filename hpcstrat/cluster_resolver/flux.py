@@ -111,7 +111,7 @@ def _ask(env: Mapping[str, str], *words: str) -> str:
 def _places(task_map: list[list[int]]) -> list[tuple[int, int]]:
     """Return each rank's node, and its number there.
 
-    A map is of blocks (first node, nodes, tasks of each, repeats): Flux RFC 34.
+    A map consists of blocks (first node, nodes, tasks of each, repeats): Flux RFC 34.
     """
     places: list[tuple[int, int]] = []
     counts: dict[int, int] = {}

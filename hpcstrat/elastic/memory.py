@@ -50,7 +50,7 @@ class Memory:
         self._partners: list[int] = []
 
     def begin(self, strategy: Replicas, generation: int) -> None:
-        """Belong to a strategy from now on; for `hpcstrat.elastic.run`.
+        """Use this strategy from now on; for `hpcstrat.elastic.run`.
 
         Not collective. For the library's own modules.
         """
@@ -103,7 +103,7 @@ class Memory:
 
     @collective
     def restore(self) -> int | None:
-        """Go on where all ranks that are left have been.
+        """Restore the newest commit that all remaining ranks have.
 
         Collective over the strategy's replicas.
 

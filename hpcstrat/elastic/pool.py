@@ -156,7 +156,7 @@ class Pool:
     def _exchange(
         self, own: Member, comm: Any
     ) -> tuple[list[Member], dict[int, Member], Any]:
-        """Hear of all members, give the places, and split off the active ranks."""
+        """Gather all members, assign their places, and split off the active ranks."""
         members = comm.allgather(own)
         places = self._assigned(members)
         numbers = {member.rank: place for place, member in places.items()}

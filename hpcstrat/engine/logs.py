@@ -49,7 +49,7 @@ class _OwnHandler(logging.StreamHandler[TextIO]):
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless others are given it."""
+        """Write a record, unless a handler of the program gets it."""
         is_for_all = _Rank.rank == 0 or record.levelno >= logging.WARNING
         if is_for_all and not self._others(record):
             super().emit(record)
@@ -95,8 +95,8 @@ def get_logger(name: str | None = None) -> logging.Logger:
     -------
     logging.Logger
         Its records have the attributes ``rank``, ``size`` and ``host``, and propagate
-        to the handlers of the program's loggers. Those that find none, neither at this
-        logger nor at ``hpcstrat`` or the root, go to standard error: warnings of every
+        to the handlers of the program's loggers. Records that find no handler, at this
+        logger, at ``hpcstrat`` or at the root, go to standard error: warnings of every
         rank, and lower levels of rank 0.
     """
     root = logging.getLogger(_ROOT)

@@ -101,7 +101,7 @@ class CopyCheck(Protocol):
         """
 
     def difference(self, comm: Any) -> CollectiveError | None:
-        """Compare all copies, after marks that differ; collective over ``comm``.
+        """Compare all copies after their hashes differed; collective over ``comm``.
 
         Returns what all replicas raise; None where the copies are equal.
         """
@@ -112,8 +112,8 @@ class SupportsCheckpoint(Protocol):
     """An object whose state is in variables, which a CheckpointManager saves.
 
     Any object with this method can be given to a `CheckpointManager`, by itself or in a
-    dict or list of Variables. What its variables are says how their values come back on
-    another number of replicas: see `CheckpointManager.restore`.
+    dict or list of Variables. The kinds of its variables decide how values are restored
+    on another number of replicas: see `CheckpointManager.restore`.
     """
 
     def checkpoint_variables(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_function__(
         self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function of NumPy on the array, which is looked up once."""
+        """Call a function of NumPy on the array; the array is read once."""
         written = [kwargs.get("out")]
         if func in _WRITING:
             written += [*args[:1], *map(kwargs.get, ("dst", "a", "arr"))]

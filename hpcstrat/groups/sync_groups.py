@@ -160,7 +160,7 @@ class SyncGroups:
         delay: int,
         outer: Optimizer | None,
     ) -> None:
-        """Find out on all ranks whether the arguments are right, and the same."""
+        """Check on all ranks that the arguments are valid and equal."""
         collectives = self.everyone.collectives
         try:
             _check(by, size, every, delay, self.everyone.num_replicas_in_sync)

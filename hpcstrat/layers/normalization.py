@@ -332,7 +332,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
 
 
 def _beside(array: Array, other: Array) -> Array:
-    """Return another array where an array is."""
+    """Return ``other`` where ``array`` is: on its GPU, or in host memory."""
     return to_device(other) if is_device(array) else to_host(other)
 
 

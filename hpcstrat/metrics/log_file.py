@@ -117,7 +117,7 @@ class LogFile:
         return self.position, self._hash.intdigest()
 
     def cut(self, position: int, digest: int) -> tuple[list[_Record], list[_Record]]:
-        """Go back to a place; return the records that stay, and those that are removed.
+        """Cut the file at a position; return the records that stay, and those removed.
 
         The latter go into a file of their own.
         """

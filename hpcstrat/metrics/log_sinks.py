@@ -20,7 +20,7 @@ class Sink(Protocol):
     """A place that a log tells of each record, in the process that writes it."""
 
     def open(self, folder: Path) -> None:
-        """Begin, if that has not been done; the folder is that of the log."""
+        """Begin, if that has not been done, in the log's folder."""
 
     def write(self, record: _Record) -> None:
         """Take a record."""
@@ -50,7 +50,7 @@ class TensorBoard:
     Parameters
     ----------
     folder : str or path
-        Default: ``tensorboard`` in that of the log. Of one log alone.
+        Default: ``tensorboard`` in that of the log. It serves one log alone.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:

@@ -76,7 +76,7 @@ class Accumulation:
         """Add gradients to the sums.
 
         Collective over the strategy's replicas, the first time; then not collective.
-        Returns the sums once they are complete, else None; of a single step the
+        Returns the sums once they are complete, else None; for a single step, the
         gradients themselves.
         """
         if self.steps == 1:
@@ -119,7 +119,7 @@ class Accumulation:
         return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
 
     def unclaimed(self) -> dict[str, bool]:
-        """Return which variables have restored sums, and have not come.
+        """Return variables with restored sums that no call has used yet.
 
         By name, with whether this replica has a gradient.
         """

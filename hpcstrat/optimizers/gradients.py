@@ -141,8 +141,8 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
 def sum_of_squares(array: Array) -> Any:
     """Return the square of an array's norm, summed in double precision.
 
-    Equal bits give equal bits, whatever the alignment of the contiguous array. Does not
-    wait for a GPU: of an array there, the result is there, too.
+    Equal bits give equal bits, whatever the alignment of the contiguous array. It does
+    not wait for a GPU: the result is where the array is.
     """
     flat = array.reshape(-1)
     if flat.dtype.kind == "c":
@@ -167,7 +167,7 @@ def clip_to_norm(
 ) -> Any:
     """Scale arrays in place to a norm over all of them, and return the norm before.
 
-    Of arrays on a GPU the norm is there, too.
+    The norm of arrays on a GPU is on the GPU, too.
 
     ``total`` adds up the squares of all ranks that have other arrays. Where the norm is
     not finite, all elements become NaN, so that a broken step is seen, as

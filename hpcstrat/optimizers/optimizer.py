@@ -488,7 +488,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def _update_with(
         self, reduced: list[Any], given: list[Pairs], routine: Routine, rate: float
     ) -> bool:
-        """Update variables with combined gradients; quiet, as the sums of them are.
+        """Update variables with combined gradients, without floating-point warnings.
 
         ``given`` are the gradients of each replica of this process.
         """
@@ -724,7 +724,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
                 variable.component[...] = initial
 
     def checkpoint_target(self, name: str) -> Variable | None:
-        """Return where saved state can go at once, though no step has made it.
+        """Return the variable for saved state that no step has made yet; or None.
 
         Not collective. For the library's own modules.
         """

@@ -114,7 +114,7 @@ class Routine:
         self.flat: Array | None = None
 
     def begin(self, rule: Any, targets: list[Target], gradients: Sequence[Any]) -> None:
-        """Take the variables and their state, which the first step has made."""
+        """Note the variables and their state, which the first step has made."""
         self.begun, self.targets = True, targets
         dense = all(type(gradient) is np.ndarray for gradient in gradients)
         # Rows are updated one by one: a bundle would touch the others, too. So is what

@@ -136,7 +136,7 @@ class Client:
     def pending(self) -> dict[int, int]:
         """Return the counts that this node's servers reach when all updates are made.
 
-        Others are waited for.
+        Updates on other nodes are awaited.
         """
         if not self._dirty:
             return {}

@@ -67,7 +67,7 @@ def error_bytes(error: BaseException) -> bytes:
 def error_of(data: bytes) -> Exception:
     """Return the exception of bytes; handles in it become None.
 
-    A RuntimeError that says the same, where it cannot be made again here.
+    It is a RuntimeError with the same text if it cannot be unpickled here.
     """
     whole, text = pickle.loads(data)
     # Some classes can be pickled, but not made again, or not everywhere.

@@ -22,9 +22,9 @@ Part = tuple[int, int, int, int, Reader | None]
 class ServerBytes:
     """The bytes of a value on servers, in C order.
 
-    For who reads and writes them from the first to the last: a piece is kept until the
-    next is read. One of a shard is as it was between two updates. ``slot`` is None for
-    the value of a variable, or key, kind and first value of an optimizer's state.
+    They are to be read and written from the first to the last: a piece is kept until
+    the next is read. A piece is a shard's state between two updates. ``slot`` is None
+    for the value of a variable, or key, kind and first value of an optimizer's state.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ServerBytes:
         return found
 
     def _copy(self, start: int, out: Array) -> int:
-        """Copy bytes from one on, as many as are in a piece; return how many."""
+        """Copy the bytes of one piece from a position on; return how many."""
         if not 0 <= start - self._begin < self._piece.size:
             # The old piece is freed first, so that two never take memory.
             self._piece = np.empty(0, np.uint8)
@@ -89,7 +89,7 @@ class ServerBytes:
         return np.asarray(found[: stop - start])
 
     def write_bytes(self, start: int, data: Array) -> None:
-        """Replace bytes from one on, and wait until it is done."""
+        """Replace the bytes from a position on, and wait for it."""
         done = 0
         for part, low, high in self._spans(start, start + data.size):
             server, number, _, _, _ = part

@@ -43,7 +43,7 @@ class _StoredShard:
         self.steps: dict[int, int] = {}
 
     def update(self, change: Callable[[], None]) -> None:
-        """Change the array while readers of this node look away."""
+        """Change the array under an odd version, at which this node's readers wait."""
         self.version[0] += 1
         try:
             change()
@@ -274,7 +274,7 @@ class VariableServer:
         shard.update(lambda: np.copyto(place, data))
 
     def _restored(self, kind: str, key: int, steps: int) -> None:
-        """Count steps on from this one, on all shards, as other strategies do."""
+        """Continue the count of steps of all shards from a number."""
         self._begun[key] = steps
         for shard in self._shards.values():
             shard.steps.pop(key, None)

@@ -33,7 +33,7 @@ _SHORT_SLEEP_MILLISECONDS = 1
 
 
 class WakeupPipes:
-    """The bells of a node's ranks, and how far its servers have come.
+    """Wakeup pipes of a node's ranks, and the counts of its servers.
 
     Collective over ``topology.worker_comm``, as is `close`. ``applied`` counts what
     each server of the node has done for each rank, ``failed`` what has gone wrong;

@@ -39,7 +39,7 @@ _channels: list[Channel] = []
 
 
 class _Leaving:
-    """The process that announces its end, and whether it has."""
+    """The process that announces its end, and whether it has done so."""
 
     process = 0
     left = False

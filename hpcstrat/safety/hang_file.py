@@ -1,4 +1,4 @@
-"""A file of the job that says how it stood when ranks were late, or an error ended it.
+"""A file with the states of the ranks when some were late, or an error ended the job.
 
 Nothing is written, and no file made, as long as all is well. Each event is a line of
 JSON, which the rank that saw it adds; ``hpcstrat hang`` explains them.

@@ -183,7 +183,7 @@ class LaunchRegistry:
             place += _PAGE_BYTES - place % _PAGE_BYTES
 
     def claims(self, text: str) -> bool:
-        """Whether this rank is the first of this host to say something, or may be."""
+        """Whether this rank may be the first of this host, which reports."""
         if not self.is_open:
             return True
         mark = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
@@ -257,7 +257,7 @@ def _leave(own: LaunchRegistry) -> None:
 
 @contextlib.contextmanager
 def _gate(handle: int) -> Iterator[None]:
-    """Be the only process that looks at the whole of a file."""
+    """Lock the gate, so that no other process looks at the whole file."""
     deadline = time.monotonic() + _GATE_SECONDS
     while True:
         try:
@@ -302,7 +302,7 @@ def _sweep(own: str) -> None:
 
 
 def _num_local(launch: Launch) -> int | None:
-    """Return how many of the ranks this host has; None where that is not said."""
+    """Return the number of ranks on this host; None where that is not said."""
     env = os.environ
     for name in (
         "OMPI_COMM_WORLD_LOCAL_SIZE",

@@ -79,7 +79,8 @@ class RanksInStep:
         """Return the outcomes of all ranks, which must be at the same key.
 
         ``late`` is called with the ranks that have not come, if this rank has failed
-        and its patience ends. Polling, so that waiting ranks leave the cores alone.
+        and its patience ends. It polls, so that waiting ranks leave the cores to
+        others.
         """
         own = np.array([outcome, zlib.crc32(key.encode())], dtype=np.int64)
         peers = [rank for rank in range(self.comm.size) if rank != self.comm.rank]

@@ -86,7 +86,7 @@ class _OptionRecorder(argparse.ArgumentParser):
         return self
 
     def addini(self, *_: Any, **__: Any) -> None:
-        """Take no notice: the ranks read the same files."""
+        """Ignore it: the ranks read the same files."""
 
 
 def _options_of_project(config: pytest.Config) -> Iterator[str]:

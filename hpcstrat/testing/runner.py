@@ -309,7 +309,7 @@ def run(
 
 
 def _results(folder: Path, n: int, finished: Finished) -> list[Any]:
-    """Read what the ranks returned, or raise what became of them."""
+    """Return the ranks' results, or raise an error that says how they ended."""
     failures = read_failures(folder)
     files = [folder / f"{rank}.result" for rank in range(n)]
     lost = [rank for rank, file in enumerate(files) if not file.exists()]

@@ -71,7 +71,7 @@ def _become(
     *,
     module: bool,
 ) -> NoReturn:
-    """Make this process one that sets up the framework, and runs the program."""
+    """Replace this process by one that sets up the framework and runs the program."""
     # Found, not imported: this process makes room for another one.
     if find_spec(framework) is None:
         raise click.ClickException(

@@ -103,7 +103,7 @@ class CentralVariable(MirroredVariable):
         return array.copy() if shares else array
 
     def _write(self, method: str, count: int, write: Callable[[slice], None]) -> None:
-        """Have each replica of a worker write its part of so many elements, or rows."""
+        """Let each replica of a worker write its part of ``count`` elements or rows."""
         collectives: Any = self._strategy.collectives
         channel = collectives.channel
         if channel is None:

@@ -113,7 +113,7 @@ class DistributedVariable(Variable, DistributedValues):
         return self._view
 
     def _mode(self) -> str:
-        """Return which context this variable is used in."""
+        """Return the context in which this variable is used."""
         entry = current()
         if entry is None:
             return _CROSS
@@ -247,7 +247,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return self._scatter_own(method, rows)
 
     def _scatter_once(self, method: str, rows: IndexedSlices) -> Any:
-        """As `_update_once`, of rows."""
+        """As `_update_once`, for rows."""
         strategy, what = self._strategy, f"{method} of variable {self.name!r}"
         self._require_aggregation(method)
         self._require_meaning(method)

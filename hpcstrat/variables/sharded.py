@@ -161,7 +161,7 @@ def exchange_parts(
 
 
 def _exchange_large(comm: Any, strategy: Replicas, flat: Array) -> None:
-    """Exchange the parts of an array where they lie."""
+    """Exchange the parts of an array in place."""
     whole, width = flat.view(np.uint8), flat.itemsize
     spans = [part_of_rank(flat.size, strategy, rank) for rank in range(comm.size)]
     if whole.nbytes < _LARGE_BYTES:

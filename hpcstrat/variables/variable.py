@@ -727,7 +727,7 @@ def apply_into(component: Array, method: str, array: Array) -> None:
 
 
 def scatter_into(component: Array, method: str, indices: Array, values: Array) -> None:
-    """Update rows in place, by one of the methods of variables for that."""
+    """Update rows in place, by the name of a scatter method of variables."""
     if method == "scatter_update":
         replace_at(component, indices, values)
     else:

@@ -69,8 +69,8 @@ class PreemptionCheckpointHandler:
     ------
     ValueError
         If there is no folder, or one beside a manager; or an object of the manager is
-        called ``"preemption"``. Where only some ranks were given such, the others raise
-        ReplicaError.
+        called ``"preemption"``. If only some ranks have such arguments, the others
+        raise ReplicaError.
     CheckpointError
         On every rank, if the newest checkpoint does not fit.
     RuntimeError

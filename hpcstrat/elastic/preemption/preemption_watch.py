@@ -19,7 +19,7 @@ _POLL_SECONDS = 1.0
 
 
 class PreemptionWatch:
-    """Tells of signals, of a program's function, and of a time that comes near.
+    """Reports signals, the result of a program's function, and a time that comes near.
 
     Not collective, as are its calls. ``tell`` may be called in a handler of a signal
     and in a thread; ``save_seconds`` returns how long before the end is too late.

@@ -111,7 +111,7 @@ def _as_foreign(value: Any) -> Array | None:
 def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
     """Return the error for an array that another library does not give away.
 
-    Raises others: of a GPU, and of the ranks, as variables are read together.
+    Errors of a GPU, and hpcstrat's own, are raised as they are.
     """
     if isinstance(error, HpcstratError) or hasattr(error, "status"):
         raise error
@@ -126,7 +126,7 @@ def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
 def _from_list(value: Any) -> Array | None:
     """Return a list that begins with an array on a GPU as an array; None for the rest.
 
-    Such as the rows of a data set that are read one by one.
+    For example rows of a data set that are read one by one.
     """
     first = value
     while isinstance(first, (list, tuple)) and first:

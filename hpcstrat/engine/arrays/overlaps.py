@@ -71,8 +71,8 @@ def _shared(
 def _first_again(group: list[_Place], outs: list[Any]) -> int | None:
     """Return which of a group is the first in memory that an earlier one has.
 
-    By a mark for each piece of memory: of many, such as the columns of a matrix, not
-    every two can be compared.
+    Each piece of memory is marked once, since comparing every two arrays of many, such
+    as the columns of a matrix, would take too long.
     """
     low, high = group[0][0], max(end for _, end, _ in group)
     views = [_in_host_terms(outs[index]) for _, _, index in group]

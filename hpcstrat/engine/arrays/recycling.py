@@ -42,7 +42,7 @@ class Recycler:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array with any content, in C order.
 
-        Its caller's alone, for as long as any view of it lives.
+        No other caller gets its memory while a view of it lives.
         """
         array: Array
         nbytes = math.prod(shape) * dtype.itemsize

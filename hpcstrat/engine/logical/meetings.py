@@ -52,7 +52,7 @@ class EndedReduction:
         self._result = result
 
     def test(self) -> bool:
-        """Whether it has ended: it has."""
+        """Whether it has ended: always."""
         return True
 
     def wait(self) -> Tree:
@@ -128,7 +128,7 @@ class Meetings:
             turns.close()
 
     def _tell(self, what: str, error: BaseException) -> None:
-        """Tell the other ranks, which are in a call that is not made here."""
+        """Tell the other ranks, which wait in a call that is not made here."""
         self._ranks.fail(what, error)
 
     def meet(self, what: str, act: Act, argument: Any) -> Any:

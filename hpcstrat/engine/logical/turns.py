@@ -105,7 +105,7 @@ class Turns:
         return answers
 
     def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
-        """Wait, in a replica's thread, until all have come here; returns its result.
+        """Wait, in a replica's thread, until all make this call; return its result.
 
         The last arguments are those of the replica with this number. ``act`` is called
         once, that of the first replica, in the thread that had called `run`.

@@ -1,4 +1,4 @@
-"""Waits for messages that end, where MPI's own have no end."""
+"""Waits for messages of MPI, with a limit of time."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Measures the speed of messages inside of hosts and between them.
 
 Two ranks send messages there and back, long ones and some of 8 bytes in turn. Half of a
-short trip is the latency; what a long one takes more is put down to its bytes. Medians
-count, of the short ones that of the fastest of each turn. Hosts meet as the players
-of a tournament do, by the circle method (E. Lucas, "Recreations mathematiques" 2, 1883,
-"Les jeux de demoiselles"): in each round a host is busy with one other at most, so that
-two measurements share nothing but what lies between the hosts.
+short trip is the latency; what a long one takes more is put down to its bytes. The
+median counts: of long trips, and of the fastest short trip in each turn. Hosts meet as
+the players of a tournament do, by the circle method (E. Lucas, "Recreations
+mathematiques" 2, 1883, "Les jeux de demoiselles"): in each round a host is busy with
+one other at most, so that two measurements share nothing but what lies between the
+hosts.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def measure_links(
 
     Collective over ``topology.replica_comm``. Links that look slow are measured once
     more, one at a time, and the better figures count: one that was disturbed is not
-    slow. Takes the limit at most, and half of it again for these. Raises
+    slow. It takes the limit at most, and half of it again for slow links. Raises
     CollectiveError where some ranks do not come, or do not get on, in time.
     """
     deadline = time.monotonic() + limit_seconds
@@ -166,7 +167,7 @@ def measure_links(
 
 
 def partner(place: int, count: int, turn: int) -> int | None:
-    """Return whom one of several meets in a round of a tournament; None: nobody.
+    """Return the partner of a place in a round of a tournament; None: nobody.
 
     All meet each other once in ``count - 1`` rounds, in ``count`` of an odd number.
     """

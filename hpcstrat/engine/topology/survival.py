@@ -161,7 +161,7 @@ def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
 def revoke(comms: Sequence[Any]) -> None:
     """Make all ranks raise an error in every call, now and later.
 
-    Null ones, and those that are revoked already, are passed over.
+    Null communicators, and revoked ones, are passed over.
     """
     for comm in comms:
         # A single rank has nobody to wake, and MPI may not know these calls.

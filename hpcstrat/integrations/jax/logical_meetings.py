@@ -41,7 +41,7 @@ class _TurnListener:
         self._wait()
 
     def resume(self, index: int) -> None:
-        """Have the turn again; it may have begun before this listener was there."""
+        """Get the turn back; it may have begun before this listener was added."""
         self.begin(index)
 
     def end(self) -> None:

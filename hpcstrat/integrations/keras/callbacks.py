@@ -45,7 +45,7 @@ def is_watched(callback: Any) -> bool:
 
 
 def _agree(model: Any, strategy: Strategy) -> None:
-    """Stop on all replicas where one does."""
+    """Stop on all replicas if one stops."""
     own = np.array(int(model.stop_training))
     collectives = strategy.collectives
     total = collectives.batch_reduce(ReduceOp.SUM, own, "whether to stop training")

@@ -83,7 +83,7 @@ def _next(batches: Iterator[Any], count: int) -> list[Any]:
 
 
 class _Eager:
-    """With state in variables."""
+    """Backends whose state is in variables."""
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
@@ -222,7 +222,7 @@ class _OfTensorFlow(_Eager):
 
 
 class _OfJax:
-    """With state that goes from step to step: trained, others, optimizer's, metrics."""
+    """JAX's steps, which pass state on: trained, others, optimizer's, metrics."""
 
     def __init__(self, distributed: Any) -> None:
         import jax

@@ -170,7 +170,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def columns_of(data: Tree) -> Columns | None:
-    """Return arrays as columns; None for what gives batches by itself."""
+    """Return arrays as columns; None for data that give batches by themselves."""
     leaves = keras.tree.flatten(data)
     if all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves):
         return open_source(data)

@@ -26,7 +26,7 @@ class Predictions:
         self._strategy = strategy
 
     def of_columns(self, columns: Columns, function: Callable[[Any], Any]) -> Any:
-        """Return what a function gives for all rows, of which it gets this rank's."""
+        """Call a function on this rank's rows; return its results for all rows."""
         count, rows = self._strategy.num_replicas_in_sync, columns.num_rows
         found = [
             _of_share(columns, function, *share(rows, count, replica))
@@ -61,7 +61,7 @@ class Predictions:
 def _of_share(
     columns: Columns, function: Callable[[Any], Any], first: int, last: int
 ) -> Any:
-    """Return what a function gives for the rows of one replica."""
+    """Return a function's results for the rows of one replica."""
     # Keras predicts nothing of no rows.
     least = min(max(last, first + 1), columns.num_rows)
     found = function(writable(columns.read(slice(least - max(last - first, 1), least))))

@@ -21,7 +21,7 @@ __all__ = ["TensorCalls", "exchanges"]
 
 
 class TensorCalls(NamedTuple):
-    """Functions of a strategy, and of tensors of a backend, collective all of them.
+    """Collective functions of a strategy on tensors of a backend.
 
     ``total`` adds up a number of each replica. ``mean`` returns the means of gradients,
     each multiplied by a weight of its replica: those of no rows, with 0, may be no

@@ -248,7 +248,7 @@ class _TorchReplicaState:
             module.buffers.use(index)
 
     def pause(self, index: int) -> None:
-        """Leave the turn to others."""
+        """Give the turn to other replicas."""
         self._states[index] = torch.get_rng_state()
 
     def resume(self, index: int) -> None:

@@ -58,8 +58,8 @@ class Roles:
 class Cluster:
     """The connection of all ranks of a strategy, and this rank's part in it.
 
-    Collective over ``request.comm``. What is wrong is raised on every rank. Where a
-    rank is lost meanwhile, and that is to be survived, the rest are connected.
+    Collective over ``request.comm``. What is wrong is raised on every rank. If a rank
+    is lost meanwhile, and losses are survived, the rest are connected.
     """
 
     def __init__(

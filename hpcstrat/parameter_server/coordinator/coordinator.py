@@ -530,7 +530,7 @@ class ClusterCoordinator:
     def _raise_error(self) -> None:
         """Raise the first error of the functions, when all have ended.
 
-        So no function of before writes, or fails, once the program handles the error.
+        So no earlier function writes or fails while the program handles the error.
         """
         if self._error is None:
             return
@@ -581,7 +581,7 @@ class ClusterCoordinator:
     def _lose(self, lost: set[int]) -> None:
         """Queue the functions of lost workers again; the loss of a server is an error.
 
-        May be called within a message, and so sends none but the smallest.
+        It may be called while a message is sent, so it sends only the smallest ones.
         """
         for rank in lost:
             worker = self._by_rank.pop(rank, None)

@@ -575,7 +575,7 @@ class _ServedStrategy(ParameterServerStrategy):
 
 
 def _end_at_exit(strategy: ParameterServerStrategy) -> None:
-    """Let the others end with this process, however it does.
+    """Let the other ranks end with this process, however it ends.
 
     An uncaught error ends all ranks anyway. Registered after what ends MPI, this runs
     before it.

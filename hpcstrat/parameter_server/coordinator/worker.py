@@ -117,7 +117,7 @@ class Worker:
             self._take(found[1])
 
     def _look(self) -> Any:
-        """Return the next message; True once updates are made that were not."""
+        """Return the next message; True once pending updates are made."""
         found = self._mailbox.poll()
         if found is None and self._unmade:
             return self._client.is_made(self._unmade[0][0])
@@ -126,7 +126,7 @@ class Worker:
     def _end_made(self, most: int = _MOST_UNREPORTED) -> None:
         """Take results of functions whose updates are made, in their order.
 
-        Where there are so many others, they are waited for.
+        If too many wait, the first ones are awaited.
         """
         while self._unmade:
             wanted, number, value, keep = self._unmade[0]

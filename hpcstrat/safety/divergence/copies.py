@@ -98,7 +98,7 @@ class MirroredCopies:
         self._changes += 1
 
     def leave_out(self, strategy: Replicas) -> None:
-        """Watch no longer over the variables of a strategy that is being closed.
+        """Stop watching the variables of a strategy that is being closed.
 
         Logically collective over the replicas.
         """
@@ -109,7 +109,7 @@ class MirroredCopies:
             self._on_device.finish()
 
     def _forget(self, number: int, _: Any = None) -> None:
-        """Let go of a variable; called also when one is freed, at any time."""
+        """Forget a variable; called also by the garbage collector, at any time."""
         if self._variables.pop(number, None) is not None:
             self._changes += 1
             # The slices hold its memory.
@@ -148,7 +148,7 @@ class MirroredCopies:
         return mark
 
     def _rolled(self, run_index: int, mark: int) -> int:
-        """Hash the slice that is due of variables in host memory."""
+        """Hash the next slice of the variables in host memory."""
         slices = self._slices
         # As `Position.enter_run` does: marks of different numbers of steps stay
         # different. An exclusive or with the number of the run would make some equal.

@@ -100,7 +100,7 @@ def first_difference(
     reference: int,
     ranks: Sequence[int],
 ) -> tuple[str, tuple[int, ...]]:
-    """Say in which element the copies of some ranks differ from that of another.
+    """Describe the first element in which the copies of some ranks differ from another.
 
     Collective over ``comm``. Only ``reference`` and the first of ``ranks`` look at
     their array; the two have one shape and dtype.

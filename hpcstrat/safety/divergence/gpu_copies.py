@@ -114,7 +114,7 @@ class DeviceCopies:
             self._marks = [Mark() for _ in self._slots]
 
     def roll(self, run_index: int, mark: int) -> tuple[int, NotFinite | None]:
-        """Copy the slice that is due, and hash an earlier one.
+        """Copy the next slice, and hash an earlier one.
 
         Returns the new mark, as given where nothing was due, and the first element that
         is not finite, where it was looked for. Waits for the GPU if it is `LAG` entries

@@ -105,7 +105,7 @@ class Creation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Watch no longer, and let the others see how it ended."""
+        """Stop watching, and show the other ranks how the start ended."""
         self._ended.set()
         if self._board is not None:
             stage = MADE if kind is None else LEFT_BY_ERROR
@@ -129,7 +129,7 @@ class Creation:
             )
 
     def pause(self, pauses: bool) -> None:
-        """Say whether a channel's own watchdog looks after this rank for a while."""
+        """Note whether a channel's own watchdog watches this rank for a while."""
         self._pauses = pauses
         self._step(CREATES)
 
@@ -143,7 +143,7 @@ class Creation:
         survives: bool = False,
         guesses: bool = False,
     ) -> None:
-        """Go on once all ranks are about to make the same.
+        """Return once all ranks are about to make the same strategy.
 
         Collective over ``comm``. Raises, on every rank, a CollectiveError if ranks are
         about to make other things, or do not come in time, and a ReplicaError if
@@ -174,7 +174,7 @@ class Creation:
         self._step(CREATES)
 
     def join(self, mpi: Any, ranks: Sequence[int], text: str) -> None:
-        """Say with whom this rank makes something: ranks of the job, in this order.
+        """Set the ranks of the job, in order, that make the strategy together.
 
         Not collective. Whoever of them does not come is named, and the wait bounded,
         from here on, also where a call of MPI waits for them.
@@ -229,7 +229,7 @@ class Creation:
             self._polls = False
 
     def _check(self, now: float) -> None:
-        """Raise an error where the others will not come any more, or have not."""
+        """Raise an error if the others will never come, or did not come in time."""
         if self._guess is not None and now > self._since + _GRACE_SECONDS:
             raise self._guess
         gone = self._hopeless(now)

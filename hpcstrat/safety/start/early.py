@@ -18,7 +18,7 @@ _SIGNAL = "HPCSTRAT_STACK_SIGNAL"
 
 
 def begin() -> None:
-    """Be seen by the job's ranks on this host, and end the job by an uncaught error.
+    """Take a page for this rank, and let an uncaught error end the job.
 
     What MPI reads when it starts is set, too: it may start before the first strategy.
 

@@ -35,7 +35,7 @@ class GpuWatch:
         self._looking: threading.Thread | None = None
 
     def reason_to_end(self, watches: Sequence[Watch]) -> str:
-        """Say why this process has to end, if it has; warn before. Never blocks."""
+        """Return why this process has to end, if it has; warn before. Never blocks."""
         if not library.is_loaded():
             return ""
         from hpcstrat.engine.gpu.transports import nccl_group

@@ -25,7 +25,7 @@ _AGAIN_SECONDS = 0.5
 
 
 class Inquiry:
-    """Finds out for whom this rank waits.
+    """Finds the late ranks for which this one waits.
 
     ``serve`` answers messages of others for some seconds, or until one has come.
     """

@@ -94,7 +94,7 @@ class _Watchdog:
                 end_process(reason)
 
     def _guarded(self, one: _Watched, act: Callable[[_Watched], None]) -> None:
-        """Do something for a watch, without harm to the program where that fails."""
+        """Call a function for a watch; an error in it must not harm the program."""
         watch = one.watch
         if not watch.turn_lock.acquire(blocking=False):
             return
@@ -308,7 +308,7 @@ def known_states() -> list[dict[str, Any]]:
 
 
 def unregister(channel: Channel) -> None:
-    """Look no longer at a channel; ends the thread with the last one."""
+    """Stop watching a channel; ends the thread with the last one."""
     watchdog = _running()
     for one in [] if watchdog is None else list(watchdog.watched):
         if one.watch.channel is channel and watchdog is not None:

@@ -27,8 +27,8 @@ class WatchdogMessages:
     """Messages from and to this rank.
 
     ``held_until`` is when another rank's inquiry should be over; ``yields`` says that a
-    lower one has begun one in this round. Of the round are ``answers``, by worker, and
-    ``found``, stacks and last calls of ranks of other workers.
+    lower rank has begun an inquiry in this round. Of the round are ``answers``, by
+    worker, and ``found``, stacks and last calls of ranks of other workers.
     """
 
     def __init__(self, watch: Watch) -> None:

@@ -55,7 +55,7 @@ def _busy_seconds() -> float:
 def worker_shares(rows: Times) -> list[float]:
     """Return the share of others by worker; empty where it is not known.
 
-    Of each replica: worker, cores, and seconds as of `_times`.
+    For each replica: worker, cores, and the seconds of `_times`.
     """
     if np.isnan(rows).any():
         return []

@@ -132,7 +132,7 @@ def chaos_run(
 
 
 def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
-    """Do it, with a line for each thing that happens."""
+    """Disturb the ranks, and print a line for each event."""
     start = time.monotonic()
 
     def report(_: Any, process: Any, text: str) -> None:

@@ -55,7 +55,7 @@ _LAUNCHERS = (
 
 
 class NoSuchRankError(HpcstratError, LookupError):
-    """A job or a rank that does not run here, or does so no more."""
+    """Raised for a job or a rank that does not run here, or has ended."""
 
 
 @dataclass(frozen=True, slots=True)

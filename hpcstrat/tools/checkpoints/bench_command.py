@@ -1,4 +1,4 @@
-"""The command that tries a file system; it needs no MPI, but uses it if started so."""
+"""The command that measures a file system, with MPI or without."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _conclude(
     path: str | None,
     answers: Sequence[tuple[RankFacts, RankMeasures | None]],
 ) -> None:
-    """Put down what ranks have told, and what is wrong with it."""
+    """Record the facts of all ranks, and the problems found in them."""
     report.ranks = [facts for facts, _ in answers]
     # Those that have answered: a silent rank is a finding of its own.
     report.found.add(compare(report.ranks))

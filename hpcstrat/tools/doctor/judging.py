@@ -237,8 +237,8 @@ def _judge_links(found: Findings, links: Links, hosts: Sequence[HostMeasures]) -
 def _slow_hosts(links: Sequence[Link], outliers: Sequence[Outlier]) -> list[str]:
     """Return the hosts most of whose links, two or more, are slow in the same way.
 
-    That is about as slow, too: one link that is dead slow and one that others disturbed
-    while it was measured are no fault of the host.
+    The links must be about equally slow: one broken link, and one that others disturbed
+    during the measurement, are no fault of the host.
     """
     every = Counter(host for link in links for host in link.hosts)
     slow: dict[tuple[str, bool], list[float]] = {}

@@ -89,7 +89,7 @@ def measure_alone(folder: str) -> RankMeasures:
 
 
 class _BoundedWaits:
-    """Ranks that wait for each other with a limit, and in vain only once.
+    """Waits of all ranks for each other with a limit; after one timeout, no more waits.
 
     Collective over ``topology.replica_comm``.
     """

@@ -56,7 +56,7 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ScriptSyntax:
-    """The spelling of a scheduler: changes of the head of a script, and more."""
+    """A scheduler's syntax: changes of the head of a script, and more."""
 
     mark: str
     submit: str

@@ -49,7 +49,7 @@ class Alignment:
 
     @property
     def drift(self) -> float:
-        """By which part of its own time this clock loses against the reference."""
+        """Fraction of its own time that this clock loses against the reference."""
         if len(self.samples) < 2:
             return 0.0
         first, last = self.samples[0], self.samples[-1]

@@ -16,9 +16,9 @@ __all__ = ["Totals", "totals"]
 class Totals:
     """Takes a recorder's events in place of a file, and keeps sums.
 
-    Of the thread that made it. ``late_ns`` was spent waiting for ranks that came later
-    to a call, up to the agreement of all; ``communication_ns`` in calls after it, and
-    waiting for those that were started before; ``input_ns`` in ``next()`` of a data
+    Counts the thread that made it. ``late_ns`` was spent waiting for ranks that came
+    later to a call, up to the agreement of all; ``communication_ns`` in calls after it,
+    and waiting for those that were started before; ``input_ns`` in ``next()`` of a data
     set, without the calls in it. ``num_calls`` and ``nbytes`` are of calls.
     """
 
@@ -31,7 +31,7 @@ class Totals:
         self._thread = threading.get_ident()
 
     def put(self, event: Any) -> None:
-        """Add an event, as of `EventFile.put`."""
+        """Add an event, as `EventFile.put` does."""
         if type(event) is str or len(event) != 6:
             return
         name, category, start, end, args, _ = event

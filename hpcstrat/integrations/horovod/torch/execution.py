@@ -149,7 +149,7 @@ def all_to_all(
 
 
 def _cut(array: Array, lengths: list[int]) -> list[Array]:
-    """Cut off as many rows for each rank."""
+    """Split rows by the number for each rank."""
     ends = np.cumsum(lengths)
     return [array[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 

@@ -64,7 +64,7 @@ class Submission:
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """Its place on every rank, and before it the others that come with it."""
+        """Its position on every rank, after the other requests of its group."""
         return self.carry_out.__name__, self.key, self.name
 
     def finish(self, result: Any = None, error: Exception | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A rehearsal of one replica's part in a reduction, without any other replica.
+"""A dry run of one replica's part in a reduction, without any other replica.
 
 The plan is the library's, of `hpcstrat.engine.reduction`, and so is the algorithm, of
 `hpcstrat.engine.collectives`: another choice, other pieces or other messages there are
@@ -73,12 +73,12 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """All replicas of a worker came to the same step."""
+    """All replicas of a worker have reached the same step."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCopy:
-    """So many bytes were read and written in memory."""
+    """A copy of so many bytes in memory."""
 
     nbytes: int
 

@@ -1,8 +1,8 @@
 """The time of a training step on ever more nodes, and what it goes to.
 
-A step computes, and sums its gradients over all replicas in one call. The nodes do
-that in SimGrid, from traces of `traces`. Of pieces that are the same, one is simulated,
-after those that differ, and counts as often as it comes.
+A step computes, and sums its gradients over all replicas in one call. The nodes do that
+in SimGrid, from traces of `traces`. Of equal pieces only one is simulated, after the
+others, and counts as many times.
 """
 
 from __future__ import annotations

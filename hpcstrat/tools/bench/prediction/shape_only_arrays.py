@@ -1,7 +1,8 @@
 """Arrays without memory, which count the bytes that NumPy would move.
 
 Algorithms of `hpcstrat.engine.collectives` work on them as on arrays of NumPy, at any
-size, and compute nothing. Only what these algorithms do with flat arrays is there.
+size, and compute nothing. They have only the operations that the algorithms use on flat
+arrays.
 """
 
 from __future__ import annotations
