@@ -153,13 +153,13 @@ class AdamWithDecay(Adam):
 
     def __init__(
         self,
-        learning_rate: LearningRate,
-        weight_decay: float,
-        beta_1: float,
-        beta_2: float,
+        learning_rate: LearningRate = 0.001,
+        weight_decay: float = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
         *,
-        epsilon: float,
-        exclude: Sequence[str],
+        epsilon: float = 1e-7,
+        exclude: Sequence[str] = (),
         **options: Unpack[CommonOptions],
     ) -> None:
         require_range("weight_decay", weight_decay, 0.0)
@@ -215,27 +215,6 @@ class AdamW(AdamWithDecay):
     """
 
     elementwise = True
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        weight_decay: float = 0.004,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        *,
-        epsilon: float = 1e-7,
-        exclude: Sequence[str] = (),
-        **options: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(
-            learning_rate,
-            weight_decay,
-            beta_1,
-            beta_2,
-            epsilon=epsilon,
-            exclude=exclude,
-            **options,
-        )
 
     def _kept(self, step: Step) -> float:
         if self._is_excluded(step.name):
