@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import faulthandler
 import json
-import linecache
 import os
 import shutil
 import sys
@@ -36,14 +35,16 @@ from hpcstrat.layers import (
     sync_batch_moments,
     sync_batch_moments_backward,
 )
+from hpcstrat.safety import exits
 
 _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
-# What surrounds a call from outside, and what no error can be raised in without the
-# call being one that was never made, or has ended.
-_SEAM = os.path.join(_PACKAGE, "engine", "channel", "entries.py")
-# An entry that is one function with what it surrounds; its first and its last line.
-_REPEAT = os.path.join(_PACKAGE, "engine", "reduction", "reductions.py")
-_FIRST, _AFTER = "return planned.repeat(", "except BaseException"
+# Functions that begin and end calls. An error in one of their own lines would be one of
+# a call that was never made, or has ended.
+_EDGES = {
+    (os.path.join(_PACKAGE, "engine", "channel", "entries.py"), "entry"),
+    (os.path.join(_PACKAGE, "engine", "channel", "failures.py"), "leave"),
+    (os.path.join(_PACKAGE, "engine", "reduction", "reductions.py"), "repeat"),
+}
 _LIMIT_SECONDS = 20
 _LATE_SECONDS = 0.004
 # A line of a loop that waits is begun any number of times.
@@ -56,6 +57,11 @@ KINDS = {"memory": MemoryError, "interrupt": KeyboardInterrupt}
 Event = tuple[str, int, int]
 
 
+def _in_call() -> bool:
+    """Whether this rank is in a call between the ranks of any open strategy."""
+    return any(channel.running is not None for channel in exits._channels)
+
+
 class Tracer:
     """Notes the events of what it surrounds, and raises an error at one of them."""
 
@@ -64,7 +70,6 @@ class Tracer:
         self.raised = False
         self._at, self._error = at, error
         self._seen: Counter[tuple[str, int]] = Counter()
-        self._within: set[FrameType] = set()
 
     def _meet(self, file: str, line: int) -> None:
         self._seen[file, line] += 1
@@ -80,44 +85,15 @@ class Tracer:
         file = frame.f_code.co_filename
         if not file.startswith(_PACKAGE):
             return None
-        if file == _SEAM:
-            # Before and after it there is no call of the library.
-            return self._seam if frame.f_code.co_name == "entry" else self._trace
-        if file == _REPEAT and frame.f_code.co_name == "repeat":
-            return self._repeat
-        if self._within and what in ("call", "line"):
+        is_inside = (file, frame.f_code.co_name) not in _EDGES and _in_call()
+        if is_inside and what in ("call", "line"):
             self._meet(file, frame.f_lineno)
         return self._trace
-
-    def _seam(self, frame: FrameType, what: str, _: Any) -> Any:
-        """Follow the way in and out of a call."""
-        if what == "line":
-            line = linecache.getline(_SEAM, frame.f_lineno).strip()
-            # Without a channel it is no call of several ranks.
-            if line.startswith("return method") and frame.f_locals["channel"]:
-                self._within.add(frame)
-        elif what == "return":
-            self._within.discard(frame)
-        return self._seam
-
-    def _repeat(self, frame: FrameType, what: str, _: Any) -> Any:
-        """Follow it from its first line to what ends it."""
-        if what == "line":
-            line = linecache.getline(_REPEAT, frame.f_lineno).strip()
-            if line.startswith(_FIRST) and frame.f_locals["channel"]:
-                self._within.add(frame)
-            elif line.startswith((_AFTER, "channel.running = outer")):
-                self._within.discard(frame)
-            if frame in self._within:
-                self._meet(_REPEAT, frame.f_lineno)
-        elif what == "return":
-            self._within.discard(frame)
-        return self._repeat
 
     def _made(self, name: str, make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1)
-            if self._within and caller.f_code.co_filename.startswith(_PACKAGE):
+            if _in_call() and caller.f_code.co_filename.startswith(_PACKAGE):
                 self._meet(f"{caller.f_code.co_filename}:{name}", -caller.f_lineno)
             return make(*args, **kwargs)
 
