@@ -314,8 +314,8 @@ class Objects:
     ) -> dict[str, Entry]:
         """Return what the file says of each variable, by path.
 
-        ``values`` are logical ones; with a row for each replica, or group, that of
-        this one.
+        ``values`` have their shapes in the program; of values with a row for each
+        replica, or group, this one's row.
         """
         entries = {}
         for path, variable in variables.items():

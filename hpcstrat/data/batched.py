@@ -396,5 +396,5 @@ class CachedBatches(_BatchesOfParent):
         return tree_map(lambda leaf: leaf.copy(), batch)
 
     def describe(self) -> str:
-        """Return that they are kept."""
+        """Describe the stage, which is cached."""
         return f"{self.parent.describe()}, cached"

@@ -71,7 +71,7 @@ class DealtDataset(ReducibleDataset):
         self._every = options.compare_every if place.num_workers > 1 else 0
         self._num_iterations = 0
         self._steps: Steps | None = None
-        # Ranks that meant different things by it would wait for one another.
+        # The header compares this: ranks that differ would wait for each other.
         mode = options.experimental_replication_mode
         per_replica = mode is InputReplicationMode.PER_REPLICA
         pipelines = "one per " + ("replica" if per_replica else "worker")

@@ -302,7 +302,7 @@ class StridedRows(_RowsOfParent):
         return self.parent.elements(self._inner(places), epoch)
 
     def describe(self) -> str:
-        """Return which rows these are."""
+        """Describe the range of rows."""
         return (
             f"{self.parent.describe()}, of these {self.cardinality} from "
             f"{self._first} by {self._step}"
@@ -482,7 +482,7 @@ class CachedRows(_RowsOfParent):
         return stack(self.elements(places, epoch))
 
     def describe(self) -> str:
-        """Return that they are kept."""
+        """Describe the stage, which is cached."""
         return f"{self.parent.describe()}, cached"
 
 

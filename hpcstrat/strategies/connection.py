@@ -123,7 +123,7 @@ class StrategyRequest:
 
 
 def _is_intracomm(comm: Any) -> bool:
-    # By its methods, as nothing is loaded yet of MPI; COMM_NULL is false.
+    # Recognized by its methods, as MPI is not loaded yet; COMM_NULL is false.
     return bool(comm) and hasattr(comm, "Iallgather") and not comm.Is_inter()
 
 

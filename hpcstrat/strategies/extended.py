@@ -268,8 +268,8 @@ class StrategyExtended:
                 _update_in_merge, (var, fn, *args), dict(kwargs or {}, group=group)
             )
         strategy._require_cross("update")
-        # Apart from the change itself: what is refused here leaves no component to
-        # put back.
+        # Checked before the change itself, so that a refusal leaves no component to
+        # restore.
         with strategy.together("update"):
             self._check_update(var, args, kwargs)
         # One array of a mirrored variable serves all replicas of this process.

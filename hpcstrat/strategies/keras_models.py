@@ -173,7 +173,7 @@ class _ThenWatch(Loader):
         return found
 
     def exec_module(self, module: ModuleType) -> None:
-        # Others look at it for files of the package.
+        # Other code asks a module's loader for files of the package.
         self._spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         watch_keras()

@@ -24,7 +24,7 @@ class Writers(Protocol):
         """Number of all."""
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Return what each has given, in order.
+        """Return the objects of all members, in order.
 
         Collective over the group.
         """
@@ -60,7 +60,7 @@ class _WritingThread:
         self._values, self._barrier = values, barrier
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Return what each has given, in order."""
+        """Return the objects of all members, in order."""
         self._values[self.rank] = sendobj
         self._barrier.wait()
         values = list(self._values)

@@ -167,7 +167,7 @@ def _plain_scalar(value: Any) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Whether JSON keeps a text: it takes two halves of a character for the whole."""
+    """Whether JSON keeps a text; it changes texts with unpaired surrogates."""
     if value.isascii():
         return True
     try:

@@ -64,7 +64,7 @@ class Folder:
         self._lock: weakref.finalize[Any, Any] | None = None
 
     def prepare(self) -> None:
-        """Refuse what can be no folder, and remove what dead jobs left in it.
+        """Refuse a path that cannot be a folder, and remove files of dead jobs in it.
 
         One rank calls it.
         """

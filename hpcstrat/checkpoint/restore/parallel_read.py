@@ -339,7 +339,7 @@ class _ParallelRead:
             sink.put(low, found, self._strategy, self._uploads)
 
     def _read_again(self, group: list[tuple[int, int]]) -> None:
-        """Read blocks that were checked, but not kept, for which all meet again."""
+        """Read again, on all replicas, blocks that were checked but not kept."""
         again = [(b, owner) for b, owner in group if b not in self._deal.kept(owner)]
         if not again:
             return

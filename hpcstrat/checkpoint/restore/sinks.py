@@ -51,7 +51,7 @@ class Sink:
             self.elsewhere.write_bytes(place, data)
             return
         if self._live is None and self._collected is None:
-            # With its first bytes only: not all values need memory at once.
+            # Allocated with its first bytes: not all values need memory at once.
             self._collected = np.empty(self.extent.nbytes, np.uint8)
         target = self._collected if self._live is None else self._live
         assert target is not None

@@ -113,8 +113,8 @@ class PendingSave:
         self.error: BaseException | None = None
         # Set when threads need not wait for other replicas' verdicts any more.
         self._stop = threading.Event()
-        # The others cannot find out from the file how this part has ended: the main
-        # threads must meet for that.
+        # Whether the file cannot tell the other ranks how this part has ended, so that
+        # the main threads must exchange it.
         self._unheard = False
 
     @property

@@ -304,7 +304,7 @@ class SlabColumn:
 
 
 class PaddedColumn:
-    """A column that is shorter than its dimension: the rows behind it are one value."""
+    """A column shorter than its dimension; the missing rows have one fill value."""
 
     def __init__(self, column: Column, num_rows: int, value: Any) -> None:
         self._column = column

@@ -295,7 +295,7 @@ class Channel:
             )
 
     def forget_done(self) -> None:
-        """Let go of the arrays of started calls that GPUs have done; not collective."""
+        """Release arrays of started calls that GPUs have finished; not collective."""
         if self.device_group is not None:
             with self.pending.lock:
                 self.device_group.lane.forget_done()

@@ -168,7 +168,7 @@ def reduce_slices(
 
 
 def _near(run: Run, sources: Sequence[Array]) -> Array | None:
-    """Return this rank's values of a run where they are; None unless side by side."""
+    """Return a view of this rank's values of a run; None if it has several parts."""
     if len(run.spans) != 1:
         return None
     index, start, stop, _ = run.spans[0]

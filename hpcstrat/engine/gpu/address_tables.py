@@ -76,7 +76,7 @@ class SpanLayout(NamedTuple):
 class Table(NamedTuple):
     """Memory for the addresses of many arrays."""
 
-    # As many page-locked bytes as there are on the device.
+    # Page-locked host memory of the size of ``device``.
     host: Array
     device: Any
     # The end of the last work that uses them.

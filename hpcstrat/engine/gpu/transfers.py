@@ -124,8 +124,8 @@ class Downloads:
     def __init__(self) -> None:
         import cupy
 
-        # Threads that go back to the GPU that CUDA begins with, number 0, would take
-        # memory of it for each process.
+        # Threads would otherwise use CUDA's default GPU, number 0, and each process
+        # would take memory of it.
         self._device = cupy.cuda.Device()
         self._lane = Lane()
         self._lock = threading.Lock()

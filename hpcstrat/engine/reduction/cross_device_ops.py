@@ -330,7 +330,7 @@ class CrossDeviceOps:
         )
 
     def describe(self) -> str:
-        """Say what ranks must agree on, since they would exchange other messages.
+        """Describe the algorithm, which must be the same on all ranks.
 
         Not collective.
 

@@ -93,7 +93,8 @@ def _name(path: tuple[Any, ...]) -> str:
 def _own_memory(out: Any) -> Any:
     """Return the host memory of another library's array as one of NumPy's.
 
-    Anything else, and what shares only copies, is returned as it is, to be refused.
+    Other objects, and arrays that only copies can be made of, are returned unchanged;
+    the caller refuses them.
     """
     if isinstance(out, (np.ndarray, np.generic)) or is_device(out):
         return out

@@ -260,7 +260,7 @@ def _await_others() -> None:
     try:
         jax.effects_barrier()
     except Exception:
-        # Its results raise it; the next exchange is not to wait for it again.
+        # The results of the failed exchange raise; the next one must not wait for it.
         from jax._src import dispatch
 
         dispatch.runtime_tokens.clear()

@@ -241,7 +241,7 @@ def _tried(
 
 
 def _leave_out(answers: dict[str, Answer]) -> None:
-    """Answer what needs no trial: an ability needs all of its operations."""
+    """Mark operations of an ability as failed, untried, if another one has failed."""
     for names in ABILITIES.values():
         failed = [name for name in names if name in answers and not answers[name].ok]
         for name in names if failed else ():

@@ -102,8 +102,9 @@ class MpiMover:
             yield from self._pass_on(chunks, results, parent, children)
 
     def _relatives(self, root: int) -> tuple[int | None, list[int]]:
-        """Return from whom this rank has its chunks in a binomial tree, and who has
-        them from it, the largest part of the tree first.
+        """Return this rank's parent and children in a binomial tree of the ranks.
+
+        Chunks come from the parent. The child with the largest part comes first.
         """
         size = self._peers.size
         number = (self._peers.rank - root) % size

@@ -51,7 +51,7 @@ def abandon(buffers: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Up to which size which algorithm serves; the same on all ranks."""
+    """Sizes up to which each algorithm is used; the same on all ranks."""
 
     # Most bytes that are summed by recursive doubling.
     doubling_bytes: int = 32 << 10
@@ -254,7 +254,7 @@ class MpiSum:
                 yield from messages
                 if theirs is not None:
                     self._add(own, theirs, own)
-                    # The next flight takes its memory, and a later one sends the sum.
+                    # The next flight reuses its memory, and a later one sends the sum.
                     yield lane.done()
             if flight >= 2 * adding:
                 continue

@@ -95,9 +95,9 @@ class NcclEnding:
 class NcclGroup:
     """The ranks of a communicator, in NCCL; with None for a single rank.
 
-    ``comm`` is used in `connect` only. Everything but sums, which are told their lane,
-    runs on ``lane``, in the order of the calls. ``survives`` says that the loss of a
-    rank is to be survived.
+    ``comm`` is used in `connect` only. Sums are given a lane of their own; everything
+    else runs on ``lane``, in the order of the calls. ``survives`` says that the loss of
+    a rank is to be survived.
     """
 
     def __init__(
