@@ -52,8 +52,8 @@ JOBS = {
     "hpcstrat/engine/gpu/probe/": ("tests/gpu/test_probe.py",),
     "hpcstrat/engine/topology/start_warnings.py": ("tests/mpi/test_start_warnings.py",),
     "hpcstrat/integrations/horovod/": ("tests/integrations/test_horovod.py",),
-    "hpcstrat/integrations/jax/launch.py": ("tests/integrations/test_jax.py",),
-    "hpcstrat/integrations/torch/launch.py": (
+    "hpcstrat/integrations/jax/jax_launcher.py": ("tests/integrations/test_jax.py",),
+    "hpcstrat/integrations/torch/torch_launcher.py": (
         "tests/integrations/test_process_group.py",
     ),
     "hpcstrat/parameter_server/": ("tests/mpi/test_serving.py",),
@@ -69,7 +69,7 @@ JOBS = {
     ),
     "hpcstrat/tools/bench/": ("tests/mpi/test_bench_scaling.py",),
     "hpcstrat/tools/chaos/": ("tests/mpi/test_chaos.py",),
-    "hpcstrat/tools/checkpoints/bench.py": ("tests/mpi/test_ckpt_bench.py",),
+    "hpcstrat/tools/checkpoints/bench_command.py": ("tests/mpi/test_ckpt_bench.py",),
     "hpcstrat/tools/doctor/": ("tests/cluster/test_doctor.py",),
     "hpcstrat/tools/hang_command.py": ("tests/mpi/test_hang_file.py",),
     "hpcstrat/tools/launch_commands.py": ("tests/integrations/test_process_group.py",),
