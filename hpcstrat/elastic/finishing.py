@@ -51,7 +51,7 @@ def remove_marker(path: str | os.PathLike[str] | None) -> None:
 
 
 def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
-    """Say by a file that the work is done; on return it is on the disk.
+    """Write the file that says the work is done; on return it is on the disk.
 
     One rank calls it; without a path nothing is done. ``told`` is its content, beside
     the time.

@@ -21,7 +21,7 @@ _passed_over: tuple[str, ...] = (
 
 
 def pass_over(folder: str) -> None:
-    """Name no place in a library that calls this one as a place in the program."""
+    """Skip frames of a library that calls this one when the program's line is named."""
     global _passed_over  # noqa: PLW0603 - read in every search
     _passed_over = *_passed_over, os.path.abspath(folder) + os.sep
 

@@ -189,7 +189,7 @@ def _clip_on_device(arrays: Sequence[Any], limit: float, squares: Any) -> Any:
     module = array_module(squares)
     norm = module.sqrt(squares)
     factor = module.where(module.isfinite(norm), limit / norm, math.nan)
-    # NaN is not at least 1.
+    # A NaN fails the comparison, and stays the factor.
     factor = module.where(factor >= 1, 1.0, factor)
     for array in arrays:
         if is_half(array.dtype):

@@ -62,7 +62,7 @@ def add_row(table: Table, *words: Any) -> None:
 def progress(nbytes: int, title: str) -> Iterator[Callable[[int], None]]:
     """Show a bar on standard error, where that is a terminal.
 
-    Yields what is to be called with the bytes done since the last call.
+    Yields a function to call with the number of bytes since its last call.
     """
     if not nbytes or not sys.stderr.isatty():
         yield lambda _: None

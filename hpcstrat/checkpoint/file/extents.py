@@ -221,7 +221,7 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
 
 
 def _shares(parts: list[list[int]], count: int) -> list[int]:
-    """Return how many more each takes of some things, so that all end up level."""
+    """Return how many more items each gets, so that all end up with equal loads."""
     has = [len(part) for part in parts]
 
     def needed(level: int) -> int:

@@ -302,7 +302,7 @@ class Creation:
             )
 
     def _report(self, now: float, missing: Sequence[Missing]) -> None:
-        """Say who is missing, on one rank of those that wait on this host."""
+        """Report the missing ranks, on one of the ranks that wait on this host."""
         self._reported_at, board = now, self._board
         own = 0 if board is None else board.launch.rank
         lacking = {one.rank for one in missing}

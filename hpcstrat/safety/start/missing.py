@@ -59,7 +59,7 @@ def missing_ranks(
     *,
     seen_only: bool = False,
 ) -> list[Missing]:
-    """Return the ranks of the job that are not seen to wait for the same as this one.
+    """Return the ranks of the job that are not known to wait where this one waits.
 
     An empty group stands for the start of MPI. Where none is known to be missing here,
     all ranks of other hosts are named, unless only those are wanted that are ``seen``.

@@ -126,7 +126,7 @@ def _args(args: dict[str, Any] | None) -> str:
     try:
         text = json.dumps(args, default=str, allow_nan=False)
     except Exception:
-        # Not a number, keys of other types, or an object that cannot be shown.
+        # NaN, keys of other types, and objects whose text cannot be made.
         text = json.dumps({str(key): shown_text(value) for key, value in args.items()})
     return f', "args": {text}'
 
