@@ -57,7 +57,7 @@ _TOP_EXPONENT = 15
 
 
 def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
-    """Sum over replicas of which each is a worker of its own.
+    """Sum over replicas, where each worker has one.
 
     Collective over ``topology.replica_comm``.
     """

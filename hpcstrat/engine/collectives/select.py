@@ -149,8 +149,8 @@ def hierarchical(
     """Return the reduction inside each worker, then across."""
     if topology.num_workers == 1:
         return shared_memory(nbytes, topology, options)
-    # Large pieces: what workers exchange are parts of a rank's segment of one. Half of
-    # the largest, of which more are in use at once.
+    # Pieces are large, as workers exchange parts of one rank's segment of a piece; half
+    # of the largest place, as four pieces are in use at once.
     most = topology.slot_bytes // 2
     piece = _fitting(min(options.bytes_per_pack or most, most), topology)
     wire = options.wire_dtype

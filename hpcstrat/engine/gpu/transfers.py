@@ -64,11 +64,11 @@ class _RefusalTold:
 
 
 def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
-    """Have bytes of the host page-locked, which a GPU then reads and writes by itself.
+    """Lock pages of host memory, which a GPU then reads and writes by itself.
 
-    They are unlocked by what is returned, or at the end of their owner; until then they
-    must neither be given back to the system nor lent. None where the system refuses,
-    which is told once.
+    Returns a function that unlocks them, as the end of their owner does; until then
+    they must neither be given back to the system nor lent. None where the system
+    refuses, which is told once.
     """
 
     try:

@@ -123,8 +123,8 @@ class StagedMover:
     ) -> WaitSteps:
         """Copy the arrays of ``root`` to all, on the lane.
 
-        Collective over ``topology.replica_comm``. On the root the next chunk comes down
-        while one is sent; on the others the last goes up.
+        Collective over ``topology.replica_comm``. The root copies the next chunk to the
+        host while it sends one; the others copy the last one to their GPU meanwhile.
         """
         chunks = chunks_of([source.nbytes for source in sources], self._chunk_bytes)
         places, lane = self._places("passed"), self.lane

@@ -3,13 +3,14 @@
 For an MPI that moves device memory from rank to rank. MPI's own reductions are left
 alone: of device memory they are often missing, slow, or wrong.
 
-Little is summed by recursive doubling, in which each rank sends all it has in each of
-``log2 p`` steps; more by recursive halving and doubling, in which each sends about
-twice its bytes in all; much by a ring, which sends as few bytes, to one neighbor only,
-in ``2 (p - 1)`` steps. The first two are those of Thakur, Rabenseifner and Gropp 2005,
-doi:10.1177/1094342005051521, also for numbers of ranks that are no power of two; the
-ring is that of Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002, cut into chunks
-so that one is added while the next ones travel.
+Small arrays are summed by recursive doubling, in which each rank sends its whole array
+in each of ``log2 p`` steps; larger ones by recursive halving and doubling, in which it
+sends about twice its bytes in all; the largest by a ring, which sends as few bytes, to
+one neighbor only, in ``2 (p - 1)`` steps. The first two are those of Thakur,
+Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521, also for numbers of ranks
+that are no power of two; the ring is that of Patarasuk and Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002, cut into chunks so that one is added while the next ones
+travel.
 
 All ranks get the same bits. In a ring, and by halving, each element is summed on one
 rank, which the others have it from. By doubling two ranks make the same sum at the same
