@@ -199,8 +199,7 @@ class Dataset:
         TypeError
             If it cannot be called; when iterated, for elements of another signature.
         """
-        made = streams.generated(generator, args, output_signature)
-        return cls(Lineage(made))
+        return cls(Lineage(streams.generated(generator, args, output_signature)))
 
     @classmethod
     def from_files(
@@ -400,8 +399,7 @@ class Dataset:
         ValueError
             For sizes below 1, and for a data set without an end and no buffer size.
         """
-        seed = 0 if seed is None else int(seed)
-        again = bool(reshuffle_each_iteration)
+        seed, again = int(seed or 0), bool(reshuffle_each_iteration)
         size = None if buffer_size is None else _size(buffer_size)
         if blocks is None:
             made = self._then(lambda s: stages.shuffle(s, size, seed, again))

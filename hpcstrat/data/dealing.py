@@ -43,7 +43,9 @@ class DealtDataset(ReducibleDataset):
 
     An error of any pipeline is raised by ``next()`` on all replicas, which are then at
     the same place: the next one gives what the pipelines give next. A generator ends
-    with the error that it raises; any other iterator may go on.
+    with the error that it raises; any other iterator may go on. Where a replica has its
+    part and cannot place it, the others raise at their next call, or, with
+    ``on_error="raise"``, in this ``next()``.
 
     Parameters
     ----------

@@ -289,6 +289,26 @@ def test_parts_that_one_rank_cannot_read_are_skipped_by_all(
         assert_usable(strategy, job)
 
 
+def test_a_part_that_one_rank_cannot_read_is_told_at_the_next_call(
+    strategy: Any, job: Any
+) -> None:
+    if job.size == 1:
+        pytest.skip("parts travel between ranks")
+    last = job.size - 1
+    elements = [{Key(last): np.full(job.size, 1)}]
+    iterator = iter(strategy.experimental_distribute_dataset(elements))
+    # The part of the rank that deals them does not travel.
+    travels = job.bcast(strategy.topology.worker_comm.rank > 0, root=last)
+    error = outcome(next, iterator)
+    if job.rank == last and travels:
+        assert type(error) is LookupError
+    else:
+        assert error is None
+        error = outcome(strategy.collectives.barrier)
+        assert isinstance(error, hs.ReplicaError) == travels
+    assert_usable(strategy, job)
+
+
 def test_a_function_over_a_data_set_that_fails_on_one_rank_fails_on_all(
     make_strategy: Any, job: Any
 ) -> None:
