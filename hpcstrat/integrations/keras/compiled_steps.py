@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -21,42 +22,6 @@ class Outcome(NamedTuple):
     gradients: list[Any] | None
     divisors: list[Any]
     logs: Any
-
-
-class CompiledSteps(Protocol):
-    """The part of a step that each backend does in its own way.
-
-    ``common`` is the state that JAX carries from step to step; None with others, whose
-    variables have it. ``own`` are the values of ``variables`` of one replica.
-    """
-
-    def function(self, kind: str) -> Callable[..., Any]:
-        """Return what the model calls for a step: ``train`` or ``test``."""
-
-    def own(self, variables: list[Any], common: Any) -> list[Any]:
-        """Return the values of variables."""
-
-    def with_own(self, variables: list[Any], own: list[Any], common: Any) -> Any:
-        """Give variables values; returns the common state with them."""
-
-    def part(
-        self,
-        kind: str,
-        common: Any,
-        state: tuple[list[Any], list[Any]],
-        inputs: list[Any],
-    ) -> Outcome:
-        """Call the model's step for one replica.
-
-        ``state`` are variables and the replica's own values of them; ``inputs`` are
-        what is given from outside, and the replica's rows.
-        """
-
-    def apply(self, gradients: list[Any], common: Any) -> Any:
-        """Let the optimizer step; returns the common state."""
-
-    def array(self, gradient: Any) -> Array:
-        """Return a gradient as an array that may be read."""
 
 
 def compiled_steps(distributed: Any) -> CompiledSteps:
@@ -82,14 +47,20 @@ def _next(batches: Iterator[Any], count: int) -> list[Any]:
     return found
 
 
-class _Eager:
-    """Backends whose state is in variables."""
+class CompiledSteps:
+    """The part of a step that each backend does in its own way; here in no function.
+
+    ``common`` is the state that JAX carries from step to step; None with others, whose
+    variables have it. ``own`` are the values of ``variables`` of one replica.
+    """
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
         self._model = distributed.model
 
     def function(self, kind: str) -> Callable[..., Any]:
+        """Return what the model calls for a step: ``train`` or ``test``."""
+
         def function(batches: Any) -> Any:
             logs = None
             for data in _next(batches, self._model.steps_per_execution):
@@ -103,10 +74,12 @@ class _Eager:
         return data
 
     def own(self, variables: list[Any], common: Any) -> list[Any]:
+        """Return the values of variables."""
         del common
         return [keras.ops.copy(variable.value) for variable in variables]
 
     def with_own(self, variables: list[Any], own: list[Any], common: Any) -> Any:
+        """Give variables values; returns the common state with them."""
         for variable, value in zip(variables, own, strict=True):
             variable.assign(value)
         return common
@@ -118,23 +91,33 @@ class _Eager:
         state: tuple[list[Any], list[Any]],
         inputs: list[Any],
     ) -> Outcome:
+        """Call the model's step for one replica.
+
+        ``state`` are variables and the replica's own values of them; ``inputs`` are
+        what is given from outside, and the replica's rows.
+        """
         variables, own = state
-        self.with_own(variables, own, common)
-        gradients, divisors, logs = self._call(kind, *inputs)
+        common = self.with_own(variables, own, common)
+        gradients, divisors, logs, common = self._call(kind, common, *inputs)
         return Outcome(self.own(variables, common), gradients, divisors, logs)
 
-    def _call(self, kind: str, given: Any, data: Any) -> tuple[Any, Any, Any]:
+    def _call(self, kind: str, common: Any, given: Any, data: Any) -> Any:
         step = getattr(self._model, f"{kind}_step")
         with self._distributed.part(given):
             logs = step(data)
-            return *self._distributed.told(), logs
+            return *self._distributed.told(), logs, common
 
     def apply(self, gradients: list[Any], common: Any) -> Any:
+        """Let the optimizer step; returns the common state."""
         self._model.optimizer.apply(gradients, self._model.trainable_variables)
         return common
 
+    def array(self, gradient: Any) -> Array:
+        """Return a gradient as an array that may be read."""
+        return np.asarray(gradient)
 
-class _OfTorch(_Eager):
+
+class _OfTorch(CompiledSteps):
     def function(self, kind: str) -> Callable[..., Any]:
         import torch
 
@@ -162,7 +145,7 @@ class _OfTorch(_Eager):
         return memory_of(gradient)
 
 
-class _OfTensorFlow(_Eager):
+class _OfTensorFlow(CompiledSteps):
     def __init__(self, distributed: Any) -> None:
         super().__init__(distributed)
         self._compiled: dict[Any, Any] = {}
@@ -177,12 +160,12 @@ class _OfTensorFlow(_Eager):
             lambda leaf: None if isinstance(leaf, missing) else leaf, data
         )
 
-    def _call(self, kind: str, given: Any, data: Any) -> tuple[Any, Any, Any]:
+    def _call(self, kind: str, common: Any, given: Any, data: Any) -> Any:
         import tensorflow as tf
 
-        call = super()._call
+        call = functools.partial(super()._call, kind, common)
         if self._model.run_eagerly:
-            return call(kind, given, data)
+            return call(given, data)
         leaves = keras.tree.flatten((given, data))
         there = [i for i, leaf in enumerate(leaves) if leaf is not None]
         tensors = [tf.convert_to_tensor(leaves[i]) for i in there]
@@ -201,7 +184,7 @@ class _OfTensorFlow(_Eager):
                 filled = [None] * len(leaves)
                 for index, tensor in zip(there, tensors, strict=True):
                     filled[index] = tensor
-                return call(kind, *keras.tree.pack_sequence_as((given, data), filled))
+                return call(*keras.tree.pack_sequence_as((given, data), filled))
 
             self._compiled[key] = tf.function(compiled, input_signature=signature)
         return self._compiled[key](*tensors)
@@ -221,15 +204,14 @@ class _OfTensorFlow(_Eager):
         return gradient.numpy()
 
 
-class _OfJax:
+class _OfJax(CompiledSteps):
     """JAX's steps, which pass state on: trained, others, optimizer's, metrics."""
 
     def __init__(self, distributed: Any) -> None:
         import jax
 
-        self._distributed = distributed
-        self._model = model = distributed.model
-        compiled = not model.run_eagerly and model.jit_compile
+        super().__init__(distributed)
+        compiled = not self._model.run_eagerly and self._model.jit_compile
         jit: Any = jax.jit if compiled else lambda function, **_: function
         self._part = jit(self._called, static_argnums=0)
         self._apply = jit(self._applied, donate_argnums=(0, 1))
@@ -259,19 +241,11 @@ class _OfJax:
             state[part][index] = value
         return tuple(state)
 
-    def part(
-        self,
-        kind: str,
-        common: Any,
-        state: tuple[list[Any], list[Any]],
-        inputs: list[Any],
-    ) -> Outcome:
-        variables, own = state
-        values = self.with_own(variables, own, common)
-        gradients, divisors, logs, values = self._part(kind, values, *inputs)
+    def _call(self, kind: str, common: Any, given: Any, data: Any) -> Any:
+        *told, changed = self._part(kind, common, given, data)
         common = list(common)
-        common[1], common[-1] = values
-        return Outcome(self.own(variables, common), gradients, divisors, logs)
+        common[1], common[-1] = changed
+        return *told, common
 
     def _called(self, kind: str, state: Any, given: Any, data: Any) -> Any:
         step = getattr(self._model, f"{kind}_step")
@@ -286,6 +260,3 @@ class _OfJax:
 
     def _applied(self, trained: Any, optimizer: Any, gradients: Any) -> Any:
         return self._model.optimizer.stateless_apply(optimizer, gradients, trained)
-
-    def array(self, gradient: Any) -> Array:
-        return np.asarray(gradient)
