@@ -43,9 +43,8 @@ class DealtDataset(ReducibleDataset):
 
     An error of any pipeline is raised by ``next()`` on all replicas, which are then at
     the same place: the next one gives what the pipelines give next. A generator ends
-    with the error that it raises; any other iterator may go on. Where a replica has its
-    part and cannot place it, the others raise at their next call, or, with
-    ``on_error="raise"``, in this ``next()``.
+    with the error that it raises; any other iterator may go on. So it is where a
+    replica has its part and cannot place it.
 
     Parameters
     ----------
@@ -165,9 +164,11 @@ class _DealtBatches(Iterator[Tree]):
             raise self._difference()
         if outcome == FINISHED:
             raise self._end()
-        # With `on_error="raise"`, a part that fails here is skipped by all.
-        with self._strategy.together(_NEXT), collectives.all_raise(_NEXT):
-            return self._placer.deliver(parts, copies=self._copies)
+        # A part that one rank cannot place is skipped by all, in this call.
+        with collectives.all_raise(_NEXT):
+            found: Tree = self._placer.deliver(parts, copies=self._copies)
+        collectives.barrier(_NEXT)
+        return found
 
     def _end(self) -> StopIteration:
         """Return what ends the loop, and go on to the next epoch."""
