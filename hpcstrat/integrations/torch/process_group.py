@@ -25,14 +25,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.constants import default_pg_timeout
 
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.collectives.mapped_memory import MappedMemory
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.exchanges import Exchanges
-from hpcstrat.engine.reduction.messages import Messages, Transfer
+from hpcstrat.engine.reduction.messages import Messages
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CollectiveError, TopologyError
@@ -43,6 +42,7 @@ from hpcstrat.integrations.torch.postponed import Postponed
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.integrations.torch.shared_storages import share_storage
 from hpcstrat.integrations.torch.tensors import torchs_stream
+from hpcstrat.integrations.torch.works import ReceivedWork, TransferWork, done
 from hpcstrat.strategies import MultiWorkerMirroredStrategy
 from hpcstrat.strategies.connection import subset
 
@@ -85,66 +85,6 @@ def _recorded(what: str) -> Any:
     if not torch._C._autograd._profiler_enabled():
         return contextlib.nullcontext()
     return torch.profiler.record_function(f"{BACKEND}:{what}")
-
-
-def _done(result: Any) -> Any:
-    """Return the work of a call that has ended; C++ waits for it without Python."""
-    future = torch.futures.Future()
-    future.set_result(result)
-    return _create_work_from_future(future)
-
-
-class _TransferWork(dist.Work):
-    """A message under way."""
-
-    def __init__(self, transfer: Transfer, host: HostTensors, tensors: Any) -> None:
-        super().__init__()
-        self._transfer, self._host, self._tensors = transfer, host, tensors
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Wait for its end; the group's own timeout holds."""
-        self._transfer.wait()
-        with torch.no_grad():
-            self._host.written()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether it has ended; raises what `wait` raises."""
-        ended = self._transfer.test()
-        if ended:
-            with torch.no_grad():
-                self._host.written()
-        return ended
-
-    def is_success(self) -> bool:
-        """Whether it has ended: errors are raised."""
-        return self.is_completed()
-
-    def get_future(self) -> Any:
-        """Wait, and return a future that is done."""
-        self.wait()
-        future = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-
-class _ReceivedWork(dist.Work):
-    """A message that has come from a rank that was not named before."""
-
-    def __init__(self, source: int) -> None:
-        super().__init__()
-        self._source = source
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Return at once."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def _source_rank(self) -> int:
-        return self._source
 
 
 class HpcstratProcessGroup(dist.ProcessGroup):
@@ -205,7 +145,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         """Do nothing: calls are made as they come."""
 
     def _end_coalescing(self, device: Any = None) -> Any:
-        return _done([])
+        return done([])
 
     # Where tensors are.
 
@@ -252,7 +192,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         if any(tensor.is_sparse for tensor in tensors):
             for tensor in tensors:
                 self._reduce_sparse(tensor, opts)
-            return _done(tensors)
+            return done(tensors)
         reduction = Reduction(opts, tensors[0], self._size)
         held = self._arrays_of(tensors, reduction)
         arrays = [held.write(tensor) for tensor in tensors]
@@ -267,7 +207,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         for array in arrays:
             reduction.conclude(array)
         held.written()
-        return _done(tensors)
+        return done(tensors)
 
     allreduce_coalesced = allreduce
 
@@ -305,7 +245,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
                 for array in arrays:
                     reduction.conclude(array)
                 held.written()
-            return _done(tensors)
+            return done(tensors)
 
         return end
 
@@ -354,7 +294,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             if self._rank == root:
                 reduction.conclude(array)
         host.written()
-        return _done(tensors)
+        return done(tensors)
 
     @_operation("reduce_scatter")
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> Any:
@@ -365,13 +305,13 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             arrays = [held.read(part) for part in parts]
             self._scatter_sums(held.write(out), arrays, reduction)
             held.written()
-        return _done(outs)
+        return done(outs)
 
     @_operation("reduce_scatter_tensor")
     def reduce_scatter_single(self, out: Any, whole: Any, opts: Any = None) -> Any:
         """Reduce a tensor, of which each rank gets the part of its number."""
         self.reduce_scatter_single_coalesced([out], [whole], opts)
-        return _done([out])
+        return done([out])
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -386,7 +326,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             rows = self._rows(held.read(whole), "reduce_scatter_tensor")
             self._scatter_sums(held.write(out), rows, reduction)
             held.written()
-        return _done(outs)
+        return done(outs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -420,7 +360,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             for array in arrays:
                 self._exchanges.broadcast(array, root, "broadcast")
         held.written()
-        return _done(tensors)
+        return done(tensors)
 
     @_operation("all_gather")
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
@@ -435,20 +375,20 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             else:
                 self._exchanges.all_gather(array, parts, what)
             held.written()
-        return _done(outs)
+        return done(outs)
 
     @_operation("all_gather")
     def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         """Give all ranks the tensors of all: of each rank, a list."""
         for index, own in enumerate(ins):
             self.allgather([[out[index] for out in outs]], [own])
-        return _done(outs)
+        return done(outs)
 
     @_operation("all_gather_into_tensor")
     def all_gather_single(self, out: Any, own: Any, opts: Any = None) -> Any:
         """Give all ranks the tensors of all, side by side in one."""
         self.all_gather_single_coalesced([out], [own])
-        return _done([out])
+        return done([out])
 
     _allgather_base = all_gather_single
 
@@ -465,7 +405,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
                 rows = self._rows(whole, what)
                 self._exchanges.all_gather(array, rows, what, whole)
             held.written()
-        return _done(outs)
+        return done(outs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -481,7 +421,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
                 parts = [host.write(part) for part in outs[index]]
             self._exchanges.gather(host.read(own), parts, root, "gather")
         host.written()
-        return _done(outs)
+        return done(outs)
 
     @_operation("scatter")
     def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Any:
@@ -495,7 +435,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
                 parts = [host.read(part) for part in ins[index]]
             self._exchanges.scatter(parts, host.write(out), root, "scatter")
         host.written()
-        return _done(outs)
+        return done(outs)
 
     @_operation("all_to_all")
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Any:
@@ -505,7 +445,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         receives = [host.write(tensor) for tensor in outs]
         self._exchanges.all_to_all(sends, receives, "all_to_all")
         host.written()
-        return _done(outs)
+        return done(outs)
 
     @_operation("all_to_all_single")
     def all_to_all_single(  # noqa: PLR0917 - torch's order
@@ -523,7 +463,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         receives = self._cut(host.write(out), out_sizes, what)
         self._exchanges.all_to_all(sends, receives, what)
         host.written()
-        return _done([out])
+        return done([out])
 
     alltoall_base = all_to_all_single
 
@@ -558,7 +498,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Wait for all ranks."""
         self.collectives.barrier("barrier")
-        return _done([])
+        return done([])
 
     # Messages between two ranks, of which no other one knows.
 
@@ -567,14 +507,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         """Start to send a tensor to a rank."""
         host, (tensor,) = HostTensors(), _listed(tensors)
         transfer = self._messages.send(host.read(tensor), dst, tag, "send")
-        return _TransferWork(transfer, host, [tensor])
+        return TransferWork(transfer, host, [tensor])
 
     @torch.compiler.disable
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Start to receive a tensor from a rank."""
         host, (tensor,) = HostTensors(), _listed(tensors)
         transfer = self._messages.receive(host.write(tensor), src, tag, "recv")
-        return _TransferWork(transfer, host, [tensor])
+        return TransferWork(transfer, host, [tensor])
 
     @torch.compiler.disable
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
@@ -583,7 +523,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         source = self._messages.receive_any(host.write(tensor), tag, "recv")
         with torch.no_grad():
             host.written()
-        return _ReceivedWork(source)
+        return ReceivedWork(source)
 
     # The end.
 
