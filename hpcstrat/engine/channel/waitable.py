@@ -101,6 +101,9 @@ class Message:
     ``arrays`` are kept until it is complete, as those that are sent are by nobody else.
     """
 
+    # Where an interrupt ends the initializer.
+    _request: Any = None
+
     def __init__(self, request: Any, *arrays: Any) -> None:
         self._request, self._arrays = request, arrays
         self.agreed: Callable[[], bool] = request.Test
