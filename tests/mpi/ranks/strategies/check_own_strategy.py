@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.options import VariableOptions
 from hpcstrat.strategies.on_mpi import MpiStrategy
 from hpcstrat.strategies.update_backends import Copies, UpdateBackend
@@ -36,7 +37,8 @@ class AveragedCopies(Copies):
     sums_in_place = False
 
     def reduce(self, gradients: list[Any], out: Any) -> list[Any]:
-        return [gradient.copy() for gradient in gradients[0]]
+        # Rows, as IndexedSlices, are merged into arrays of their own anyway.
+        return [g if isinstance(g, IndexedSlices) else g.copy() for g in gradients[0]]
 
     def all_finite(self, finite: bool) -> bool:
         return not self._call("sum", np.int64(not finite), "not finite")
@@ -48,6 +50,7 @@ class AveragedCopies(Copies):
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
         optimizer.update_here(gradients, routine)
         if (int(optimizer.iterations) + 1) % self._strategy.every == 0:
+            # Of this step, which here has all variables, with the optimizer's state.
             arrays = [array for _, wholes in routine.targets for array in wholes]
             self._call("mean", arrays, "average", out=arrays)
 
@@ -154,6 +157,7 @@ def test_what_needs_whole_sums_is_refused(averaging: Any, job: Any) -> None:
 
 
 def test_a_step_is_left_out_on_all_ranks_or_none(job: Any) -> None:
+    # Settings of its own, while others are open: they need a communicator of its own.
     comm, settings = hs.Topology.world(), hs.Settings(non_finite="skip")
     with AveragingStrategy(2, comm=comm, settings=settings) as strategy:
         made = _made(strategy)
