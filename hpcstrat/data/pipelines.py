@@ -130,7 +130,7 @@ class Pipeline:
         self._running: Iterator[Any] | None = None
         # Batch of a step that another worker could not make.
         self._kept: PipelineStep | None = None
-        # Form of a batch, without rows, as it travels; empty while it is not known.
+        # A packed batch without rows, for sending; empty while it is not known.
         self._form = b""
         self._has_failed = False
         # The batch whose hash is compared in this step, None for the end of the data.

@@ -305,7 +305,7 @@ class Mirrored(ArrayOperators, DistributedValues):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the local copy."""
-        # NumPy looks for many of these.
+        # NumPy looks for many special methods.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(object.__getattribute__(self, "_local"), name)

@@ -30,8 +30,8 @@ __all__ = [
 class Accuracy(MeanMetricWrapper):
     """The share of predictions that equal their labels.
 
-    Floats of different precision are compared in the labels'; unlike in tf.keras, 1.7
-    is not equal to the integer label 1.
+    Floats are compared in the labels' precision; unlike in tf.keras, 1.7 is not equal
+    to the integer label 1.
 
     Parameters
     ----------

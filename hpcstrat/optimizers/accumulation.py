@@ -121,7 +121,7 @@ class Accumulation:
     def unclaimed(self) -> dict[str, bool]:
         """Return variables with restored sums that no call has used yet.
 
-        By name, with whether this replica has a gradient.
+        Maps names to whether this replica has a gradient.
         """
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}

@@ -183,7 +183,7 @@ class LaunchRegistry:
             place += _PAGE_BYTES - place % _PAGE_BYTES
 
     def claims(self, text: str) -> bool:
-        """Whether this rank may be the first of this host, which reports."""
+        """Claim a report; whether no other rank of this host has claimed it."""
         if not self.is_open:
             return True
         mark = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()

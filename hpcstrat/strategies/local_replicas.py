@@ -172,8 +172,7 @@ class LocalReplicas:
         """Combine a tree of arrays of each replica, over those of all processes.
 
         Collective over the strategy's replicas, in cross-replica context. With
-        ``are_roots`` those of this process have been added up already, as ``merges``
-        says.
+        ``are_roots`` the trees are this process's partial sums, see ``merges``.
         """
         if self.meetings is None:
             return self._ranks.reduce_in_call(op, trees[0], what, out=out)

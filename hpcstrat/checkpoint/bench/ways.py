@@ -124,7 +124,7 @@ def compare(
 
 
 def _check(directory: str, nbytes: int, num_writers: int) -> None:
-    """Raise what can be said before anything is written."""
+    """Check folder, size and free space before anything is written."""
     if not os.path.isdir(directory):
         raise CheckpointError(
             f"expected a folder, found none at {directory}; make it first"

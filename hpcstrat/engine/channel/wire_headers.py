@@ -152,7 +152,7 @@ class WireHeaders:
         return found
 
     def _forget(self) -> None:
-        """Free the messages of all sizes."""
+        """Free the persistent requests of all message sizes."""
         for messages in itertools.chain.from_iterable(self._kept.values()):
             for request in (messages.first, *messages.sends, *messages.receives):
                 request.Free()

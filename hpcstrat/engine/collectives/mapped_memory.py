@@ -144,7 +144,7 @@ def _mapped(row: Sequence[int]) -> Array:
     try:
         file = os.fstat(handle)
         if (file.st_dev, file.st_ino) != (row[_DEVICE], row[_INODE]):
-            # Its number stands for another process in this container.
+            # That process ID is one of another process in this container.
             raise FileNotFoundError(path)
         memory: Array = np.frombuffer(mmap.mmap(handle, row[_NBYTES]), np.uint8)
     finally:

@@ -202,7 +202,7 @@ class Worker:
         try:
             value = self._call(function, payload)
             if keep:
-                # The next function may take it.
+                # A later function may use this value.
                 self._kept[number] = value
             elif type(value) not in _PLAIN:
                 value = _at_rest(value)

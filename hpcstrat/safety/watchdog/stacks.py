@@ -80,7 +80,7 @@ class Process:
     main: int
     # Signal on which it writes its stacks; 0 where there is none.
     signal: int
-    # Its descriptor of the file into which it writes them.
+    # That process's descriptor of the file for its stacks.
     handle: int
 
 

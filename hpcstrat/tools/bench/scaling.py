@@ -74,7 +74,7 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
         wish.tell(f"{path}: {done} of {len(plan)} parts are measured already")
     if not missing:
         return path
-    # A session is added only if something is measured: each part refers to one.
+    # Parts refer to their session: add one only if something is measured.
     run.sessions.append(_session(strategy, wish.command))
     _prepare(strategy, run, wish.options, path)
     for number, item in enumerate(missing, 1):

@@ -22,7 +22,7 @@ __all__ = ["FolderFacts", "Locked", "MemoryProbe", "look_at_folder", "within"]
 _MIB = 1 << 20
 # More than a core's caches have, twice; less where memory is scarce.
 _MOST_BYTES, _LEAST_BYTES = 64 * _MIB, 4 * _MIB
-# Each array takes so small a part of the free memory; a rank has two of them.
+# Each array takes 1 / _SHARE of the free memory; a rank has two of them.
 _SHARE = 16
 _COPIES = 5
 FILE_BYTES = _MIB

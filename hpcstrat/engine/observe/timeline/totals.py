@@ -16,10 +16,10 @@ __all__ = ["Totals", "totals"]
 class Totals:
     """Takes a recorder's events in place of a file, and keeps sums.
 
-    Counts the thread that made it. ``late_ns`` was spent waiting for ranks that came
-    later to a call, up to the agreement of all; ``communication_ns`` in calls after it,
-    and waiting for those that were started before; ``input_ns`` in ``next()`` of a data
-    set, without the calls in it. ``num_calls`` and ``nbytes`` are of calls.
+    Counts the thread that made it. ``late_ns`` is time spent waiting in calls until all
+    ranks have come; ``communication_ns`` is time in exchanges of data after that, and
+    waiting for calls that were started before; ``input_ns`` is time in ``next()`` of a
+    data set, without calls in it. ``num_calls`` and ``nbytes`` are of calls.
     """
 
     def __init__(self) -> None:

@@ -54,8 +54,9 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state:
-        # Horovod makes a step with these, so that there is a state, and leaves them. A
-        # step would move weights that decay; what the root has is sent as it is here.
+        # Horovod makes a step with these, so that there is a state, and leaves them.
+        # With weight decay a step changes weights; here the root's state is sent as it
+        # is.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:

@@ -163,7 +163,7 @@ class Submissions:
         channel: Any = self.collectives.channel
         if channel is None:
             return list(self._pending)
-        # One call on all ranks, for which each says what it waits for.
+        # One call; its text says what this rank waits for.
         call = describe_call(_MEETING)
         call = replace(call, text=f"hvd.synchronize of {awaited.name!r}")
         channel.agree(call, self.collectives.timeout_seconds)
