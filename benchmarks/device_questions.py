@@ -181,8 +181,8 @@ _ENVIRONMENT = {
     "HPCSTRAT_DEVICE": "gpu",
     "HPCSTRAT_WARN_SECONDS": "5",
 }
-# Where a rank is not to come; elsewhere it would leave NCCL's trial, which takes a
-# quarter at most, too little time on a busy machine.
+# Where a rank, or a sum of NCCL, is not to come; elsewhere it would leave NCCL's trial,
+# which takes a quarter at most, too little time on a busy machine.
 _SHORT_LIMIT = {"HPCSTRAT_LIMIT_SECONDS": "20"}
 # NCCL takes /dev/shm only where it is kept from what it likes better.
 _BY_SHM = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}
@@ -194,7 +194,7 @@ def _ask(name: str, ranks: int, more: dict[str, str]) -> bool:
     environment = {**os.environ, **_ENVIRONMENT, **more}
     if name == "small_shm":
         environment |= _BY_SHM
-    if not ends_well:
+    if name == "small_shm" or not ends_well:
         environment |= _SHORT_LIMIT
     start = time.monotonic()
     command = [sys.executable, __file__, name]
