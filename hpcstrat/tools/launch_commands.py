@@ -84,6 +84,6 @@ def _become(
         )
     # A process of its own kind: how it ends, and its signals, are the program's.
     kind = "module" if module else "script"
-    launcher = f"hpcstrat.integrations.{framework}.launch"
+    launcher = f"hpcstrat.integrations.{framework}.{framework}_launcher"
     words = [*options, kind, program, *arguments]
     os.execv(sys.executable, [sys.executable, "-m", launcher, *words])
