@@ -170,8 +170,8 @@ class Pipeline:
         if found is None:
             found = [None] * len(place.replicas)
         elif not self._form:
-            first = next(part for part in found if part is not None)
-            empty = empty_like(first)
+            first = next((part for part in found if part is not None), None)
+            empty = None if first is None else empty_like(first)
             self._form = b"" if empty is None else packed(empty)
         if shared and self._has_failed:
             # The others go on, but with pieces of batches.
