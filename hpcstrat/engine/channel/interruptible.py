@@ -1,4 +1,4 @@
-"""Collectives of MPI in which a rank can be told that another one will not come.
+"""Calls of MPI in which a rank can be told that another one will not come.
 
 A blocking call of MPI ends when all ranks have made it, or with the process. These are
 the same calls, with the names and meanings that mpi4py gives them, made without
@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.channel.waitable import Message, Waitable
-from hpcstrat.engine.topology.kept_requests import keep
+from hpcstrat.engine.channel.waitable import Exchange, Message, Waitable
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["EAGER_BYTES", "PIECE_BYTES", "Exchange", "InterruptibleComm"]
+__all__ = ["EAGER_BYTES", "PIECE_BYTES", "InterruptibleComm"]
 
 PIECE_BYTES = 1 << 20
 """Size of the pieces; the fastest in the all-reduce of 64 MiB on two ranks."""
@@ -31,39 +30,20 @@ Over TCP, it sends more than 64 KiB only when the other rank has answered, and t
 answer stands in the queue behind the data of other messages.
 """
 
+# Counts and displacements past 2**31 - 1 are beyond many MPI libraries.
+_MOST_MESSAGE_BYTES = 64 << 20
+_MOST_GATHERED_BYTES = 1 << 30
 _BYTES_PER_SECOND = 1e9
 _TAG = 13
 # Buffers of so many sizes are kept.
 _MOST_SIZES = 8
 
 
-class Exchange:
-    """Calls of MPI under way, with the arrays that they use; for `Channel.wait`."""
-
-    def __init__(self, *arrays: Any) -> None:
-        # One by one: an error may leave it between them.
-        self.requests: list[Any] = []
-        self._arrays = arrays
-
-    def agreed(self) -> bool:
-        """Whether all of them are complete."""
-        requests = self.requests
-        if requests and type(requests[0]).Testall(requests):
-            self.requests = requests = []
-        return not requests
-
-    def missing(self) -> list[int]:
-        """Return ``[-1]`` until they are: it is not asked whose are missing."""
-        return [] if self.agreed() else [-1]
-
-    def __del__(self) -> None:
-        # An error may have ended the wait for it.
-        if self.requests:
-            keep(self.requests, self._arrays)
-
-
 class InterruptibleComm:
-    """A communicator whose calls are awaited by ``wait``, which takes a `Waitable`."""
+    """A communicator whose calls are awaited by ``wait``, which takes a `Waitable`.
+
+    Its calls are collective over the communicator, unless they say otherwise.
+    """
 
     def __init__(
         self, comm: Any, topology: Topology, wait: Callable[[Any], Any]
@@ -90,7 +70,7 @@ class InterruptibleComm:
         self._topology.moves += 1
 
     def Barrier(self) -> None:  # noqa: N802
-        """Wait for all ranks; collective over the communicator, as are all others."""
+        """Wait for all ranks."""
         self._done(self._comm.Ibarrier())
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:  # noqa: N802
@@ -101,6 +81,10 @@ class InterruptibleComm:
         """Combine the arrays of all ranks."""
         self._finish(self.Iallreduce(send, receive, op), receive.nbytes)
 
+    def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
+        """Start to combine the arrays of all ranks."""
+        return Message(self._comm.Iallreduce(send, receive, op), send, receive)
+
     def Allgatherv(self, send: Any, receive: Any) -> None:  # noqa: N802
         """Give all ranks the arrays of all; ``receive`` begins with an array."""
         self._done(self._comm.Iallgatherv(send, receive), receive[0].nbytes)
@@ -108,30 +92,6 @@ class InterruptibleComm:
     def Alltoallv(self, send: Any, receive: Any) -> None:  # noqa: N802
         """Give each rank a part of each rank's array."""
         self._done(self._comm.Ialltoallv(send, receive), receive[0].nbytes)
-
-    def Send(self, buffer: Any, dest: int, tag: int) -> None:  # noqa: N802
-        """Send an array to a rank; not collective."""
-        self._done(self._comm.Isend(buffer, dest, tag), buffer.nbytes)
-
-    def Recv(self, buffer: Any, source: int, tag: int) -> None:  # noqa: N802
-        """Receive an array from a rank; not collective."""
-        self._done(self._comm.Irecv(buffer, source, tag), buffer.nbytes)
-
-    def sendrecv(self, value: Any, dest: int, source: int) -> Any:
-        """Exchange objects with ranks, which make the same call; not collective."""
-        data = np.frombuffer(pickle.dumps(value, 5), np.uint8)
-        sent, came = np.array([data.size], np.int64), np.empty(1, np.int64)
-        self.exchange({dest: sent}, {source: came}, _TAG)
-        found = np.empty(int(came[0]), np.uint8)
-        self.exchange({dest: data}, {source: found}, _TAG)
-        return pickle.loads(found.data)
-
-    def exchange(
-        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
-    ) -> None:
-        """Send arrays to ranks, and receive those of others; not collective."""
-        nbytes = sum(a.nbytes for part in (sent, received) for a in part.values())
-        self._finish(self._start(sent, received, tag, max(nbytes, 1)), nbytes)
 
     def start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
@@ -143,6 +103,17 @@ class InterruptibleComm:
         """
         return self._start(sent, received, tag, EAGER_BYTES)
 
+    def exchange(
+        self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
+    ) -> None:
+        """Exchange flat arrays of any type, and wait for the end; not collective."""
+        out, into = (
+            {rank: array.view(np.uint8) for rank, array in arrays.items()}
+            for arrays in (sent, received)
+        )
+        nbytes = sum(array.nbytes for array in (*out.values(), *into.values()))
+        self._finish(self._start(out, into, tag, _MOST_MESSAGE_BYTES), nbytes)
+
     def _start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int, most: int
     ) -> Exchange:
@@ -153,12 +124,6 @@ class InterruptibleComm:
                 for start in range(0, array.nbytes, most):
                     message = array[start : start + most]
                     exchange.requests.append(call(message, rank, tag))
-        return exchange
-
-    def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
-        """Start to combine the arrays of all ranks; collective."""
-        exchange = Exchange(send, receive)
-        exchange.requests.append(self._comm.Iallreduce(send, receive, op))
         return exchange
 
     def take_room(self, nbytes: int) -> Any:
@@ -185,22 +150,34 @@ class InterruptibleComm:
         self._done(self._comm.Iallgather(sent, found))
         return found
 
-    def allgather(self, value: Any) -> list[Any]:
-        """Give all ranks the objects of all."""
-        return [pickle.loads(part) for part in self.gathered(pickle.dumps(value, 5))]
+    def gather_in_place(self, whole: Any, sizes: Sequence[int]) -> None:
+        """Give all ranks the part of each in an array of uint8, where it lies.
+
+        The parts, of ``sizes`` bytes, lie side by side in the order of the ranks.
+        """
+        if whole.nbytes < _MOST_GATHERED_BYTES:
+            self.Allgatherv(self.mpi.IN_PLACE, [whole, sizes, self.mpi.BYTE])
+            return
+        start = 0
+        for root, nbytes in enumerate(sizes):
+            self.cast_array(whole[start : start + nbytes], root)
+            start += nbytes
 
     def gathered(self, data: bytes) -> list[memoryview]:
         """Give all ranks the bytes of all."""
-        sizes = self.lengths([len(data)])[:, 0]
-        ends = np.cumsum(sizes)
-        out = np.empty(ends[-1], np.uint8)
+        sizes = self.lengths([len(data)])[:, 0].tolist()
+        out = np.empty(sum(sizes), np.uint8)
         byte = self.mpi.BYTE
         self.Allgatherv([np.frombuffer(data, np.uint8), byte], [out, sizes, byte])
-        view: Any = out.data
-        return [
-            view[end - size : end]
-            for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)
-        ]
+        parts, end, view = [], 0, out.data
+        for size in sizes:
+            end += size
+            parts.append(view[end - size : end])
+        return parts
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Give all ranks the objects of all."""
+        return [pickle.loads(part) for part in self.gathered(pickle.dumps(value, 5))]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Give all ranks one rank's object."""
@@ -224,15 +201,27 @@ class InterruptibleComm:
         for start in range(0, data.size, PIECE_BYTES):
             self.Bcast(data[start : start + PIECE_BYTES], root)
 
+    def exchange_objects(
+        self, sent: Mapping[int, Any], sources: Iterable[int]
+    ) -> dict[int, Any]:
+        """Send objects to ranks, and return those of others; not collective."""
+        data = {r: np.frombuffer(pickle.dumps(v, 5), np.uint8) for r, v in sent.items()}
+        sizes = {rank: np.empty(1, np.int64) for rank in sources}
+        told = {rank: np.array([array.size]) for rank, array in data.items()}
+        self.exchange(told, sizes, _TAG)
+        found = {rank: np.empty(size[0], np.uint8) for rank, size in sizes.items()}
+        self.exchange(data, found, _TAG)
+        return {rank: pickle.loads(array.data) for rank, array in found.items()}
+
+    def sendrecv(self, value: Any, dest: int, source: int) -> Any:
+        """Exchange objects with ranks, which make the same call; not collective."""
+        return self.exchange_objects({dest: value}, [source])[source]
+
     def scatter(self, values: Sequence[Any] | None, root: int = 0) -> Any:
         """Give each rank an object of one rank's."""
-        sends = self.rank == root
-        parts = [pickle.dumps(v, 5) for v in values or ()] if sends else []
-        sizes = np.array([len(p) for p in parts] or [0] * self.size, np.int64)
-        self.Bcast(sizes, root)
-        byte, own = self.mpi.BYTE, np.empty(int(sizes[self.rank]), np.uint8)
-        sent = (
-            [np.frombuffer(b"".join(parts), np.uint8), sizes, byte] if sends else None
-        )
-        self._done(self._comm.Iscatterv(sent, [own, byte], root), own.nbytes)
-        return values[root] if sends and values is not None else pickle.loads(own.data)
+        if self.rank != root:
+            return self.exchange_objects({}, [root])[root]
+        assert values is not None
+        others = {rank: v for rank, v in enumerate(values) if rank != root}
+        self.exchange_objects(others, ())
+        return values[root]

@@ -1,16 +1,15 @@
 """Requests and steps for which a collective call waits, in one form.
 
 What moves data in a call is a generator: it works, yields what it waits for, and goes
-on once that has come. `Channel.drive` takes one to its end, and a `PendingCall` as
-far as it comes without waiting. An algorithm, which is a call's whole work, yields
-`HEADER` first: what it does before may fail on one rank, which the header tells the
-others; what comes after is an exchange of data, in which no rank may fail
-alone.
+on once that has come. `Channel.drive` takes one to its end, and a `PendingCall` as far
+as it comes without waiting. An algorithm, which is a call's whole work, yields `HEADER`
+first: what it does before may fail on one rank, which the header tells the others.
+After the header no rank may fail alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
 from hpcstrat.engine.topology.kept_requests import keep
@@ -18,6 +17,7 @@ from hpcstrat.engine.topology.kept_requests import keep
 __all__ = [
     "HEADER",
     "EveryRankError",
+    "Exchange",
     "HeaderPayload",
     "HeaderStep",
     "Message",
@@ -39,7 +39,7 @@ class Waitable(Protocol):
 
     def missing(self) -> list[int]:
         """Return the ranks that it waits for; ``[-1]`` where it is not known which."""
-        ...
+        return [] if self.agreed() else [-1]
 
 
 WaitSteps = Iterator[Waitable]
@@ -53,11 +53,11 @@ class HeaderPayload(Protocol):
     nbytes: int
 
     def gather(self) -> None:
-        """Lay the sum of the worker's values behind the header."""
+        """Write the sum of the worker's values behind the header."""
         ...
 
     def take(self, step: int) -> None:
-        """Lay what has come in a step behind what a later one sends."""
+        """Copy what has come in a step to where a later step sends it from."""
         ...
 
     def finish(self) -> None:
@@ -65,23 +65,19 @@ class HeaderPayload(Protocol):
         ...
 
 
-class HeaderStep:
-    """Stands for the header of a call, which only who drives the call can post."""
+class HeaderStep(Waitable):
+    """Stands for the header of a call, which only the channel can post."""
 
     def __init__(self, carried: HeaderPayload | None = None) -> None:
-        # Values that travel in the header; started calls have them only.
+        # Values that travel in the header.
         self.carried = carried
 
     def agreed(self) -> bool:
         """Refuse: `Channel.agree` awaits it, or a `PendingCall` posts it."""
         raise AssertionError("an algorithm yields its header once, before all else")
 
-    def missing(self) -> list[int]:
-        """Refuse, likewise."""
-        return [] if self.agreed() else [-1]
 
-
-HEADER: Final[Waitable] = HeaderStep()
+HEADER: Final = HeaderStep()
 """What an algorithm yields once it has done all that it can do before the header."""
 
 
@@ -95,24 +91,31 @@ class EveryRankError(Exception):
     """A ValueError in the exchange of data that every rank raises in the same place."""
 
 
-class Message:
-    """A nonblocking call of MPI, by its active request.
-
-    ``arrays`` are kept until it is complete, as those that are sent are by nobody else.
-    """
+class Exchange(Waitable):
+    """Nonblocking calls of MPI; ``arrays`` are kept until all of them are complete."""
 
     # Where an interrupt ends the initializer.
-    _request: Any = None
+    requests: Any = ()
 
-    def __init__(self, request: Any, *arrays: Any) -> None:
-        self._request, self._arrays = request, arrays
-        self.agreed: Callable[[], bool] = request.Test
+    def __init__(self, *arrays: Any) -> None:
+        # One by one: an error may leave it between them.
+        self.requests, self._arrays = [], arrays
+
+    def agreed(self) -> bool:
+        """Whether all of them are complete."""
+        requests = self.requests
+        if requests and type(requests[0]).Testall(requests):
+            self.requests = requests = []
+        return not requests
 
     def __del__(self) -> None:
         # An error may have ended the wait for it.
-        if self._request:
-            keep([self._request], self._arrays)
+        if self.requests:
+            keep(self.requests, self._arrays)
 
-    def missing(self) -> list[int]:
-        """Return ``[-1]`` until the call is complete."""
-        return [] if self.agreed() else [-1]
+
+class Message(Exchange):
+    """One nonblocking call of MPI, by its active request."""
+
+    def __init__(self, request: Any, *arrays: Any) -> None:
+        self.requests, self._arrays = [request], arrays

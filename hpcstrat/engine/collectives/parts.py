@@ -1,14 +1,15 @@
 """Exchanges in parts between replicas: sums by parts, gathers, all-to-all.
 
 Each is a generator, see `hpcstrat.engine.channel.waitable`, over flat, contiguous
-arrays in host memory. The header compares whatever ranks must know of the sizes.
-Inside one worker, data pass through shared memory in pieces, see
-`hpcstrat.engine.collectives.double_buffer`. Several workers send each other messages.
+arrays in host memory. The header compares what ranks must know of the sizes. Inside one
+worker data pass through shared memory in pieces; several workers send each other
+messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,21 +17,61 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings, is_
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
-from hpcstrat.engine.collectives.double_buffer import hand_over
 from hpcstrat.engine.collectives.work import add_in_order, divide
 from hpcstrat.engine.typing import Array
 
-__all__ = ["all_gather", "all_to_all", "broadcast", "gather", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "hand_over",
+    "reduce_scatter",
+]
 
 _TAG = 23
 _PIECE_BYTES = 512 << 10
-_MESSAGE_BYTES = 64 << 20
-_LARGE_BYTES = 1 << 30
 
-# Where a piece begins and ends, in elements.
-_Piece = tuple[int, int]
-# Takes where a piece begins and ends, and the others' terms of it, in their order.
-_Combine = Callable[[int, int, list[Array]], None]
+_Piece = TypeVar("_Piece")
+# Combines a piece of this replica's part with the others' values, in their order.
+_Combine = Callable[[slice, list[Array]], None]
+
+
+def hand_over(
+    pieces: Sequence[_Piece],
+    put: Callable[[_Piece, int], object],
+    take: Callable[[_Piece, int], Any],
+    *,
+    place_bytes: int,
+    call: Call,
+    channel: Channel,
+    begins: bool = True,
+) -> WaitSteps:
+    """Let each rank put pieces into its ring, and take those of the others.
+
+    Collective over ``topology.worker_comm``. While the ranks take one piece, the next
+    lies in its place already, so that a piece costs one step. ``put`` and ``take`` are
+    given a piece and its place, in bytes; ``take`` may return steps of its own.
+    ``begins`` says whether a header comes first, or a step of a call that goes on.
+    """
+    rings, place = channel.rings, 0
+    if pieces:
+        place = rings.take(place_bytes)
+        put(pieces[0], place)
+    if begins:
+        yield HEADER
+    elif pieces:
+        yield channel.step(call)
+    for number, piece in enumerate(pieces, start=1):
+        after, step = 0, None
+        if number < len(pieces):
+            after = rings.take(place_bytes)
+            put(pieces[number], after)
+            step = channel.step(call)
+        yield from take(piece, place) or ()
+        if step is not None:
+            yield step
+        place = after
 
 
 def reduce_scatter(
@@ -47,22 +88,29 @@ def reduce_scatter(
     Collective over ``topology.replica_comm``. ``result`` may be this replica's own
     part; it overlaps with no other one. Half-precision numbers are added in float32.
     """
-    me, size, dtype = channel.topology.replica_id, len(parts), result.dtype
-    wide = dtype
-    if is_half(dtype) and function in (np.add, np.multiply):
-        wide = np.dtype(np.float32)
-    topology = channel.topology
-    room = min(_PIECE_BYTES, topology.slot_bytes)
-    columns = max(1, room // (max(dtype.itemsize, wide.itemsize) * (size - 1)))
+    topology, size, dtype = channel.topology, len(parts), result.dtype
+    widens = is_half(dtype) and function in (np.add, np.multiply)
+    wide = np.dtype(np.float32) if widens else dtype
     scratch = channel.rings.scratch(wide)
-
-    def combine(start: int, stop: int, terms: list[Array]) -> None:
-        total = result[start:stop]
-        if total.size:
-            terms.insert(me, parts[me][start:stop])
-            _combine(terms, total, function, scratch, divisor)
-
+    room = min(_PIECE_BYTES, topology.slot_bytes)
+    columns = max(1, room // (wide.itemsize * (size - 1)))
     place_bytes = columns * (size - 1) * dtype.itemsize
+
+    def combine(piece: slice, terms: list[Array]) -> None:
+        total = result[piece]
+        if not total.size:
+            return
+        terms.insert(topology.replica_id, parts[topology.replica_id][piece])
+        if not widens:
+            add_in_order(terms, total, scratch, function)
+            divide(total, divisor)
+            return
+        sums = scratch[: total.size]
+        call_without_fp_warnings(assign, sums, ..., terms[0])
+        add_in_order([sums, *terms[1:]], sums, function=function)
+        divide(sums, divisor)
+        call_without_fp_warnings(assign, total, ..., sums)
+
     if topology.num_workers == 1 and place_bytes <= topology.slot_bytes:
         yield from _scatter_in_memory(parts, columns, combine, call, channel)
     else:
@@ -76,29 +124,32 @@ def _scatter_in_memory(
     call: Call,
     channel: Channel,
 ) -> WaitSteps:
-    me, size, places = channel.topology.replica_id, len(parts), channel.rings
-    itemsize, rings = parts[0].itemsize, places.of(parts[0].dtype)
+    me, size, itemsize = channel.topology.replica_id, len(parts), parts[0].itemsize
+    rings = channel.rings.of(parts[0].dtype)
 
-    def put(piece: _Piece, place: int) -> None:
+    def put(piece: slice, place: int) -> None:
         at = place // itemsize
         for shift in range(1, size):
-            part = parts[(me + shift) % size][slice(*piece)]
+            part = parts[(me + shift) % size][piece]
             rings[me, at : at + part.size] = part
             at += columns
 
-    def take(piece: _Piece, place: int) -> None:
-        count, terms = parts[me][slice(*piece)].size, []
+    def take(piece: slice, place: int) -> None:
+        count, terms = parts[me][piece].size, []
         for rank in range(size):
             if rank != me:
-                # Place at which that rank has put the values for this one.
+                # Where that rank has put the values for this one.
                 at = place // itemsize + ((me - rank) % size - 1) * columns
                 terms.append(rings[rank, at : at + count])
-        combine(*piece, terms)
+        combine(piece, terms)
 
-    pieces = list(_pieces(max(part.size for part in parts), columns))
-    place_bytes = places.place_bytes(columns * (size - 1) * itemsize)
     yield from hand_over(
-        pieces, put, take, place_bytes=place_bytes, call=call, channel=channel
+        _pieces(max(part.size for part in parts), columns),
+        put,
+        take,
+        place_bytes=channel.rings.place_bytes(columns * (size - 1) * itemsize),
+        call=call,
+        channel=channel,
     )
 
 
@@ -109,15 +160,11 @@ def _scatter_messages(
     buffers = {r: np.empty(columns, dtype) for r in range(len(parts)) if r != me}
     yield HEADER
     comm = channel.interruptible(channel.topology.replica_comm)
-    for start, stop in _pieces(max(part.size for part in parts), columns):
-        count = parts[me][start:stop].size
-        sent = {rank: parts[rank][start:stop] for rank in buffers}
+    for piece in _pieces(max(part.size for part in parts), columns):
+        count = parts[me][piece].size
         came = {rank: buffer[:count] for rank, buffer in buffers.items()}
-        exchange = {rank: array.view(np.uint8) for rank, array in came.items()}
-        comm.exchange(
-            {rank: array.view(np.uint8) for rank, array in sent.items()}, exchange, _TAG
-        )
-        combine(start, stop, list(came.values()))
+        comm.exchange({rank: parts[rank][piece] for rank in came}, came, _TAG)
+        combine(piece, list(came.values()))
 
 
 def all_gather(
@@ -136,31 +183,21 @@ def all_gather(
     ``begins`` says whether it is the first half of a call.
     """
     if channel.topology.num_workers == 1:
-        lengths = [part.size for part in parts]
-        yield from _gather_in_memory(
-            own, parts, lengths, call=call, channel=channel, begins=begins
-        )
+        longest = max(part.size for part in parts)
+        yield from _gather_in_memory(own, parts, longest, call, channel, begins=begins)
         return
-    sizes, mpi = [part.nbytes for part in parts], channel.topology.mpi
-    into = np.empty(sum(sizes), np.uint8) if whole is None else whole.view(np.uint8)
+    sizes = [part.nbytes for part in parts]
+    into = np.empty(sum(sizes), np.uint8) if whole is None else _octets(whole)
     if begins:
         yield HEADER
     comm = channel.interruptible(channel.topology.replica_comm)
-    start = sum(sizes[: comm.rank])
-    mine = into[start : start + own.nbytes]
-    if not _same(own, mine):
-        mine[...] = own.view(np.uint8)
-    if into.nbytes < _LARGE_BYTES:
-        comm.Allgatherv(mpi.IN_PLACE, [into, sizes, mpi.BYTE])
-    start = 0
-    for rank, (part, nbytes) in enumerate(zip(parts, sizes, strict=True)):
-        row = into[start : start + nbytes]
-        start += nbytes
-        if into.nbytes >= _LARGE_BYTES:
-            # Displacements past 2**31 - 1 bytes are beyond many MPIs.
-            comm.cast_array(row, rank)
-        if whole is None:
-            part.view(np.uint8)[...] = row
+    rows = np.split(into, np.cumsum(sizes)[:-1])
+    if not _same(own, rows[comm.rank]):
+        rows[comm.rank][...] = _octets(own)
+    comm.gather_in_place(into, sizes)
+    if whole is None:
+        for part, row in zip(parts, rows, strict=True):
+            _octets(part)[...] = row
 
 
 def gather(
@@ -179,53 +216,46 @@ def gather(
     on the other replicas.
     """
     if channel.topology.num_workers == 1:
-        yield from _gather_in_memory(
-            own, parts, lengths, call=call, channel=channel, begins=begins
-        )
+        longest = max(lengths)
+        yield from _gather_in_memory(own, parts, longest, call, channel, begins=begins)
         return
-    nothing = own[:0]
-    if parts is None:
-        sends = [own if rank == root else nothing for rank in range(len(lengths))]
-        yield from all_to_all(sends, [nothing] * len(lengths), channel, begins=begins)
-        return
-    sends = [nothing] * len(lengths)
-    sends[root] = own
-    yield from all_to_all(sends, parts, channel, begins=begins)
+    sends = [own if rank == root else own[:0] for rank in range(len(lengths))]
+    receives = [own[:0]] * len(lengths) if parts is None else parts
+    yield from all_to_all(sends, receives, channel, begins=begins)
 
 
 def _gather_in_memory(
     own: Array,
     parts: Sequence[Array] | None,
-    lengths: Sequence[int],
-    *,
+    longest: int,
     call: Call,
     channel: Channel,
-    begins: bool,
+    *,
+    begins: bool = True,
 ) -> WaitSteps:
-    me, places = channel.topology.replica_id, channel.rings
-    itemsize, rings = own.dtype.itemsize, places.of(own.dtype)
+    """Copy every replica's array, of at most ``longest`` elements, into its part."""
+    me, itemsize = channel.topology.replica_id, own.dtype.itemsize
+    rings = channel.rings.of(own.dtype)
     columns = min(_PIECE_BYTES, channel.topology.slot_bytes) // itemsize
 
-    def put(piece: _Piece, place: int) -> None:
-        values, at = own[slice(*piece)], place // itemsize
+    def put(piece: slice, place: int) -> None:
+        values, at = own[piece], place // itemsize
         rings[me, at : at + values.size] = values
 
-    def take(piece: _Piece, place: int) -> None:
+    def take(piece: slice, place: int) -> None:
         at = place // itemsize
         for rank, part in enumerate(parts or ()):
-            target = part[slice(*piece)]
+            target = part[piece]
             if rank != me:
                 target[...] = rings[rank, at : at + target.size]
             elif not _same(own, part):
-                target[...] = own[slice(*piece)]
+                target[...] = own[piece]
 
-    pieces = list(_pieces(max(lengths), columns))
-    place_bytes = places.place_bytes(columns * itemsize)
     yield from hand_over(
-        pieces,
+        _pieces(longest, columns),
         put,
         take,
-        place_bytes=place_bytes,
+        place_bytes=channel.rings.place_bytes(columns * itemsize),
         call=call,
         channel=channel,
         begins=begins,
@@ -237,30 +267,15 @@ def broadcast(array: Array, root: int, call: Call, channel: Channel) -> WaitStep
 
     Collective over ``topology.replica_comm``.
     """
-    if channel.topology.num_workers > 1:
+    topology, data = channel.topology, _octets(array)
+    if topology.num_workers > 1:
         yield HEADER
-        channel.interruptible(channel.topology.replica_comm).cast_array(array, root)
+        channel.interruptible(topology.replica_comm).cast_array(array, root)
         return
-    me, places = channel.topology.replica_id, channel.rings
-    data = array.view(np.uint8)
-    columns = min(_PIECE_BYTES, channel.topology.slot_bytes)
-    ring = places.of(data.dtype)[root]
-
-    def put(piece: _Piece, place: int) -> None:
-        if me == root:
-            values = data[slice(*piece)]
-            ring[place : place + values.size] = values
-
-    def take(piece: _Piece, place: int) -> None:
-        if me != root:
-            values = data[slice(*piece)]
-            values[...] = ring[place : place + values.size]
-
-    pieces = list(_pieces(data.size, columns))
-    place_bytes = places.place_bytes(columns)
-    yield from hand_over(
-        pieces, put, take, place_bytes=place_bytes, call=call, channel=channel
-    )
+    # A gather in which the root alone has values, which all ranks want.
+    parts = [data if r == root else data[:0] for r in range(topology.num_replicas)]
+    own = parts[topology.replica_id]
+    yield from _gather_in_memory(own, parts, data.size, call, channel)
 
 
 def all_to_all(
@@ -278,43 +293,21 @@ def all_to_all(
     if begins:
         yield HEADER
     comm = channel.interruptible(channel.topology.replica_comm)
-    me, others = comm.rank, [rank for rank in range(comm.size) if rank != comm.rank]
-    if not _same(sends[me], receives[me]):
-        receives[me][...] = sends[me]
-    out = {rank: sends[rank].view(np.uint8) for rank in others}
-    into = {rank: receives[rank].view(np.uint8) for rank in others}
-    longest = max((a.size for a in (*out.values(), *into.values())), default=0)
-    for start, stop in _pieces(longest, _MESSAGE_BYTES):
-        # Both ends know how long a part is: none is sent where nothing is left.
-        sent = {rank: a[start:stop] for rank, a in out.items() if a.size > start}
-        came = {rank: a[start:stop] for rank, a in into.items() if a.size > start}
-        comm.exchange(sent, came, _TAG)
+    me, sent, into = comm.rank, dict(enumerate(sends)), dict(enumerate(receives))
+    own, target = sent.pop(me), into.pop(me)
+    if not _same(own, target):
+        target[...] = own
+    comm.exchange(sent, into, _TAG)
 
 
-def _pieces(length: int, columns: int) -> Iterator[_Piece]:
-    for start in range(0, length, columns):
-        yield start, min(start + columns, length)
+def _pieces(length: int, columns: int) -> list[slice]:
+    return [slice(start, start + columns) for start in range(0, length, columns)]
+
+
+def _octets(array: Array) -> Array:
+    return array.view(np.uint8)
 
 
 def _same(one: Array, other: Array) -> bool:
     """Whether two flat arrays are the same memory."""
     return one.nbytes == other.nbytes and one.ctypes.data == other.ctypes.data
-
-
-def _combine(
-    terms: Sequence[Array],
-    total: Array,
-    function: np.ufunc,
-    scratch: Array,
-    divisor: int,
-) -> None:
-    """Combine terms in their order into ``total``, which may be one of them."""
-    if scratch.dtype == total.dtype:
-        add_in_order(terms, total, scratch, function)
-        divide(total, divisor)
-        return
-    wide = scratch[: total.size]
-    call_without_fp_warnings(assign, wide, ..., terms[0])
-    add_in_order([wide, *terms[1:]], wide, function=function)
-    divide(wide, divisor)
-    call_without_fp_warnings(assign, total, ..., wide)

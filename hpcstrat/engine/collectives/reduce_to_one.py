@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.interruptible import PIECE_BYTES, InterruptibleComm
+from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
 from hpcstrat.engine.collectives.work import Work, add_in_order, divide, drain, fill
 from hpcstrat.engine.typing import Array
@@ -33,13 +33,13 @@ def reduce_to_one(
     ``accumulate``. Raises ValueError on every rank, if that raises or returns another
     shape.
     """
+    comm = channel.interruptible(channel.topology.replica_comm)
     (piece,) = work.pieces
     flats = [np.empty(run.size, run.dtype) for run in piece]
     for run, flat in zip(piece, flats, strict=True):
         fill(run, work.sources, flat)
     yield HEADER
     for run, flat in zip(piece, flats, strict=True):
-        comm = channel.interruptible(channel.topology.replica_comm)
         _reduce(flat, comm, root, accumulate)
         divide(flat, work.divisor)
         drain(run, work.results, flat)
@@ -53,8 +53,7 @@ def _reduce(
 ) -> None:
     error = None
     if comm.rank != root:
-        for piece in _pieces(flat):
-            comm.Send(piece, dest=root, tag=_TAG)
+        comm.exchange({root: flat}, {}, _TAG)
     else:
         parts = _received(flat, comm, root)
         if accumulate is None:
@@ -67,7 +66,10 @@ def _reduce(
             # message behind.
             held = [part.copy() for part in parts]
             try:
-                flat[:] = _checked(accumulate(held), flat)
+                result = np.asarray(accumulate(held))
+                if result.shape != flat.shape:
+                    raise ValueError(f"a result of shape {result.shape}")
+                flat[:] = result
             except Exception as caught:
                 error = f"{type(caught).__name__}: {caught}"
     if accumulate is not None:
@@ -80,26 +82,10 @@ def _reduce(
     comm.cast_array(flat, root)
 
 
-def _received(flat: Array, comm: InterruptibleComm, root: int) -> Any:
+def _received(flat: Array, comm: InterruptibleComm, root: int) -> Iterator[Array]:
     """Yield every replica's buffer in order; each is valid until the next."""
     own, buffer = flat.copy(), np.empty_like(flat)
     for source in range(comm.size):
-        if source == root:
-            yield own
-            continue
-        for piece in _pieces(buffer):
-            comm.Recv(piece, source=source, tag=_TAG)
-        yield buffer
-
-
-def _pieces(flat: Array) -> Any:
-    data = flat.view(np.uint8)
-    for start in range(0, data.size, PIECE_BYTES):
-        yield data[start : start + PIECE_BYTES]
-
-
-def _checked(result: Any, flat: Array) -> Array:
-    array = np.asarray(result)
-    if array.shape != flat.shape:
-        raise ValueError(f"a result of shape {array.shape}")
-    return array
+        if source != root:
+            comm.exchange({}, {source: buffer}, _TAG)
+        yield own if source == root else buffer

@@ -23,8 +23,7 @@ import numpy as np
 from hpcstrat.engine.call_sites import call_site
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.channel.interruptible import Exchange
-from hpcstrat.engine.channel.waitable import Message, Waitable, WaitSteps
+from hpcstrat.engine.channel.waitable import Exchange, Message, Waitable, WaitSteps
 from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.topology.kept_requests import let_go_of_complete
 from hpcstrat.engine.typing import Array

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat.engine.channel.interruptible import Exchange
-from hpcstrat.engine.channel.waitable import Message
+from hpcstrat.engine.channel.waitable import Exchange, Message
 from hpcstrat.engine.topology.kept_requests import keep, let_go_of_complete
 from hpcstrat.parameter_server.mailbox import _Arriving, _Sending
 
