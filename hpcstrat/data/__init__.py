@@ -1,7 +1,7 @@
 """Input: data sets, and their division between replicas."""
 
 from hpcstrat.data.dataset import SHARD_HINT, Dataset
-from hpcstrat.data.dealing import DealtDataset
+from hpcstrat.data.dealing import DealtDataset, StatefulDataset, StreamDataset
 from hpcstrat.data.distributed import (
     DistributedDataset,
     distribute_dataset,
@@ -10,7 +10,6 @@ from hpcstrat.data.distributed import (
 from hpcstrat.data.elements import ArraySpec
 from hpcstrat.data.lineage import DatasetOptions
 from hpcstrat.data.mixing import mix
-from hpcstrat.data.resuming import StatefulDataset, StreamDataset
 from hpcstrat.data.rows import INFINITE, UNKNOWN
 
 __all__ = [

@@ -1,58 +1,60 @@
-"""Streams of batches: of elements, of the rows of other batches, and their rows."""
+"""Streams of batches: of elements, of sequences, of other batches, and their rows."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from hpcstrat.data.batched import padded_spec
 from hpcstrat.data.batches import batch_length
 from hpcstrat.data.elements import (
     ArraySpec,
+    CallIterator,
     batched_spec,
+    call_with,
     pad_and_stack,
     row_of,
     stack,
 )
 from hpcstrat.data.rows import UNKNOWN, Stage
 from hpcstrat.data.streams import END, Stream
-from hpcstrat.engine.tree import flatten, tree_map
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Tree
 
-__all__ = ["batches", "padded", "rebatched", "unbatched"]
+__all__ = ["batches", "bucketed", "packed", "padded", "rebatched", "unbatched"]
 
 
-class _Batches(Iterator[Tree]):
-    """Batches of successive elements, of sizes that come in turn."""
+def _batched(
+    elements: Iterator[Tree],
+    sizes: Sequence[int],
+    drop_remainder: bool,
+    collate: Callable[[Sequence[Tree]], Tree] = stack,
+) -> Iterator[Tree]:
+    """Give batches of successive elements, of sizes that come in turn."""
+    turns = itertools.cycle(sizes)
+    last: Tree = None
 
-    def __init__(
-        self,
-        elements: Iterator[Tree],
-        sizes: Sequence[int],
-        drop_remainder: bool,
-        collate: Callable[[Sequence[Tree]], Tree],
-    ) -> None:
-        self._elements = elements
-        self._sizes = itertools.cycle(sizes)
-        self._drop = drop_remainder
-        self._collate = collate
-        self._last: Tree = None
-
-    def __next__(self) -> Tree:
-        size = next(self._sizes)
+    def step() -> Tree:
+        nonlocal last
+        size = next(turns)
         rows: list[Tree] = []
         while len(rows) < size:
             # An element that fails takes with it those of its batch that have come.
-            element = next(self._elements, END)
+            element = next(elements, END)
             if element is END:
                 break
             rows.append(element)
-        if not size and self._last is not None:
-            return tree_map(lambda leaf: leaf[:0], stack([self._last]))
-        if not rows or (self._drop and len(rows) < size):
+        if not size and last is not None:
+            return tree_map(lambda leaf: leaf[:0], stack([last]))
+        if not rows or (drop_remainder and len(rows) < size):
             raise StopIteration
-        self._last = rows[-1]
-        return self._collate(rows)
+        last = rows[-1]
+        return collate(rows)
+
+    return CallIterator(step)
 
 
 def _num_batches(cardinality: int, size: int, drop_remainder: bool) -> int:
@@ -63,10 +65,11 @@ def _num_batches(cardinality: int, size: int, drop_remainder: bool) -> int:
 
 def batches(parent: Stage, size: int, drop_remainder: bool) -> Stream:
     """Return successive elements, stacked."""
-    return Stream(
-        lambda epoch: _Batches(parent.iterate(epoch), [size], drop_remainder, stack),
+    return Stream.after(
+        parent,
+        f"in batches of {size}",
+        lambda elements, _: _batched(elements, [size], drop_remainder),
         lambda: batched_spec(parent.spec(), size if drop_remainder else None),
-        f"{parent.describe()}, in batches of {size}",
         cardinality=_num_batches(parent.cardinality, size, drop_remainder),
         size=size,
     )
@@ -81,30 +84,30 @@ def padded(
         return pad_and_stack(rows, shapes, values)
 
     fixed = size if drop_remainder else None
-    return Stream(
-        lambda epoch: _Batches(parent.iterate(epoch), [size], drop_remainder, collate),
+    return Stream.after(
+        parent,
+        f"in padded batches of {size}",
+        lambda elements, _: _batched(elements, [size], drop_remainder, collate),
         lambda: padded_spec(batched_spec(parent.spec(), fixed), shapes),
-        f"{parent.describe()}, in padded batches of {size}",
         cardinality=_num_batches(parent.cardinality, size, drop_remainder),
         size=size,
     )
 
 
-class _Rows(Iterator[Tree]):
-    """The rows of batches, one by one."""
+def _rows(elements: Iterator[Tree]) -> Iterator[Tree]:
+    """Give the rows of batches, one by one."""
+    batch: Tree = None
+    row = length = 0
 
-    def __init__(self, elements: Iterator[Tree]) -> None:
-        self._elements = elements
-        self._batch: Tree = None
-        self._next = self._length = 0
+    def step() -> Tree:
+        nonlocal batch, row, length
+        while row == length:
+            batch = next(elements)
+            length, row = batch_length(batch), 0
+        row += 1
+        return row_of(batch, row - 1)
 
-    def __next__(self) -> Tree:
-        while self._next == self._length:
-            batch = next(self._elements)
-            self._length, self._next = batch_length(batch), 0
-            self._batch = batch
-        self._next += 1
-        return row_of(self._batch, self._next - 1)
+    return CallIterator(step)
 
 
 def unbatched(parent: Stage) -> Stream:
@@ -116,10 +119,11 @@ def unbatched(parent: Stage) -> Stream:
             parent.spec(),
         )
 
-    return Stream(
-        lambda epoch: _Rows(parent.iterate(epoch)),
+    return Stream.after(
+        parent,
+        "unbatched",
+        lambda elements, _: _rows(elements),
         spec,
-        f"{parent.describe()}, unbatched",
         cardinality=_num_rows(parent),
     )
 
@@ -155,11 +159,163 @@ def rebatched(parent: Stage, sizes: Sequence[int], drop_remainder: bool) -> Stre
             parent.spec(),
         )
 
-    return Stream(
-        lambda epoch: _Batches(
-            _Rows(parent.iterate(epoch)), sizes, drop_remainder, stack
-        ),
+    return Stream.after(
+        parent,
+        f"in batches of {list(sizes)}",
+        lambda elements, _: _batched(_rows(elements), sizes, drop_remainder),
         spec,
-        f"{parent.describe()}, in batches of {list(sizes)}",
         size=size,
     )
+
+
+def packed(parent: Stage, length: int, pad: Any) -> Stream:
+    """Return sequences packed into rows of a length, in their order."""
+
+    def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
+        # A sequence that did not fit into the row before.
+        left: Tree = None
+
+        def step() -> Tree:
+            nonlocal left
+            parts, free = [], length
+            while True:
+                element = next(elements, END) if left is None else left
+                left = None
+                if element is END:
+                    break
+                size = _length_of(element)
+                if size > length:
+                    raise ValueError(
+                        f"expected sequences of at most {length} to be packed, found "
+                        f"one of {size}; cut it by map, or choose a greater length"
+                    )
+                if size > free:
+                    left = element
+                    break
+                parts.append(element)
+                free -= size
+            if not parts:
+                raise StopIteration
+            return _joined(parts, length, pad)
+
+        return CallIterator(step)
+
+    def spec() -> Tree:
+        number = ArraySpec((length,), np.dtype(np.int32))
+        values = tree_map(
+            lambda leaf: ArraySpec((length, *(leaf.shape or ())[1:]), leaf.dtype),
+            parent.spec(),
+        )
+        return {"positions": number, "segments": number, "values": values}
+
+    return Stream.after(parent, f"packed to {length}", start, spec)
+
+
+def _length_of(element: Tree) -> int:
+    return batch_length(
+        element,
+        expected="sequences of one length in an element",
+        advice="pack before batch()",
+    )
+
+
+def _joined(parts: list[Tree], length: int, pad: Any) -> Tree:
+    sizes = [_length_of(part) for part in parts]
+    flat = [flatten(part) for part in parts]
+    columns = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        whole = np.full((length, *leaves[0].shape[1:]), pad, leaves[0].dtype)
+        whole[: sum(sizes)] = np.concatenate(leaves)
+        columns.append(whole)
+    segments, positions = np.zeros((2, length), np.int32)
+    start = 0
+    for number, size in enumerate(sizes):
+        segments[start : start + size] = number + 1
+        positions[start : start + size] = np.arange(size)
+        start += size
+    values = unflatten(flat[0][1], columns)
+    return {"positions": positions, "segments": segments, "values": values}
+
+
+def bucketed(
+    parent: Stage,
+    length_of: Callable[..., int],
+    boundaries: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    pad: Callable[[Sequence[Tree], Any], Tree],
+    to_boundary: bool,
+    drop_remainder: bool,
+) -> Stream:
+    """Return batches of elements of similar length, in tf.data's order.
+
+    ``pad`` stacks elements, given the shapes of their arrays, or None.
+    """
+    if len(sizes) != len(boundaries) + 1 or list(boundaries) != sorted(boundaries):
+        raise ValueError(
+            "expected increasing bucket_boundaries and one batch size more, found "
+            f"{list(boundaries)} and {list(sizes)}; change them"
+        )
+
+    def collate(bucket: int, rows: Sequence[Tree]) -> Tree:
+        if not to_boundary:
+            return pad(rows, None)
+        if bucket == len(boundaries):
+            raise ValueError(
+                f"expected elements shorter than {boundaries[-1]} to be padded to a "
+                "boundary, found a longer one; filter them out, or add a boundary"
+            )
+        shapes = tree_map(
+            lambda leaf: (boundaries[bucket] - 1, *np.shape(leaf)[1:]), rows[0]
+        )
+        return pad(rows, flatten(shapes)[0])
+
+    def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
+        def bucket_of(element: Tree) -> int:
+            length = int(call_with(length_of, element))
+            return int(np.searchsorted(boundaries, length, side="right"))
+
+        return _bucketed(elements, bucket_of, sizes, collate, drop_remainder)
+
+    def spec() -> Tree:
+        unpadded = tree_map(
+            lambda leaf: ArraySpec(
+                None if leaf.shape is None else (None,) * len(leaf.shape), leaf.dtype
+            ),
+            parent.spec(),
+        )
+        return batched_spec(unpadded, None)
+
+    words = f"in buckets of {list(boundaries)}"
+    return Stream.after(parent, words, start, spec)
+
+
+def _bucketed(
+    elements: Iterator[Tree],
+    bucket_of: Callable[[Tree], int],
+    sizes: Sequence[int],
+    collate: Callable[[int, Sequence[Tree]], Tree],
+    drop_remainder: bool,
+) -> Iterator[Tree]:
+    """Give a batch of each bucket as it becomes full, and at the end what is left."""
+    waiting: dict[int, list[Tree]] = {}
+    is_open = True
+
+    def step() -> Tree:
+        nonlocal is_open
+        while is_open:
+            element = next(elements, END)
+            if element is END:
+                is_open = False
+                break
+            bucket = bucket_of(element)
+            rows = waiting.setdefault(bucket, [])
+            rows.append(element)
+            if len(rows) == sizes[bucket]:
+                return collate(bucket, waiting.pop(bucket))
+        if not waiting or drop_remainder:
+            raise StopIteration
+        first = min(waiting)
+        return collate(first, waiting.pop(first))
+
+    return CallIterator(step)

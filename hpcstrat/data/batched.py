@@ -10,12 +10,15 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcstrat.data.batches import owned_first
+from hpcstrat.data.batches import owned_first, rows_of
 from hpcstrat.data.elements import (
+    CallIterator,
     as_element,
     batched_spec,
     call_with,
     made_spec,
+    name_of,
+    only_shape,
     pad_and_stack,
     spec_of,
 )
@@ -73,37 +76,28 @@ class Batched(Stage):
         raise NotImplementedError
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
-        """Give the batches of an epoch."""
-        return _Batches(self, epoch)
+        position = 0
 
+        def step() -> Tree:
+            nonlocal position
+            start = position
+            if start == self.num_rows:
+                raise StopIteration
+            position = self.stop(start)
+            return self.read(epoch, start, 0, position - start)
 
-class _Batches(Iterator[Tree]):
-    """Batches one after another; goes on behind one that failed."""
-
-    def __init__(self, stage: Batched, epoch: int) -> None:
-        self._stage = stage
-        self._epoch = epoch
-        self._position = 0
-
-    def __next__(self) -> Tree:
-        start = self._position
-        if start == self._stage.num_rows:
-            raise StopIteration
-        stop = self._position = self._stage.stop(start)
-        return self._stage.read(self._epoch, start, 0, stop - start)
-
-
-def _cut(batch: Tree, first: int, last: int) -> Tree:
-    return tree_map(lambda leaf: leaf[first:last], batch)
+        return CallIterator(step)
 
 
 class RowBatches(Batched):
     """Batches of successive rows."""
 
     def __init__(self, rows: Rows, size: int, *, drop_remainder: bool) -> None:
-        self.rows = rows
+        self.rows, self.parents = rows, [rows]
         self.batch_size = size
         self.drop_remainder = drop_remainder
+        drop = ", the last only if full" if drop_remainder else ""
+        self.words = f"in batches of {size}{drop}"
         num_rows = rows.cardinality
         if num_rows == INFINITE:
             self.num_rows = self.cardinality = INFINITE
@@ -113,40 +107,31 @@ class RowBatches(Batched):
         self.num_rows = full * size if drop_remainder else num_rows
 
     def stop(self, position: int) -> int:
-        """Return the position behind a batch."""
         end = position + self.batch_size
         return end if self.num_rows == INFINITE else min(end, self.num_rows)
 
     def rows_before(self, batches: int) -> int:
-        """Return the position of a batch, by its number."""
         start = batches * self.batch_size
         return start if self.num_rows == INFINITE else min(start, self.num_rows)
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read no more than these rows."""
         return self.rows.read(slice(start + first, start + last), epoch)
 
     def spec(self) -> Tree:
-        """Return the rows' specs with a dimension for the batch."""
         length = self.batch_size if self.drop_remainder else None
         return batched_spec(self.rows.spec(), length)
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return the batches whose rows stand in the order of their owners."""
         count = self.rows.num_homes
         if count == INFINITE:
             raise ValueError(
                 "expected a data set with an end for own_rows, found "
                 f"{self.rows.describe()}; leave own_rows out"
             )
-        first, last = (-(-r * count // num_replicas) for r in _ends(replicas))
+        ends = replicas.start, replicas.stop
+        first, last = (-(-r * count // num_replicas) for r in ends)
         self.rows.keep(first, last)
         return OwnRowBatches(self, num_replicas)
-
-    def describe(self) -> str:
-        """Return the size."""
-        drop = ", the last only if full" if self.drop_remainder else ""
-        return f"{self.rows.describe()}, in batches of {self.batch_size}{drop}"
 
 
 class OwnRowBatches(RowBatches):
@@ -161,6 +146,7 @@ class OwnRowBatches(RowBatches):
         super().__init__(
             batches.rows, batches.batch_size, drop_remainder=batches.drop_remainder
         )
+        self.words += ", own rows first"
         self._num_replicas = num_replicas
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
@@ -170,10 +156,6 @@ class OwnRowBatches(RowBatches):
         owners = homes * count // self.rows.num_homes
         places = start + owned_first(owners, count)[first:last]
         return self.rows.read(places, epoch)
-
-    def describe(self) -> str:
-        """Return that it is so."""
-        return f"{super().describe()}, own rows first"
 
 
 class PaddedBatches(RowBatches):
@@ -189,6 +171,7 @@ class PaddedBatches(RowBatches):
         values: Tree,
     ) -> None:
         super().__init__(rows, size, drop_remainder=drop_remainder)
+        self.words += ", padded"
         self._shapes, self._values = shapes, values
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
@@ -198,15 +181,10 @@ class PaddedBatches(RowBatches):
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
         """Read all rows of the batch, as the longest says how long each becomes."""
         rows = self.rows.elements(slice(start, self.stop(start)), epoch)
-        return _cut(pad_and_stack(rows, self._shapes, self._values), first, last)
+        return rows_of(pad_and_stack(rows, self._shapes, self._values), first, last)
 
     def spec(self) -> Tree:
-        """Return the specs of what the first rows become."""
         return padded_spec(super().spec(), self._shapes)
-
-    def describe(self) -> str:
-        """Return the size."""
-        return f"{super().describe()}, padded"
 
 
 def shuffled_rows(stage: Stage) -> ShuffledRows | None:
@@ -215,50 +193,41 @@ def shuffled_rows(stage: Stage) -> ShuffledRows | None:
     return rows if isinstance(rows, ShuffledRows) else None
 
 
-def _ends(replicas: range) -> tuple[int, int]:
-    return replicas.start, replicas.stop
-
-
 def padded_spec(spec: Tree, shapes: Tree) -> Tree:
     """Return the spec of padded batches; from that of batches of the rows."""
     leaves = flatten(spec)[0]
-    if len(leaves) == 1 and shapes is not None:
-        wanted = shapes
-        while len(wanted) == 1 and isinstance(wanted[0], (tuple, list)):
-            wanted = wanted[0]
-        (leaf,) = leaves
-        lengths = tuple(None if length == -1 else length for length in wanted)
-        return tree_map(
-            lambda _: type(leaf)((leaf.shape[0], *lengths), leaf.dtype), spec
-        )
-    return spec
+    if len(leaves) != 1 or shapes is None:
+        return spec
+    (leaf,) = leaves
+    lengths = tuple(None if n == -1 else n for n in only_shape(shapes))
+    return tree_map(lambda _: type(leaf)((leaf.shape[0], *lengths), leaf.dtype), spec)
 
 
 class _BatchesOfParent(Batched):
     """The batches of another stage, but for what a class says otherwise."""
 
-    def __init__(self, parent: Batched) -> None:
-        self.parent = parent
+    def __init__(self, parent: Batched, words: str) -> None:
+        self._set_parent(parent)
+        self.words = words
         self.batch_size = parent.batch_size
         self.drop_remainder = parent.drop_remainder
         self.num_rows, self.cardinality = parent.num_rows, parent.cardinality
 
+    def _set_parent(self, parent: Batched) -> None:
+        self.parent, self.parents = parent, [parent]
+
     def stop(self, position: int) -> int:
-        """Return the position behind a batch."""
         return self.parent.stop(position)
 
     def rows_before(self, batches: int) -> int:
-        """Return the position of a batch, by its number."""
         return self.parent.rows_before(batches)
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return the batches whose rows stand in the order of their owners."""
         found = copy.copy(self)
-        found.parent = self.parent.owned(num_replicas, replicas)
+        found._set_parent(self.parent.owned(num_replicas, replicas))
         return found
 
     def spec(self) -> Tree:
-        """Return the other stage's."""
         return self.parent.spec()
 
 
@@ -266,33 +235,25 @@ class RepeatedBatches(_BatchesOfParent):
     """All batches several times; each time is an epoch of its own, and ends as one."""
 
     def __init__(self, parent: Batched, count: int) -> None:
-        super().__init__(parent)
+        super().__init__(parent, f"{count} times")
         self._repetitions = count
-        is_infinite = count < 0
-        self.num_rows = INFINITE if is_infinite else parent.num_rows * count
-        self.cardinality = INFINITE if is_infinite else parent.cardinality * count
+        self.num_rows = INFINITE if count < 0 else parent.num_rows * count
+        self.cardinality = INFINITE if count < 0 else parent.cardinality * count
 
     def stop(self, position: int) -> int:
-        """Return the position behind a batch."""
         repetition, inner = divmod(position, self.parent.num_rows)
         return repetition * self.parent.num_rows + self.parent.stop(inner)
 
     def rows_before(self, batches: int) -> int:
-        """Return the position of a batch, by its number."""
         if self.num_rows != INFINITE:
             batches = min(batches, self.cardinality)
         repetition, inner = divmod(batches, self.parent.cardinality)
         return repetition * self.parent.num_rows + self.parent.rows_before(inner)
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read from a repetition."""
         repetition, inner = divmod(start, self.parent.num_rows)
         own = epoch_of_repetition(epoch, self._repetitions, repetition)
         return self.parent.read(own, inner, first, last)
-
-    def describe(self) -> str:
-        """Return how often they come."""
-        return f"{self.parent.describe()}, {self._repetitions} times"
 
 
 class SomeBatches(_BatchesOfParent):
@@ -302,36 +263,26 @@ class SomeBatches(_BatchesOfParent):
     """
 
     def __init__(self, parent: Batched, first: int, last: int) -> None:
-        super().__init__(parent)
         self._first = first
         self._start = parent.rows_before(first)
-        self.num_rows = self.cardinality = INFINITE
+        num_rows = cardinality = INFINITE
         if last != INFINITE or parent.cardinality != INFINITE:
-            ends = [end for end in (last, parent.cardinality) if end != INFINITE]
-            last = min(ends)
-            self.cardinality = max(last - first, 0)
-            self.num_rows = max(parent.rows_before(last) - self._start, 0)
+            last = min(end for end in (last, parent.cardinality) if end != INFINITE)
+            cardinality = max(last - first, 0)
+            num_rows = max(parent.rows_before(last) - self._start, 0)
+        super().__init__(parent, f"of these {cardinality} batches from {first}")
+        self.num_rows, self.cardinality = num_rows, cardinality
 
     def stop(self, position: int) -> int:
-        """Return the position behind a batch."""
         return self.parent.stop(position + self._start) - self._start
 
     def rows_before(self, batches: int) -> int:
-        """Return the position of a batch, by its number."""
         if self.cardinality != INFINITE:
             batches = min(batches, self.cardinality)
         return self.parent.rows_before(self._first + batches) - self._start
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read from the other stage."""
         return self.parent.read(epoch, start + self._start, first, last)
-
-    def describe(self) -> str:
-        """Return which these are."""
-        return (
-            f"{self.parent.describe()}, of these {self.cardinality} batches from "
-            f"{self._first}"
-        )
 
 
 class MappedBatches(_BatchesOfParent):
@@ -341,7 +292,7 @@ class MappedBatches(_BatchesOfParent):
     """
 
     def __init__(self, parent: Batched, function: Callable[..., Any]) -> None:
-        super().__init__(parent)
+        super().__init__(parent, f"mapped by {name_of(function)}")
         self._function = function
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
@@ -357,44 +308,29 @@ class MappedBatches(_BatchesOfParent):
                 f"it got, found {sorted(lengths)}; map the rows before batch(), or "
                 "distribute an iterable"
             )
-        return _cut(batch, first, last)
+        return rows_of(batch, first, last)
 
     def _made(self, batch: Tree) -> Tree:
         return as_element(call_with(self._function, batch))
 
     def spec(self) -> Tree:
-        """Return what its results have in common; calls the function."""
-        return made_spec(
-            self.parent.iterate(0),
-            self.parent.spec,
-            lambda batch: spec_of(self._made(batch)),
-        )
-
-    def describe(self) -> str:
-        """Return the function's name."""
-        name = getattr(self._function, "__qualname__", type(self._function).__name__)
-        return f"{self.parent.describe()}, mapped by {name}"
+        """Return what the results have in common; calls the function."""
+        return made_spec(self.parent, lambda batch: spec_of(self._made(batch)))
 
 
 class CachedBatches(_BatchesOfParent):
     """Batches of epoch 0, of which what was read is kept in memory."""
 
     def __init__(self, parent: Batched) -> None:
-        super().__init__(parent)
+        super().__init__(parent, "cached")
         self._kept: dict[tuple[int, int, int], Tree] = {}
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return the batches whose rows stand in the order of their owners."""
         return CachedBatches(self.parent.owned(num_replicas, replicas))
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Copy what is kept, having read what is not."""
         key = start, first, last
         batch = self._kept.get(key)
         if batch is None:
             batch = self._kept[key] = self.parent.read(0, *key)
         return tree_map(lambda leaf: leaf.copy(), batch)
-
-    def describe(self) -> str:
-        """Describe the stage, which is cached."""
-        return f"{self.parent.describe()}, cached"

@@ -1,31 +1,49 @@
-"""One batch: its rows, and the pieces into which it is cut."""
+"""One batch: its rows, and the pieces into which it is cut for replicas.
+
+Batches are cut by the two rules of tf.distribute. *Pieces*: every batch is cut by
+itself, into pieces of ``ceil(length / replicas)`` rows. Where all workers read the same
+batches, each takes the pieces of its own replicas; where each reads its own, it gives
+all pieces to its replicas, one after the other. *Slots*: the declared batch size gives
+each replica a slot, the first ones a row more where it does not divide; all rows are
+one stream that is poured into the slots.
+
+The iterators go on after an element whose making or cutting raised, if the program's
+own iterator does; nothing but that element is left out.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.kinds import as_array, is_device
+from hpcstrat.data.elements import CallIterator
+from hpcstrat.engine.arrays.kinds import array_module, as_array, is_device
 from hpcstrat.engine.logs import get_logger
-from hpcstrat.engine.tree import flatten, tree_map
+from hpcstrat.engine.tree import flatten, tree_map, unflatten
 from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
     "as_batch",
     "batch_length",
+    "deal_elements",
+    "deal_pieces",
     "empty_like",
-    "own_array",
     "owned_first",
     "piece",
     "pieces_of",
+    "pour_slots",
     "rows_of",
     "share",
+    "slot_sizes",
     "warn_of_idle",
     "writable",
 ]
+
+_END = object()
 
 
 def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
@@ -148,7 +166,7 @@ def warn_of_idle(length: int, num_replicas: int) -> None:
         )
 
 
-def own_array(value: Any) -> Array:
+def _own_array(value: Any) -> Array:
     """Return a copy of a leaf of a batch, in its library, as an array."""
     array = _leaf(value)
     return array.copy() if is_device(array) else np.array(array)
@@ -163,3 +181,137 @@ def _leaf(value: Any) -> Array:
     plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
     refers = plain and value.dtype.hasobject and value.dtype.kind != "O"
     return value if refers else as_array(value)
+
+
+def slot_sizes(batch_size: int, num_replicas: int) -> list[int]:
+    """Return the rows of each replica's slot, which add up to ``batch_size``."""
+    low, more = divmod(batch_size, num_replicas)
+    return [low + (replica < more) for replica in range(num_replicas)]
+
+
+def pour_slots(
+    batches: Iterable[Tree],
+    batch_size: int,
+    num_replicas: int,
+    replicas: Sequence[int],
+) -> Iterator[list[Tree]]:
+    """Pour all rows, as one stream, into the replicas' slots.
+
+    The worker begins with the slot of the first of its replicas, and then uses every
+    slot of the cycle itself. Each step has one batch per replica of the worker; it
+    raises ValueError for scalars, and arrays of different lengths.
+    """
+    slots = slot_sizes(batch_size, num_replicas)
+    rows, count, first = _RowQueue(batches), len(replicas), replicas[0]
+
+    def step() -> list[Tree]:
+        nonlocal first
+        sizes = [slots[slot % num_replicas] for slot in range(first, first + count)]
+        # After an error the rows that have come are still there for the next step.
+        # Slots without rows ask for none: a last step may be empty on all workers.
+        if not rows.fill(sum(sizes)):
+            raise StopIteration
+        first += count
+        return [rows.take(size) for size in sizes]
+
+    return CallIterator(step)
+
+
+class _RowQueue:
+    """The rows of batches, one behind the other."""
+
+    def __init__(self, batches: Iterable[Tree]) -> None:
+        self._batches = iter(batches)
+        self._parts: deque[tuple[Tree, int, int]] = deque()
+        self._last: Tree = None
+        self._num_rows = 0
+
+    def fill(self, count: int) -> bool:
+        """Have as many rows to take, if there are; return whether to go on.
+
+        That is where there are any, or none are wanted and their form is known.
+        """
+        wanted = count if self._last is not None else max(1, count)
+        while self._num_rows < wanted:
+            element = next(self._batches, _END)
+            if element is _END:
+                break
+            # A pipeline may fill the same buffer again.
+            batch = tree_map(_own_array, element)
+            length = batch_length(batch)
+            self._last = batch
+            if length:
+                self._parts.append((batch, 0, length))
+                self._num_rows += length
+        return self._num_rows > 0 or wanted == 0
+
+    def take(self, count: int) -> Tree:
+        """Take up to ``count`` rows; fewer only at the end."""
+        first = self._parts[0][0] if self._parts else self._last
+        # Begins with no rows of the right form, should there be none to take.
+        parts = [rows_of(first, 0, 0)]
+        while count > 0 and self._parts:
+            batch, start, length = self._parts.popleft()
+            stop = min(start + count, length)
+            parts.append(rows_of(batch, start, stop))
+            count -= stop - start
+            self._num_rows -= stop - start
+            if stop < length:
+                self._parts.appendleft((batch, stop, length))
+        if len(parts) < 3:
+            return parts[-1]
+        columns = zip(*(flatten(part)[0] for part in parts), strict=True)
+        return unflatten(
+            flatten(first)[1],
+            [array_module(column[0]).concatenate(column) for column in columns],
+        )
+
+
+def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
+    """Give successive elements to the ``count`` replicas of a worker.
+
+    A last step is filled with batches without rows, and left out where elements are
+    scalars.
+    """
+    source = iter(elements)
+    # After an error the next step has what had come.
+    ready: list[Tree] = []
+
+    def step() -> list[Tree]:
+        while len(ready) < count:
+            element = next(source, _END)
+            if element is _END:
+                break
+            # A pipeline may fill the same buffer again.
+            ready.append(tree_map(_own_array, element))
+        parts = ready.copy()
+        ready.clear()
+        if len(parts) == count:
+            return parts
+        # Replicas without an element take part in the step: the others reduce in it.
+        empty = empty_like(parts[0]) if parts else None
+        if empty is None:
+            raise StopIteration
+        return parts + [empty] * (count - len(parts))
+
+    return CallIterator(step)
+
+
+def deal_pieces(
+    batches: Iterable[Tree], num_replicas: int, count: int
+) -> Iterator[list[Tree]]:
+    """Cut every batch by itself, and give successive pieces to successive replicas.
+
+    There are ``num_replicas`` pieces, those of all workers, for the ``count`` replicas
+    of this one; a step raises ValueError for scalars, and arrays of different lengths.
+    """
+    source = iter(batches)
+    ready: deque[Tree] = deque()
+
+    def next_piece() -> Tree:
+        if not ready:
+            batch = as_batch(next(source))
+            ready.extend(pieces_of(batch, num_replicas, range(num_replicas)))
+        return ready.popleft()
+
+    return deal_elements(CallIterator(next_piece), count)

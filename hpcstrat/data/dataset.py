@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.data import batch_streams, joined_streams, sequences, stages, streams
+from hpcstrat.data import batch_streams, stages, streams
 from hpcstrat.data.batched import Batched, shuffled_rows
 from hpcstrat.data.elements import as_element, own_element, pad_and_stack, stack
 from hpcstrat.data.files.rows import FileRows, files_of, matching_files
@@ -755,7 +755,7 @@ class Dataset:
             cycle_length = 2
         cycle, block = _size(cycle_length), _size(block_length)
         made = self._then(
-            lambda s: joined_streams.interleaved(s, map_func, _stage_of, cycle, block)
+            lambda s: streams.interleaved(s, map_func, _stage_of, cycle, block)
         )
         made.lineage.opens_files |= self.lineage.opens_names(
             lambda name: map_func(name).lineage
@@ -844,7 +844,7 @@ class Dataset:
             For a length below 1; when iterated, for a sequence that is longer.
         """
         size = _size(length)
-        return self._then(lambda s: sequences.packed(s, size, padding_value))
+        return self._then(lambda s: batch_streams.packed(s, size, padding_value))
 
     def bucket_by_sequence_length(
         self,
@@ -898,7 +898,7 @@ class Dataset:
             return pad_and_stack(rows, shapes or padded_shapes, padding_values)
 
         return self._then(
-            lambda s: sequences.bucketed(
+            lambda s: batch_streams.bucketed(
                 s,
                 element_length_func,
                 bounds,
@@ -951,7 +951,7 @@ class Dataset:
             Of unknown cardinality.
         """
         return choice_dataset._then(
-            lambda c, *s: joined_streams.chosen(s, c, stop_on_empty_dataset), *datasets
+            lambda c, *s: streams.chosen(s, c, stop_on_empty_dataset), *datasets
         )
 
     @staticmethod
@@ -988,7 +988,7 @@ class Dataset:
         """
         key = 0 if seed is None else int(seed)
         return datasets[0]._then(
-            lambda *s: joined_streams.sampled(s, weights, key, stop_on_empty_dataset),
+            lambda *s: streams.sampled(s, weights, key, stop_on_empty_dataset),
             *datasets[1:],
         )
 

@@ -7,14 +7,19 @@ share, see `hpcstrat.data.comparing`; or one rank runs the pipeline for all of t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from hpcstrat.data.comparing import explain_difference
+from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.iterator import (
     DistributedIterator,
     EpochPlace,
     ReducibleDataset,
+    ResumableDataset,
 )
 from hpcstrat.data.pipelines import (
     BATCH,
@@ -24,14 +29,21 @@ from hpcstrat.data.pipelines import (
     PipelinePlace,
     PipelineStep,
     Steps,
+    iterable_steps,
 )
 from hpcstrat.data.placing import Placer
+from hpcstrat.engine.arrays.kinds import as_array
 from hpcstrat.engine.channel.entries import collective
-from hpcstrat.engine.options import InputOptions, InputReplicationMode
+from hpcstrat.engine.options import (
+    AutoShardPolicy,
+    InputOptions,
+    InputReplicationMode,
+)
+from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Replicas, Tree
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["DealtDataset"]
+__all__ = ["DealtDataset", "StatefulDataset", "StreamDataset"]
 
 _NEXT = "next of a data set"
 
@@ -86,16 +98,14 @@ class DealtDataset(ReducibleDataset):
 
     def __iter__(self) -> DistributedIterator:
         """Begin an iteration; its first step starts the pipeline."""
-        return DistributedIterator(
-            self._begin(EpochPlace(self._num_iterations, 0)), self
-        )
+        return self._begin(EpochPlace(self._num_iterations, 0))
 
-    def _begin(self, position: EpochPlace) -> _DealtBatches:
+    def _begin(self, position: EpochPlace) -> DistributedIterator:
         iteration, self._num_iterations = self._num_iterations, self._num_iterations + 1
         pipeline = None
         if self._steps is not None:
             pipeline = Pipeline(self._steps, self._place, self._every, position)
-        return _DealtBatches(
+        batches = _DealtBatches(
             self._strategy,
             self._place,
             self._placer,
@@ -103,13 +113,13 @@ class DealtDataset(ReducibleDataset):
             iteration=iteration,
             position=position,
         )
+        return DistributedIterator(batches, self)
 
     def __repr__(self) -> str:
         """Show what is read, and for how many replicas."""
         return f"<{type(self).__name__} of {self._source()}, for {self._strategy!r}>"
 
     def _source(self) -> str:
-        """Say what is read."""
         return "the program's own batches"
 
 
@@ -126,9 +136,8 @@ class _DealtBatches(Iterator[Tree]):
         iteration: int,
         position: EpochPlace,
     ) -> None:
-        # The calls between replicas; for the library's own modules.
+        # The calls between replicas; `collective` asks for them.
         self.collectives = strategy.collectives
-        self._strategy = strategy
         self._place = place
         self._placer = placer
         self._pipeline = pipeline
@@ -210,3 +219,149 @@ class _DealtBatches(Iterator[Tree]):
         found = self.collectives.all_gather_object(mine, "batches compared")
         where = f"batch {self._number} of iteration {self._iteration}"
         return explain_difference(where, [one for one in found if one is not None])
+
+
+class StreamDataset(ResumableDataset, DealtDataset):
+    """Per-replica batches of a chain without random access, which can be resumed.
+
+    As `DealtDataset`. A restored iteration makes the batches before its position again,
+    and leaves them out. Where workers read parts of their own (policies FILE, OFF and
+    HINT), it goes on with the same number of workers and replicas only.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas.
+    place : PipelinePlace
+        This replica's.
+    dataset : Dataset
+        The chain.
+    options : InputOptions
+        As of `DealtDataset`.
+    """
+
+    def __init__(
+        self,
+        strategy: Replicas,
+        place: PipelinePlace,
+        dataset: Dataset,
+        options: InputOptions,
+    ) -> None:
+        super().__init__(
+            strategy, place, lambda: iterable_steps(dataset, place), options
+        )
+        self._dataset = dataset
+
+    def __iter__(self) -> DistributedIterator:
+        """Begin the next epoch, or go on where `restore_state` said."""
+        place = EpochPlace(*self._next)
+        self._begin_at(place)
+        return self._begin(place)
+
+    def _more_state(self) -> dict[str, int]:
+        parts = 1
+        if self._dataset.lineage.policy() is not AutoShardPolicy.DATA:
+            parts = self._place.num_workers * self._place.num_replicas
+        return {"num_parts": parts}
+
+    def _source(self) -> str:
+        return self._dataset.describe()
+
+
+class StatefulDataset(DealtDataset):
+    """Per-replica batches of an iterable that can save its position itself.
+
+    As `DealtDataset`. The iterable has ``state_dict`` and ``load_state_dict``, as
+    torchdata's StatefulDataLoader does. All workers read the same batches, so that its
+    position means the same on any number of replicas.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas.
+    place : PipelinePlace
+        This replica's.
+    iterable : iterable
+        Gives global batches.
+    options : InputOptions
+        As of `DealtDataset`.
+    """
+
+    def __init__(
+        self,
+        strategy: Replicas,
+        place: PipelinePlace,
+        iterable: Any,
+        options: InputOptions,
+    ) -> None:
+        super().__init__(
+            strategy, place, lambda: iterable_steps(iterable, place), options
+        )
+        self._iterable = iterable
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the iterable's position, behind the batches that were given out.
+
+        Collective over the strategy's replicas.
+
+        Returns
+        -------
+        dict
+            Of numbers, text and bytes: that of replica 0, on all.
+
+        Raises
+        ------
+        ValueError
+            Where workers read parts of their own, which have no common position.
+        """
+        mine: dict[str, Any] = {}
+        several = self._place.num_replicas > 1
+        if self._steps is not None and (self._steps.shared or not several):
+            mine = self._own_state()
+        if several:
+            found = self._strategy.collectives.all_gather_object(mine, "position")
+            mine = found[0]
+        if not mine:
+            raise ValueError(
+                "expected workers that read the same batches, so that there is one "
+                "position to save, found parts of their own; use auto-shard policy "
+                "DATA or single_pipeline=True, or leave the data set out"
+            )
+        return mine
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return the position of this replica's iterable."""
+        leaves, structure = flatten(self._iterable.state_dict())
+        arrays: list[Any] = []
+        for number, leaf in enumerate(leaves):
+            # Such as the state of a generator of random numbers, a tensor of torch's.
+            if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__"):
+                array = np.ascontiguousarray(as_array(leaf))
+                is_tensor = not isinstance(leaf, (np.ndarray, np.generic))
+                parts = [array.dtype.str, list(array.shape), array.tobytes()]
+                arrays.append([number, is_tensor, *parts])
+                leaves[number] = None
+        return {"state": unflatten(structure, leaves), "arrays": arrays}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next iteration go on where another stood.
+
+        Not collective: call it on every replica with the same state.
+
+        Parameters
+        ----------
+        state : dict
+            Of replica 0.
+        """
+        if self._steps is None:
+            return
+        leaves, structure = flatten(state["state"])
+        torch = sys.modules.get("torch")
+        for number, is_tensor, dtype, shape, data in state["arrays"]:
+            array = np.frombuffer(data, dtype).reshape(shape).copy()
+            tensor = torch is not None and is_tensor
+            leaves[number] = torch.from_numpy(array) if tensor else array  # type: ignore[union-attr]
+        self._iterable.load_state_dict(unflatten(structure, leaves))
+
+    def _source(self) -> str:
+        return f"a {type(self._iterable).__name__}"

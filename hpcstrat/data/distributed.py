@@ -11,17 +11,16 @@ from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.data.batched import Batched
 from hpcstrat.data.batches import piece, warn_of_idle
 from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.dealing import DealtDataset
-from hpcstrat.data.iterator import DistributedIterator, EpochPlace
+from hpcstrat.data.dealing import DealtDataset, StatefulDataset, StreamDataset
+from hpcstrat.data.iterator import (
+    DistributedIterator,
+    EpochPlace,
+    ResumableDataset,
+)
 from hpcstrat.data.order import ORDER_VERSION
 from hpcstrat.data.pipelines import PipelinePlace, function_steps, iterable_steps
 from hpcstrat.data.placing import Placer
 from hpcstrat.data.read_ahead import ReadAhead, read_batches_ahead, read_rows
-from hpcstrat.data.resuming import (
-    ResumableDataset,
-    StatefulDataset,
-    StreamDataset,
-)
 from hpcstrat.data.rows import Rows, in_words
 from hpcstrat.engine.html import table
 from hpcstrat.engine.options import (

@@ -15,11 +15,14 @@ from hpcstrat.engine.typing import Array, Tree
 
 __all__ = [
     "ArraySpec",
+    "CallIterator",
     "as_element",
     "batched_spec",
     "call_with",
     "made_spec",
     "merged_spec",
+    "name_of",
+    "only_shape",
     "own_element",
     "pad_and_stack",
     "require_same_structure",
@@ -50,6 +53,25 @@ class ArraySpec:
     def __repr__(self) -> str:
         """Return it as tf.TensorSpec is shown."""
         return f"ArraySpec(shape={self.shape}, dtype={self.dtype})"
+
+
+class CallIterator(Iterator[Tree]):
+    """The results of a function, which is called until it raises StopIteration.
+
+    Unlike a generator, it goes on behind any other error.
+    """
+
+    def __init__(self, step: Callable[[], Tree]) -> None:
+        self._step = step
+
+    def __next__(self) -> Tree:
+        return self._step()
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name by which ranks compare a function of the program."""
+    name: str = getattr(function, "__qualname__", type(function).__name__)
+    return name
 
 
 def as_element(value: Any) -> Tree:
@@ -88,7 +110,7 @@ def stack(elements: Sequence[Tree]) -> Tree:
 def _leaves_of_all(elements: Sequence[Tree]) -> tuple[list[tuple[Any, ...]], Any]:
     flat = [flatten(element) for element in elements]
     structure = flat[0][1]
-    for _, other in flat:
+    for _, other in flat[1:]:
         if other != structure:
             raise ValueError(
                 f"expected elements of one structure in a batch, found {structure} and "
@@ -131,13 +153,10 @@ def _per_leaf(given: Any, structure: Any, count: int, *, is_shape: bool) -> list
     if given is None:
         return [None] * count
     if count == 1 and (is_shape or not isinstance(given, (tuple, list, dict))):
-        only = given
-        while is_shape and len(only) == 1 and isinstance(only[0], (tuple, list)):
-            only = only[0]
-        return [only]
+        return [only_shape(given) if is_shape else given]
     if not is_shape and not isinstance(given, (tuple, list, dict)):
         return [given] * count
-    parts: list[Any] = list(given.values()) if isinstance(given, dict) else list(given)
+    parts = list(given)
     if isinstance(given, dict):
         parts = [given[key] for key in sorted(given)]
     if len(parts) != count:
@@ -146,6 +165,13 @@ def _per_leaf(given: Any, structure: Any, count: int, *, is_shape: bool) -> list
             f"{len(parts)}; give it in the structure {structure}"
         )
     return parts
+
+
+def only_shape(shapes: Any) -> Any:
+    """Return the shape of the only array of an element, without what is around it."""
+    while len(shapes) == 1 and isinstance(shapes[0], (tuple, list)):
+        shapes = shapes[0]
+    return shapes
 
 
 def _padded(column: Sequence[Any], wanted: Any, fill: Any) -> Array:
@@ -208,17 +234,14 @@ def _merged(column: Sequence[ArraySpec]) -> ArraySpec:
     return ArraySpec(shape, dtype)
 
 
-def made_spec(
-    elements: Iterator[Tree],
-    spec: Callable[[], Tree],
-    spec_of_made: Callable[[Tree], Tree],
-) -> Tree:
+def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
     """Return what the results of a function have in common, by calling it.
 
-    With the first elements for which it does not raise, and with one of other lengths
-    where those of their ``spec`` differ; where there are none, with arrays of ones and
-    of twos. ``spec_of_made`` calls it.
+    ``spec_of_made`` calls it with the first elements of a stage for which it does not
+    raise, and with one of other lengths where the stage's elements differ in these;
+    where there are none, with arrays of ones and of twos.
     """
+    elements = stage.iterate(0)
     found: list[Tree] = []
     first: Tree = None
     for _ in range(_MOST_PROBED):
@@ -233,7 +256,7 @@ def made_spec(
         first = element if len(found) == 1 else first
         if len(found) == _PROBED:
             break
-    known = spec()
+    known = stage.spec()
     if not found:
         found = [spec_of_made(_example(known, number)) for number in (1, 2)]
     elif any(leaf.shape and None in leaf.shape for leaf in flatten(known)[0]):

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.order import ORDER_VERSION
+from hpcstrat.data.rows import UNKNOWN
 from hpcstrat.engine.context import current
 from hpcstrat.engine.observe.timeline import traced
 from hpcstrat.engine.typing import Replicas, Tree
 from hpcstrat.errors import OutOfRangeError
 
-__all__ = ["DistributedIterator", "EpochPlace", "Optional", "ReducibleDataset"]
+__all__ = [
+    "DistributedIterator",
+    "EpochPlace",
+    "Optional",
+    "ReducibleDataset",
+    "ResumableDataset",
+]
 
 
 class Optional:
@@ -210,3 +219,125 @@ class ReducibleDataset:
             for element in self:
                 state = reduce_func(state, element)
         return state
+
+
+class ResumableDataset(ReducibleDataset):
+    """The base of distributed data sets whose iterations go on after a restore."""
+
+    _dataset: Dataset
+    # Epoch and position of the next iteration.
+    _next = (0, 0)
+    # Where the latest one stands; None before it, and after a restore.
+    _latest: EpochPlace | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of examples of an epoch, over all replicas; below 0 if not known."""
+        return UNKNOWN
+
+    @property
+    def element_spec(self) -> Tree:
+        """Shapes and dtypes of the arrays of a global batch, as ArraySpec."""
+        return self._dataset.element_spec
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest iteration, or that of the next, where it has ended.
+
+        Setting it makes the next iteration that epoch, from its beginning.
+        """
+        return self.state()["epoch"]
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        """Begin the next iteration with this epoch.
+
+        Not collective.
+
+        Parameters
+        ----------
+        value : int
+            From 0.
+        """
+        self._next, self._latest = (int(value), 0), None
+
+    def _begin_at(self, place: EpochPlace) -> None:
+        # At once, so that a loop that is left early does not repeat its epoch.
+        self._next, self._latest = (place.epoch + 1, 0), place
+
+    def state(self) -> dict[str, int]:
+        """Return where the latest iteration stands.
+
+        Not collective; the same on every replica after the same step.
+
+        Returns
+        -------
+        dict of str to int
+            ``epoch``, ``global_position`` (examples given out in it, over all replicas;
+            of a stream, steps), ``shuffle_seed``, ``num_rows`` (-2 if not known),
+            ``order_version``, and of a stream ``num_parts``.
+        """
+        epoch, position = self._next
+        if self._latest is not None:
+            epoch, position = self._latest.epoch, self._latest.position
+        return {
+            "epoch": epoch,
+            "global_position": position,
+            "shuffle_seed": self._dataset.seed,
+            "num_rows": self.num_rows,
+            "order_version": ORDER_VERSION,
+            **self._more_state(),
+        }
+
+    def _more_state(self) -> dict[str, int]:
+        """Return into how many parts the data are cut, where ranks may differ in it."""
+        return {}
+
+    def check_state(self, state: dict[str, int]) -> None:
+        """Check that a state is of this data set.
+
+        Not collective.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`, perhaps of another number of replicas.
+
+        Raises
+        ------
+        ValueError
+            If it is that of another data set, or of another division of its files.
+        """
+        own = self.state()
+        for key in ("num_rows", "shuffle_seed", *self._more_state()):
+            if int(state.get(key, 0)) != own[key]:
+                advice = "restore with the data set that was saved"
+                if key == "num_parts":
+                    advice += ", with as many ranks, as each worker reads its own files"
+                raise ValueError(
+                    f"expected the position in a data set with {key} {own[key]}, found "
+                    f"{state.get(key)}; {advice}"
+                )
+
+    def restore_state(self, state: dict[str, int]) -> None:
+        """Make the next iteration go on where another stood.
+
+        Not collective: call it on every replica with the same state.
+
+        Parameters
+        ----------
+        state : dict of str to int
+            From `state`, perhaps of another number of replicas.
+
+        Raises
+        ------
+        ValueError
+            If the state is that of another data set.
+        """
+        self.check_state(state)
+        self._next = (int(state["epoch"]), int(state["global_position"]))
+        self._latest = None
+        self._keep_order(int(state.get("order_version", 1)))
+
+    def _keep_order(self, version: int) -> None:
+        """Let an epoch that was begun by an older order go on in that."""

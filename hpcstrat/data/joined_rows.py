@@ -33,14 +33,15 @@ _Part = tuple[Rows, Places, int, Any]
 class _JoinedRows(Rows):
     """A stage each of whose rows is one of ``parents``."""
 
-    parents: Sequence[Rows]
+    def __init__(self, parents: Sequence[Rows]) -> None:
+        self.parents = parents
+        self.block_rows = min(parent.block_rows for parent in parents)
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
         """Give the places of each stage, of which there is at least one."""
         raise NotImplementedError
 
     def read(self, places: Places, epoch: int) -> Tree:
-        """Read from each stage, and put the parts together."""
         if not count_of(places):
             return self.parents[0].read(slice(0, 0), epoch)
         parts = [
@@ -50,20 +51,13 @@ class _JoinedRows(Rows):
         return _join_blocks(parts, count_of(places))
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
-        """Read from each stage."""
         found: list[Tree] = [None] * count_of(places)
         for rows, inner, own, inside in self.parts(places, epoch):
             for index, element in zip(inside, rows.elements(inner, own), strict=True):
                 found[index] = element
         return found
 
-    @property
-    def block_rows(self) -> int:
-        """The number of rows to read at once."""
-        return min(parent.block_rows for parent in self.parents)
-
     def spec(self) -> Tree:
-        """Return what all have in common."""
         return merged_spec([parent.spec() for parent in self.parents])
 
 
@@ -88,10 +82,8 @@ def _join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
                 "expected elements of one shape in a batch, found "
                 f"{' and '.join(map(str, sorted(shapes)))}; use padded_batch"
             )
-        if is_device(first):
-            whole = sys.modules["cupy"].empty((count, *first.shape[1:]), dtype)
-        else:
-            whole = np.empty((count, *first.shape[1:]), dtype)
+        library = sys.modules["cupy"] if is_device(first) else np
+        whole = library.empty((count, *first.shape[1:]), dtype)
         for inside, leaves, _ in flat:
             whole[inside] = leaves[index]
         columns.append(whole)
@@ -102,12 +94,13 @@ class RepeatedRows(_JoinedRows):
     """All rows several times; each time is an epoch of its own."""
 
     def __init__(self, parent: Rows, count: int) -> None:
-        self.parents = [parent]
+        super().__init__([parent])
+        self.origin = parent
+        self.words = f"{count} times"
         self._repetitions = count
         self.cardinality = INFINITE if count < 0 else parent.cardinality * count
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
-        """Give the places of each repetition."""
         (parent,) = self.parents
         repetitions, flat = np.divmod(as_places(places), parent.cardinality)
         for number in np.unique(repetitions):
@@ -116,28 +109,10 @@ class RepeatedRows(_JoinedRows):
             yield parent, _inner(flat[inside], places), own, inside
 
     def homes(self, places: Places, epoch: int) -> Array:
-        """Return those of each repetition."""
         found = np.empty(count_of(places), np.int64)
         for rows, inner, own, inside in self.parts(places, epoch):
             found[inside] = rows.homes(inner, own)
         return found
-
-    @property
-    def num_homes(self) -> int:
-        """The number of different rows of the other stage."""
-        return self.parents[0].num_homes
-
-    def keep(self, first: int, last: int) -> None:
-        """Tell the other stage."""
-        self.parents[0].keep(first, last)
-
-    def spec(self) -> Tree:
-        """Return the other stage's."""
-        return self.parents[0].spec()
-
-    def describe(self) -> str:
-        """Return how often they come."""
-        return f"{self.parents[0].describe()}, {self._repetitions} times"
 
 
 class ConcatenatedRows(_JoinedRows):
@@ -148,12 +123,11 @@ class ConcatenatedRows(_JoinedRows):
 
     def __init__(self, first: Rows, second: Rows) -> None:
         require_same_structure(first.spec(), second.spec())
-        self.parents = [first, second]
+        super().__init__([first, second])
         lengths = first.cardinality, second.cardinality
         self.cardinality = INFINITE if INFINITE in lengths else sum(lengths)
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
-        """Give the places of both."""
         first, second = self.parents
         border, flat = first.cardinality, as_places(places)
         is_second = (flat >= border) & (border != INFINITE)
@@ -163,7 +137,6 @@ class ConcatenatedRows(_JoinedRows):
                 yield rows, _inner(flat[inside] - offset, places), epoch, inside
 
     def describe(self) -> str:
-        """Return both."""
         first, second = self.parents
         return f"({first.describe()}, then {second.describe()})"
 
@@ -179,7 +152,7 @@ class MixedRows(_JoinedRows):
     def __init__(
         self, parents: Sequence[Rows], weights: Sequence[float] | None, seed: int
     ) -> None:
-        self.parents = list(parents)
+        super().__init__(parents)
         first, *others = (parent.spec() for parent in parents)
         for other in others:
             require_same_structure(first, other)
@@ -195,7 +168,7 @@ class MixedRows(_JoinedRows):
         if kept != (window, epoch):
             generator = generator_of(self._seed, epoch, window + 1)
             order = generator.permutation(_WINDOW_ROWS)
-            # Those of one stage in the order of that stage.
+            # The rows of each stage stay in the order of that stage.
             numbers = np.empty(_WINDOW_ROWS, np.int64)
             stages = np.searchsorted(self._ends, order, side="right")
             for index, end in enumerate(self._ends):
@@ -206,7 +179,7 @@ class MixedRows(_JoinedRows):
         return found
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
-        """Give the places of each stage, by its own epochs."""
+        """Give the places of each stage, in epochs of its own."""
         flat = as_places(places)
         windows, inside = np.divmod(flat, _WINDOW_ROWS)
         numbers = np.empty(len(flat), np.int64)
@@ -229,11 +202,9 @@ class MixedRows(_JoinedRows):
                 yield parent, rows[own], (epoch << 32) | int(repetition), mine[own]
 
     def spec(self) -> Tree:
-        """Return the specs of the first stage."""
         return self.parents[0].spec()
 
     def describe(self) -> str:
-        """Return what is mixed."""
         parts = ", ".join(
             f"{quota}/{_WINDOW_ROWS} of {parent.describe()}"
             for quota, parent in zip(self._quotas, self.parents, strict=True)
@@ -265,28 +236,20 @@ class ZippedRows(Rows):
         self.parents, self._structure = flatten(parents)
         lengths = [p.cardinality for p in self.parents if p.cardinality != INFINITE]
         self.cardinality = min(lengths, default=INFINITE)
+        self.block_rows = min(parent.block_rows for parent in self.parents)
 
     def read(self, places: Places, epoch: int) -> Tree:
-        """Read from all."""
         parts = [parent.read(places, epoch) for parent in self.parents]
         return unflatten(self._structure, parts)
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
-        """Read from all."""
         columns = [parent.elements(places, epoch) for parent in self.parents]
         return [
             unflatten(self._structure, list(row)) for row in zip(*columns, strict=True)
         ]
 
-    @property
-    def block_rows(self) -> int:
-        """The number of rows to read at once."""
-        return int(min(parent.block_rows for parent in self.parents))
-
     def spec(self) -> Tree:
-        """Return those of all."""
         return unflatten(self._structure, [parent.spec() for parent in self.parents])
 
     def describe(self) -> str:
-        """Return what they are."""
         return f"({' beside '.join(parent.describe() for parent in self.parents)})"

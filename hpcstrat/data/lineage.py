@@ -193,11 +193,11 @@ def _names(files: Sequence[str]) -> Stage:
 
 
 def _hinted(parent: Stage) -> Stage:
-    def start(_: int) -> Any:
+    def start(_elements: Any, _: int) -> Any:
         raise ValueError(
             "expected a data set that is distributed with policy HINT, found "
             "shard(SHARD_HINT, SHARD_HINT) iterated otherwise; set "
             "DatasetOptions(auto_shard_policy='HINT')"
         )
 
-    return streams.Stream(start, parent.spec, f"{parent.describe()}, sharded by hint")
+    return streams.Stream.after(parent, "sharded by hint", start)

@@ -12,15 +12,17 @@ import numpy as np
 from hpcstrat.data.batches import (
     as_batch,
     batch_length,
+    deal_elements,
+    deal_pieces,
     empty_like,
     pieces_of,
+    pour_slots,
     warn_of_idle,
 )
 from hpcstrat.data.comparing import END, Sighting, digest, show
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.iterator import EpochPlace
 from hpcstrat.data.placing import packed
-from hpcstrat.data.splitting import deal_elements, deal_pieces, pour_slots
 from hpcstrat.engine.options import AutoShardPolicy, InputContext
 from hpcstrat.engine.typing import Replicas, Tree
 

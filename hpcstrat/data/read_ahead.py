@@ -6,6 +6,7 @@ they end, too. Elements come in order; an error comes at the element that raised
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
@@ -153,11 +154,6 @@ class ReadAhead(Iterator[Tree]):
             thread.join()
 
 
-def _endless(call: Callable[[], Tree]) -> Iterator[Callable[[], Tree]]:
-    while True:
-        yield call
-
-
 def read_ahead(parent: Stage, depth: int) -> Stage:
     """Return a stage whose elements a thread makes ahead.
 
@@ -169,12 +165,12 @@ def read_ahead(parent: Stage, depth: int) -> Stage:
     def start(epoch: int) -> Iterator[Tree]:
         elements = parent.iterate(epoch)
         # One thread: an iterator has one place.
-        return ReadAhead(_endless(lambda: next(elements)), depth, 1)
+        return ReadAhead(itertools.repeat(lambda: next(elements)), depth, 1)
 
     return Stream(
+        parent.describe(),
         start,
         parent.spec,
-        parent.describe(),
         cardinality=parent.cardinality,
         size=parent.batch_size,
     )

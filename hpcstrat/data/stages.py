@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.data import batch_streams, joined_streams, streams
+from hpcstrat.data import batch_streams, streams
 from hpcstrat.data.batched import (
     Batched,
     CachedBatches,
@@ -141,12 +141,10 @@ def shuffle(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> Sta
         length = None if num_rows == INFINITE else num_rows
         return BufferedOrder(length, size, seed, epoch)
 
-    name = f"shuffled by seed {seed}"
+    words = f"shuffled by seed {seed}"
     if not is_whole:
-        name += f" through a buffer of {size}"
-    if not reshuffles:
-        name += ", always the same"
-    return ShuffledRows(parent, order, name, reshuffles=reshuffles)
+        words += f" through a buffer of {size}"
+    return ShuffledRows(parent, order, words, reshuffles=reshuffles)
 
 
 def _endless() -> ValueError:
@@ -167,11 +165,10 @@ def shuffle_blocks(
             "batch() and repeat(), or pass buffer_size"
         )
     num_rows = parent.cardinality
-    name = f"shuffled by seed {seed} in windows of {window} blocks of {block}"
     return ShuffledRows(
         parent,
         lambda epoch: BlockOrder(num_rows, block, window, seed, epoch),
-        name if reshuffles else f"{name}, always the same",
+        f"shuffled by seed {seed} in windows of {window} blocks of {block}",
         reshuffles=reshuffles,
     )
 
@@ -218,14 +215,14 @@ def concatenate(first: Stage, second: Stage) -> Stage:
     """Return the elements of one stage, and then those of another."""
     if isinstance(first, Rows) and isinstance(second, Rows):
         return ConcatenatedRows(first, second)
-    return joined_streams.concatenated(first, second)
+    return streams.concatenated(first, second)
 
 
 def zip_elements(parents: Tree) -> Stage:
     """Return elements of several stages side by side."""
     if all(isinstance(stage, Rows) for stage in flatten(parents)[0]):
         return ZippedRows(parents)
-    return joined_streams.zipped(parents)
+    return streams.zipped(parents)
 
 
 def enumerate_elements(parent: Stage, start: int) -> Stage:

@@ -9,15 +9,19 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.data.elements import (
     ArraySpec,
+    CallIterator,
     as_element,
     call_with,
     made_spec,
+    merged_spec,
+    require_same_structure,
     spec_of,
 )
 from hpcstrat.data.order import generator_of
@@ -28,18 +32,22 @@ from hpcstrat.engine.typing import Tree
 
 __all__ = [
     "END",
-    "Chained",
     "Stream",
     "buffered",
     "cached",
+    "chosen",
+    "concatenated",
     "generated",
+    "interleaved",
     "kept_errors_out",
     "mapped",
     "repeated",
+    "sampled",
     "selected",
     "strided",
     "taken_while",
     "text_lines",
+    "zipped",
 ]
 
 END = object()
@@ -54,81 +62,69 @@ class Stream(Stage):
 
     def __init__(
         self,
+        words: str,
         start: Callable[[int], Iterator[Tree]],
         spec: Callable[[], Tree],
-        name: str,
         *,
         cardinality: int = UNKNOWN,
         size: int | None = None,
     ) -> None:
+        self.words = words
         self._start = start
         self._spec = spec
-        self._name = name
         self.cardinality = cardinality
         self.batch_size = size
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
-        """Start an epoch."""
         return self._start(epoch)
 
     def spec(self) -> Tree:
-        """Return the specs."""
         return self._spec()
 
-    def describe(self) -> str:
-        """Return the name."""
-        return self._name
+    @classmethod
+    def after(
+        cls,
+        parent: Stage,
+        words: str,
+        start: Callable[[Iterator[Tree], int], Iterator[Tree]],
+        spec: Callable[[], Tree] | None = None,
+        **options: Any,
+    ) -> Stream:
+        """Return a stage that makes its iterators of another stage's, and the epoch.
 
-
-def _of_elements(
-    parent: Stage,
-    start: Callable[[int], Iterator[Tree]],
-    words: str,
-    cardinality: int = UNKNOWN,
-) -> Stream:
-    """Return a stage of elements of another one, which say in words what they are."""
-    return Stream(
-        start,
-        parent.spec,
-        f"{parent.describe()}, {words}",
-        cardinality=cardinality,
-        size=parent.batch_size,
-    )
-
-
-def probed(stage: Stage, function: Callable[..., Any]) -> Tree:
-    """Return the spec of what a function makes of a stage's elements."""
-    return made_spec(
-        stage.iterate(0),
-        stage.spec,
-        lambda element: spec_of(as_element(call_with(function, element))),
-    )
+        Its elements have the specs of that one, and its size of batches, unless
+        ``spec`` says other ones.
+        """
+        if spec is None:
+            options["size"] = parent.batch_size
+        made = cls(
+            words,
+            lambda epoch: start(parent.iterate(epoch), epoch),
+            spec or parent.spec,
+            **options,
+        )
+        made.parents = [parent]
+        return made
 
 
 def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Stream:
     """Return what a function makes of each element."""
 
-    def start(epoch: int) -> Iterator[Tree]:
-        numbers = iter(range(1 << 62))
-
-        def make(element: Tree) -> Tree:
-            if seed is None:
-                return as_element(call_with(function, element))
-            rng = generator_of(seed, epoch, next(numbers))
-            return as_element(call_with(function, element, rng=rng))
-
-        return map(make, parent.iterate(epoch))
-
-    def spec() -> Tree:
+    def made(element: Tree, epoch: int, number: int) -> Tree:
         if seed is None:
-            return probed(parent, function)
-        rng = generator_of(seed, 0, 0)
-        return probed(parent, lambda *parts: function(*parts, rng=rng))
+            return as_element(call_with(function, element))
+        rng = generator_of(seed, epoch, number)
+        return as_element(call_with(function, element, rng=rng))
 
-    return Stream(
+    def start(elements: Iterator[Tree], epoch: int) -> Iterator[Tree]:
+        # No generator, which an error would end.
+        return map(made, elements, itertools.repeat(epoch), itertools.count())
+
+    return Stream.after(
+        parent,
+        "mapped",
         start,
-        spec,
-        f"{parent.describe()}, mapped",
+        lambda: made_spec(parent, lambda element: spec_of(made(element, 0, 0))),
         cardinality=parent.cardinality,
     )
 
@@ -157,18 +153,10 @@ def generated(
         return unflatten(structure, list(map(_typed, leaves, wanted)))
 
     def spec() -> Tree:
-        if signature is not None:
-            return signature
-        return probed(Stream(start, spec, ""), _same)
+        return made_spec(stream, spec_of) if signature is None else signature
 
-    def start(_: int) -> Iterator[Tree]:
-        return map(convert, iter(function(*args)))
-
-    return Stream(start, spec, "a generator")
-
-
-def _same(*parts: Tree) -> Tree:
-    return parts if len(parts) != 1 else parts[0]
+    stream = Stream("a generator", lambda _: map(convert, iter(function(*args))), spec)
+    return stream
 
 
 def _typed(leaf: Any, spec: Any) -> Any:
@@ -190,91 +178,77 @@ def _typed(leaf: Any, spec: Any) -> Any:
     return leaf.astype(dtype, copy=False)
 
 
-class _Buffered(Iterator[Tree]):
-    """Elements in the order of tf.data's shuffle."""
-
-    def __init__(self, elements: Iterator[Tree], size: int | None, key: Any) -> None:
-        self._elements = elements
-        self._size = size
-        self._buffer: list[Tree] = []
-        self._generator = generator_of(*key)
-        self._is_open = True
-
-    def __next__(self) -> Tree:
-        while self._is_open and (self._size is None or len(self._buffer) < self._size):
-            element = next(self._elements, END)
-            if element is END:
-                self._is_open = False
-            else:
-                self._buffer.append(element)
-        if not self._buffer:
-            raise StopIteration
-        place = int(self._generator.integers(len(self._buffer)))
-        element = self._buffer[place]
-        self._buffer[place] = self._buffer[-1]
-        self._buffer.pop()
-        return element
-
-
 def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> Stream:
     """Return the elements shuffled through a buffer of a size, or of all."""
 
-    def start(epoch: int) -> Iterator[Tree]:
-        key = seed, epoch if reshuffles else 0
-        return _Buffered(parent.iterate(epoch), size, key)
+    def start(elements: Iterator[Tree], epoch: int) -> Iterator[Tree]:
+        buffer: list[Tree] = []
+        generator = generator_of(seed, epoch if reshuffles else 0)
+        is_open = True
 
-    return _of_elements(parent, start, f"shuffled by seed {seed}", parent.cardinality)
+        def step() -> Tree:
+            nonlocal is_open
+            while is_open and (size is None or len(buffer) < size):
+                element = next(elements, END)
+                if element is END:
+                    is_open = False
+                else:
+                    buffer.append(element)
+            if not buffer:
+                raise StopIteration
+            place = int(generator.integers(len(buffer)))
+            buffer[place], buffer[-1] = buffer[-1], buffer[place]
+            return buffer.pop()
 
+        return CallIterator(step)
 
-class _KeptErrorsOut(Iterator[Tree]):
-    def __init__(self, elements: Iterator[Tree], logs: bool) -> None:
-        self._elements = elements
-        self._logs = logs
-
-    def __next__(self) -> Tree:
-        while True:
-            try:
-                return next(self._elements)
-            except StopIteration:
-                raise
-            except Exception as error:
-                if self._logs:
-                    get_logger("data").warning("left out an element: %r", error)
+    words = f"shuffled by seed {seed}"
+    return Stream.after(parent, words, start, cardinality=parent.cardinality)
 
 
 def kept_errors_out(parent: Stage, logs: bool) -> Stream:
     """Return the elements that can be made; with logs, warn of the others."""
-    return _of_elements(
-        parent,
-        lambda epoch: _KeptErrorsOut(parent.iterate(epoch), logs),
-        "without errors",
-    )
+
+    def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
+        def step() -> Tree:
+            while True:
+                try:
+                    return next(elements)
+                except StopIteration:
+                    raise
+                except Exception as error:
+                    if logs:
+                        get_logger("data").warning("left out an element: %r", error)
+
+        return CallIterator(step)
+
+    return Stream.after(parent, "without errors", start)
 
 
-class Chained(Iterator[Tree]):
-    """The elements of iterators, one behind the other.
+def _chained(
+    iterators: Iterator[Iterator[Tree]], *, ends_if_empty: bool = False
+) -> Iterator[Tree]:
+    """Give the elements of iterators, one behind the other.
 
     ``ends_if_empty``: where the first of them have none, it does not go on for ever.
     """
+    elements: Iterator[Tree] | None = None
+    is_empty = ends_if_empty
 
-    def __init__(
-        self, iterators: Iterator[Iterator[Tree]], *, ends_if_empty: bool = False
-    ) -> None:
-        self._iterators = iterators
-        self._elements: Iterator[Tree] | None = None
-        self._is_empty = ends_if_empty
-
-    def __next__(self) -> Tree:
+    def step() -> Tree:
+        nonlocal elements, is_empty
         while True:
-            if self._elements is None:
-                self._elements = next(self._iterators)
-            element = next(self._elements, END)
+            if elements is None:
+                elements = next(iterators)
+            element = next(elements, END)
             if element is not END:
-                self._is_empty = False
+                is_empty = False
                 return element
-            self._elements = None
-            if self._is_empty:
+            elements = None
+            if is_empty:
                 raise StopIteration
+
+    return CallIterator(step)
 
 
 def repeated(parent: Stage, count: int) -> Stream:
@@ -285,133 +259,290 @@ def repeated(parent: Stage, count: int) -> Stream:
         cardinality = 0
 
     def start(epoch: int) -> Iterator[Tree]:
-        def elements(number: int) -> Iterator[Tree]:
-            return parent.iterate(epoch_of_repetition(epoch, count, number))
-
         numbers = itertools.count() if count < 0 else range(count)
-        return Chained(map(elements, numbers), ends_if_empty=True)
+        epochs = (epoch_of_repetition(epoch, count, number) for number in numbers)
+        return _chained(map(parent.iterate, epochs), ends_if_empty=True)
 
-    return _of_elements(parent, start, f"{count} times", cardinality)
-
-
-class _Strided(Iterator[Tree]):
-    """Every ``step``-th element from ``first``, at most ``count``."""
-
-    def __init__(
-        self, elements: Iterator[Tree], first: int, step: int, count: int | None
-    ) -> None:
-        self._elements = elements
-        self._wait = first
-        self._step = step
-        self._left = count
-
-    def __next__(self) -> Tree:
-        if self._left == 0:
-            raise StopIteration
-        while self._wait:
-            self._wait -= 1
-            next(self._elements)
-        element = next(self._elements)
-        self._wait = self._step - 1
-        if self._left is not None:
-            self._left -= 1
-        return element
+    made = Stream(
+        f"{count} times",
+        start,
+        parent.spec,
+        cardinality=cardinality,
+        size=parent.batch_size,
+    )
+    made.parents = [parent]
+    return made
 
 
 def strided(
     parent: Stage, first: int, step: int, count: int | None, cardinality: int
 ) -> Stream:
     """Return every ``step``-th element from ``first``: take, skip and shard."""
-    return _of_elements(
-        parent,
-        lambda epoch: _Strided(parent.iterate(epoch), first, step, count),
-        f"of these every {step} from {first}, at most {count}",
-        cardinality,
-    )
 
+    def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
+        wait, left = first, count
 
-class _Cache:
-    """Elements of epoch 0, made once."""
+        def next_one() -> Tree:
+            nonlocal wait, left
+            if left == 0:
+                raise StopIteration
+            while wait:
+                wait -= 1
+                next(elements)
+            element = next(elements)
+            wait = step - 1
+            if left is not None:
+                left -= 1
+            return element
 
-    def __init__(self, parent: Stage) -> None:
-        self._parent = parent
-        self._elements: Iterator[Tree] | None = None
-        self._kept: list[Tree] = []
-        self._lock = threading.Lock()
+        return CallIterator(next_one)
 
-    def element(self, number: int) -> Tree:
-        """Return an element; raises StopIteration at the end."""
-        with self._lock:
-            if self._elements is None:
-                self._elements = self._parent.iterate(0)
-            while number >= len(self._kept):
-                self._kept.append(next(self._elements))
-            return tree_map(lambda leaf: leaf.copy(), self._kept[number])
-
-
-class _FromCache(Iterator[Tree]):
-    def __init__(self, cache: _Cache) -> None:
-        self._cache = cache
-        self._number = 0
-
-    def __next__(self) -> Tree:
-        element = self._cache.element(self._number)
-        self._number += 1
-        return element
+    words = f"of these every {step} from {first}, at most {count}"
+    return Stream.after(parent, words, start, cardinality=cardinality)
 
 
 def cached(parent: Stage) -> Stream:
-    """Return the elements of epoch 0, kept in memory."""
-    cache = _Cache(parent)
-    return _of_elements(
-        parent, lambda _: _FromCache(cache), "cached", parent.cardinality
-    )
+    """Return the elements of epoch 0, made once and kept in memory."""
+    kept: list[Tree] = []
+    source: Iterator[Tree] | None = None
+    lock = threading.Lock()
+
+    def start(_elements: Iterator[Tree], _: int) -> Iterator[Tree]:
+        number = 0
+
+        def step() -> Tree:
+            nonlocal source, number
+            with lock:
+                if source is None:
+                    source = parent.iterate(0)
+                while number >= len(kept):
+                    kept.append(next(source))
+                found = kept[number]
+            number += 1
+            return tree_map(lambda leaf: leaf.copy(), found)
+
+        return CallIterator(step)
+
+    return Stream.after(parent, "cached", start, cardinality=parent.cardinality)
+
+
+def _picked(
+    parent: Stage, words: str, pick: Callable[..., Any], function: Callable[..., Any]
+) -> Stream:
+    def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
+        found: Iterator[Tree] = pick(
+            lambda each: bool(call_with(function, each)), elements
+        )
+        return found
+
+    return Stream.after(parent, words, start)
 
 
 def selected(parent: Stage, function: Callable[..., Any]) -> Stream:
     """Return the elements for which a function is true."""
-    return _of_elements(
-        parent,
-        lambda epoch: filter(
-            lambda element: bool(call_with(function, element)), parent.iterate(epoch)
-        ),
-        "filtered",
-    )
+    return _picked(parent, "filtered", filter, function)
 
 
 def taken_while(parent: Stage, function: Callable[..., Any]) -> Stream:
     """Return the elements up to the first for which a function is false."""
-    return _of_elements(
-        parent,
-        lambda epoch: itertools.takewhile(
-            lambda element: bool(call_with(function, element)), parent.iterate(epoch)
-        ),
-        "up to a condition",
-    )
-
-
-class _Lines(Iterator[Tree]):
-    """Lines of files, one file behind the other."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = deque(paths)
-        self._lines: deque[str] = deque()
-        self._file: Any = None
-
-    def __next__(self) -> Tree:
-        while True:
-            if self._file is None:
-                if not self._paths:
-                    raise StopIteration
-                self._file = open(self._paths.popleft(), encoding="utf-8", newline="")  # noqa: SIM115
-            line = self._file.readline()
-            if line:
-                return np.str_(line.rstrip("\r\n"))
-            self._file.close()
-            self._file = None
+    return _picked(parent, "up to a condition", itertools.takewhile, function)
 
 
 def text_lines(paths: Sequence[str]) -> Stream:
-    """Return the lines of files without their ends."""
+    """Return the lines of files without their ends, one file behind the other."""
+
+    def start(_: int) -> Iterator[Tree]:
+        left = deque(paths)
+        file: Any = None
+
+        def step() -> Tree:
+            nonlocal file
+            while True:
+                if file is None:
+                    if not left:
+                        raise StopIteration
+                    file = open(left.popleft(), encoding="utf-8", newline="")  # noqa: SIM115
+                if line := file.readline():
+                    return np.str_(line.rstrip("\r\n"))
+                file.close()
+                file = None
+
+        return CallIterator(step)
+
     spec = ArraySpec((), np.dtype(np.str_))
-    return Stream(lambda _: _Lines(paths), lambda: spec, f"lines of {len(paths)} files")
+    return Stream(f"lines of {len(paths)} files", start, lambda: spec)
+
+
+def interleaved(
+    parent: Stage,
+    function: Callable[..., Any],
+    as_stage: Callable[[Any], Stage],
+    cycle_length: int,
+    block_length: int,
+) -> Stream:
+    """Return the elements of the data sets that a function makes of each element.
+
+    Blocks of them come in turn, by tf.data's algorithm: a slot whose data set ends is
+    passed on, and filled anew when its turn comes again.
+    """
+
+    def made(element: Tree) -> Stage:
+        return as_stage(call_with(function, element))
+
+    def start(elements: Iterator[Tree], epoch: int) -> Iterator[Tree]:
+        slots: list[Iterator[Tree] | None] = [None] * cycle_length
+        slot = given = 0
+        is_open = True
+
+        def step() -> Tree:
+            nonlocal slot, given, is_open
+            while is_open or any(each is not None for each in slots):
+                current = slots[slot]
+                if current is None and is_open:
+                    source = next(elements, END)
+                    if source is END:
+                        is_open = False
+                    else:
+                        slots[slot] = made(source).iterate(epoch)
+                    continue
+                element = END if current is None else next(current, END)
+                given += 1
+                if element is END:
+                    slots[slot] = None
+                if element is END or given == block_length:
+                    slot, given = (slot + 1) % cycle_length, 0
+                if element is not END:
+                    return element
+            raise StopIteration
+
+        return CallIterator(step)
+
+    return Stream.after(
+        parent,
+        "interleaved",
+        start,
+        lambda: made_spec(parent, lambda element: made(element).spec()),
+    )
+
+
+def _chosen(
+    choices: Iterator[Any], sources: Sequence[Iterator[Tree]], stop_on_empty: bool
+) -> Iterator[Tree]:
+    """Give elements of several iterators, each time of that which a number names."""
+    left: list[Iterator[Tree] | None] = list(sources)
+
+    def step() -> Tree:
+        while any(source is not None for source in left):
+            number = int(next(choices))
+            if not 0 <= number < len(left):
+                raise ValueError(
+                    f"expected the number of one of {len(left)} data sets, found "
+                    f"{number}; change the choices"
+                )
+            source = left[number]
+            if source is None:
+                continue
+            element = next(source, END)
+            if element is not END:
+                return element
+            left[number] = None
+            if stop_on_empty:
+                left[:] = [None] * len(left)
+        raise StopIteration
+
+    return CallIterator(step)
+
+
+def _same_spec(parents: Sequence[Stage]) -> Callable[[], Tree]:
+    specs = [parent.spec() for parent in parents]
+    for spec in specs[1:]:
+        require_same_structure(specs[0], spec)
+    return lambda: merged_spec(specs)
+
+
+def _listed(parents: Sequence[Stage], between: str = ", ") -> str:
+    return between.join(parent.describe() for parent in parents)
+
+
+def chosen(parents: Sequence[Stage], choices: Stage, stop_on_empty: bool) -> Stream:
+    """Return elements of several data sets, each time of that which a number names."""
+
+    def start(epoch: int) -> Iterator[Tree]:
+        sources = [parent.iterate(epoch) for parent in parents]
+        return _chosen(choices.iterate(epoch), sources, stop_on_empty)
+
+    return Stream(f"a choice of ({_listed(parents)})", start, _same_spec(parents))
+
+
+def sampled(
+    parents: Sequence[Stage],
+    weights: Sequence[float] | None,
+    seed: int,
+    stop_on_empty: bool,
+) -> Stream:
+    """Return elements of several data sets, drawn by weights."""
+    shares = np.ones(len(parents)) if weights is None else np.array(weights, float)
+    if shares.shape != (len(parents),) or (shares < 0).any() or not shares.sum() > 0:
+        raise ValueError(
+            f"expected a weight >= 0 for each of {len(parents)} data sets, found "
+            f"{weights}; change the weights"
+        )
+    # One of weight 0 would be waited for when the others have ended.
+    drawn = [p for p, share in zip(parents, shares, strict=True) if share > 0]
+    positive = shares[shares > 0]
+    ends = np.cumsum(positive / np.sum(positive))
+
+    def start(epoch: int) -> Iterator[Tree]:
+        generator = generator_of(seed, epoch)
+        draws = iter(generator.random, None)
+        numbers = (np.searchsorted(ends, draw, side="right") for draw in draws)
+        # Rounded, the last of the ends may be below 1.
+        choices = (min(int(number), len(ends) - 1) for number in numbers)
+        sources = [parent.iterate(epoch) for parent in drawn]
+        return _chosen(choices, sources, stop_on_empty)
+
+    return Stream(f"a sample of ({_listed(parents)})", start, _same_spec(parents))
+
+
+def zipped(parents: Tree) -> Stream:
+    """Return elements of several stages side by side, as many as the shortest has."""
+    stages, structure = flatten(parents)
+    lengths = [stage.cardinality for stage in stages]
+    known = [length for length in lengths if length >= 0]
+    # The shortest may be one whose elements were not counted.
+    shortest = UNKNOWN if UNKNOWN in lengths else min(known, default=INFINITE)
+
+    def start(epoch: int) -> Iterator[Tree]:
+        rows = zip(*(stage.iterate(epoch) for stage in stages), strict=False)
+        return map(partial(unflatten, structure), map(list, rows))
+
+    return Stream(
+        f"({_listed(stages, ' beside ')})",
+        start,
+        lambda: unflatten(structure, [stage.spec() for stage in stages]),
+        cardinality=shortest,
+    )
+
+
+def concatenated(first: Stage, second: Stage) -> Stream:
+    """Return the elements of one stage, and then those of another."""
+    both = [first, second]
+    lengths = [stage.cardinality for stage in both]
+    cardinality = min(lengths) if min(lengths) < 0 else sum(lengths)
+    if INFINITE in lengths:
+        cardinality = INFINITE
+    sizes = {stage.batch_size for stage in both}
+
+    def start(epoch: int) -> Iterator[Tree]:
+        def elements(stage: Stage) -> Iterator[Tree]:
+            return stage.iterate(epoch)
+
+        return _chained(map(elements, both))
+
+    return Stream(
+        f"({_listed(both, ', then ')})",
+        start,
+        _same_spec(both),
+        cardinality=cardinality,
+        size=sizes.pop() if len(sizes) == 1 else None,
+    )

@@ -204,7 +204,6 @@ class FileRows(Rows):
         return tree
 
     def describe(self) -> str:
-        """Return number and types of the rows."""
         kinds = ", ".join(
             f"{name} {column.dtype}{list(column.shape)}"
             for name, column in self._parts[0].columns.items()

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.data.batches import piece, warn_of_idle
-from hpcstrat.data.splitting import slot_sizes
+from hpcstrat.data.batches import piece, slot_sizes, warn_of_idle
 from tests.mpi.ranks.dealing import epoch_rows, flat, rows_of
 from tests.mpi.ranks.effort import SHORT, examples
 from tests.mpi.ranks.outcomes import assert_only_one_failed, assert_usable, outcome
