@@ -266,7 +266,7 @@ def test_a_place_is_copied_to_before_the_next_is_locked(
     assert events.count("lock") == 1
 
 
-def test_where_pages_cannot_be_locked_a_buffer_serves(
+def test_where_pages_cannot_be_locked_copies_are_waited_for(
     strategy: Any, folder: Path, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(array: Any) -> None:
@@ -280,7 +280,6 @@ def test_where_pages_cannot_be_locked_a_buffer_serves(
 
     logger, handler = hs.get_logger("device"), Collector(logging.INFO)
     monkeypatch.setattr(transfers, "register_host", refuse)
-    monkeypatch.setattr(transfers, "_HALF_BYTES", 300_000)
     monkeypatch.setattr(transfers._RefusalTold, "refusal", False)
     level = logger.level
     logger.addHandler(handler)

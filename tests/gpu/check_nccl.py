@@ -45,10 +45,16 @@ def crew() -> Iterator[Team]:
     yield from shared_team("nccl")
 
 
+def _connected(crew: Team) -> NcclGroup:
+    group = NcclGroup(crew.topology.mpi, crew.topology.replica_comm, crew.lane)
+    _awaited(crew, group.connect())
+    return group
+
+
 @pytest.fixture(scope="module")
 def transport(crew: Team) -> Iterator[Any]:
     """Yield the transport, whose communicator is made once."""
-    made = NcclTransport(crew.topology, crew.lane)
+    made = NcclTransport(_connected(crew), crew.lane)
     yield made
     made.close()
 
@@ -197,9 +203,9 @@ class _NoThread(threading.Thread):
         raise RuntimeError("can't start new thread")
 
 
-def _awaited(crew: Team, steps: WaitSteps, call: Any) -> None:
+def _awaited(crew: Team, steps: WaitSteps) -> None:
     for awaited in steps:
-        crew.channel.wait(awaited, call)
+        crew.channel.wait(awaited, describe_call("test of NCCL"))
 
 
 @pytest.mark.parametrize("where", ["library", "communicator", "thread"])
@@ -227,18 +233,13 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(
             raise RuntimeError("no route" if last else "another rank has failed")
 
         monkeypatch.setattr(nccl, "NcclCommunicator", _fails)
-    transport = NcclTransport(crew.topology, crew.lane)
-    reduction = Reduction([("float32", 10)], 1)
-    work = reduction.work(crew.size, *reduction.arrays(crew.rank), waits=True)
-    steps = transport.connect(work, crew.channel)
+    group = NcclGroup(crew.topology.mpi, crew.topology.replica_comm, crew.lane)
     found = crew.topology.replica_comm.bcast(found, root=crew.size - 1)
     with pytest.raises(EveryRankError, match=rf"{found}.*NCCL_DEBUG=INFO"):
-        _awaited(crew, steps, work.call)
+        _awaited(crew, group.connect())
     monkeypatch.undo()
     # All are at the same point: the next calls serve.
-    good = NcclTransport(crew.topology, crew.lane)
-    _awaited(crew, good.connect(work, crew.channel), work.call)
-    good.close()
+    _connected(crew).close()
 
 
 def _goes_without_nccl(crew: Team, comm: Any, why: str, **options: Any) -> None:
@@ -406,7 +407,7 @@ def test_an_error_of_nccl_says_what_to_do(lane: Lane) -> None:
     with pytest.raises(hs.CollectiveError, match=r"SYSTEM_ERROR.*NCCL_DEBUG=INFO"):
         group.all_reduce([], lane)
     group.abandon()
-    assert not group.connected
+    assert group._comm is None
 
 
 class _Failed:
@@ -448,7 +449,9 @@ def test_an_error_of_nccl_is_found_while_calls_do_not_end(
 @pytest.mark.parametrize("mean", [False, True])
 def test_one_rank_alone_goes_the_same_way(lane: Lane, mean: bool) -> None:
     """Which is what a machine with one GPU can test."""
-    transport = NcclTransport(None, lane)
+    group = NcclGroup(None, None, lane)
+    _alone(group.connect())
+    transport = NcclTransport(group, lane)
     kinds = [("float32", 1000), ("float16", 7), ("complex64", 65), ("int8", 9)]
     reduction = Reduction(kinds, 2, mean=mean)
     sources, results = reduction.arrays(0)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcstrat.engine.gpu.transports.device_reduction import reduce_on_device
-from hpcstrat.engine.gpu.transports.mpi_sums import Limits
-from hpcstrat.engine.gpu.transports.mpi_transport import MpiTransport
+from hpcstrat.engine.gpu.transports.mpi_transport import Limits, MpiTransport
 from tests.gpu.driving import (
     KINDS,
     Reduction,
@@ -28,15 +27,10 @@ from tests.mpi.ranks.effort import seeds
 _ALWAYS = 1 << 40
 LIMITS = {
     "default": Limits(),
-    "doubling": Limits(doubling_bytes=_ALWAYS),
-    "halving": Limits(doubling_bytes=0, segment_bytes=_ALWAYS),
-    "ring": Limits(doubling_bytes=0, segment_bytes=0),
-    "ring_of_chunks": Limits(
-        doubling_bytes=0, segment_bytes=0, chunk_bytes=256, in_flight=3
-    ),
-    "ring_one_by_one": Limits(
-        doubling_bytes=0, segment_bytes=0, chunk_bytes=640, in_flight=1
-    ),
+    "doubling": Limits(segment_bytes=_ALWAYS),
+    "ring": Limits(segment_bytes=0),
+    "ring_of_chunks": Limits(segment_bytes=0, chunk_bytes=256, in_flight=3),
+    "ring_one_by_one": Limits(segment_bytes=0, chunk_bytes=640, in_flight=1),
 }
 
 

@@ -92,12 +92,16 @@ def shared_team(
 
 def require_here(transport: str, size: int) -> None:
     """Skip where a transport cannot serve so many ranks on the GPUs of this process."""
+    if reason := why_not_here(transport, size):
+        pytest.skip(reason)
+
+
+def why_not_here(transport: str, size: int) -> str:
+    """Say why a transport cannot serve so many ranks on the GPUs of this process."""
     import cupy
 
     gpus = cupy.cuda.runtime.getDeviceCount()
-    reason = why_not(transport, size, gpus, standin=hasattr(cupy, "_standin"))
-    if reason:
-        pytest.skip(reason)
+    return why_not(transport, size, gpus, standin=hasattr(cupy, "_standin"))
 
 
 def values(kind: tuple[str, int], replica: int, seed: int) -> Any:

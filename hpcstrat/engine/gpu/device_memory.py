@@ -23,6 +23,9 @@ __all__ = [
 _SMALLEST_BYTES = 64 << 10
 _LARGE_BYTES = 8 << 20
 
+# Memory that MPI, or a kernel, may still use after the death of a rank.
+_abandoned: list[Any] = []
+
 
 def memory_at(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return an array over memory of a GPU that another library has allocated.
@@ -113,14 +116,13 @@ class Buffers:
             kept = self._kept[key] = self._make(rounded(nbytes))
         return kept
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in all."""
-        return sum(kept.nbytes for kept in self._kept.values())
-
     def clear(self) -> None:
         """Let go of all memory; no work that uses it may be under way."""
         self._kept.clear()
+
+    def abandon(self) -> None:
+        """Leave the memory to the end of the process: a rank has died."""
+        _abandoned.append(self._kept)
 
 
 def rounded(nbytes: int) -> int:

@@ -1,23 +1,20 @@
-// Copies between arrays and a contiguous buffer, and sums of buffers in a fixed order.
+// Copies between arrays and a contiguous buffer, and the sum of two arrays.
 //
-// Any number of arrays is served by one launch. They lie one behind the other in the
-// buffer, which is cut into chunks of equal size; a block does one chunk at a time, and
-// finds the arrays in it by bisection. Where an array and its part of the buffer begin
-// at the same place of a 16-byte word, whole words are moved.
+// One launch serves many arrays, which lie one behind the other in the buffer. The buffer
+// is cut into chunks of equal size; a block copies one chunk at a time, and finds the
+// arrays in it by bisection. Where an array and its part of the buffer begin at the same
+// place of a 16-byte word, whole words are moved.
 //
-// STORED is the type of the arrays, WIRE that of the buffer; kernels.py defines them, and
-// puts singles.cu before this.
+// STORED is the type of the arrays, WIRE that of the buffer; kernels.py defines both.
 //
-// Sums are taken in the order of their terms, and nothing is contracted, so that all
-// ranks find the same bits. Quotients are rounded as NumPy rounds them.
+// The compiler contracts no product and sum, so that all ranks get the same bits.
+// Quotients are rounded as NumPy rounds them.
 
 typedef long long Index;
 typedef unsigned long long Address;
 typedef unsigned int Word;
 
-#define MOST_TERMS 32
-#define FEW_SPANS 24
-#define MANY_SPANS 208
+#define MOST_SPANS 208
 #define BATCH 4
 #define CROWD 8
 
@@ -27,30 +24,60 @@ typedef unsigned int Word;
 #define UNROLL
 #endif
 
-// Where the arrays begin in the buffer, and at the end where the last one ends; and
-// their addresses.
-template <int SPANS> struct Spans {
-    Index count;
-    Index starts[SPANS + 1];
-    Address arrays[SPANS];
+// ---- Numbers of single precision, with those below the normal range
+
+// CuPy compiles with -ftz=true, behind all options of ours (cupy/cupy issue 9576): then
+// each operation on floats takes such numbers for zero. Instructions of PTX do what they
+// say: "subnormal numbers are supported" without .ftz (PTX ISA, section "add").
+#ifdef __CUDACC_RTC__
+#define SINGLE(name, symbol, instruction)                                              \
+    __device__ inline float name(float one, float other) {                             \
+        float result;                                                                  \
+        asm(instruction " %0, %1, %2;" : "=f"(result) : "f"(one), "f"(other));         \
+        return result;                                                                 \
+    }
+#else
+#define SINGLE(name, symbol, instruction)                                              \
+    inline float name(float one, float other) { return one symbol other; }
+#endif
+
+SINGLE(single_sum, +, "add.rn.f32")
+SINGLE(single_difference, -, "sub.rn.f32")
+SINGLE(single_product, *, "mul.rn.f32")
+SINGLE(single_quotient, /, "div.rn.f32")
+
+struct Float {
+    float value;
+
+    Float() = default;
+    template <class T> __device__ Float(T number) : value((float)number) {}
 };
 
-typedef Spans<FEW_SPANS> FewSpans;
-typedef Spans<MANY_SPANS> ManySpans;
+__device__ inline Float operator+(Float one, Float other) {
+    return single_sum(one.value, other.value);
+}
 
-struct LongSpans {
+__device__ inline Float operator-(Float one, Float other) {
+    return single_difference(one.value, other.value);
+}
+
+__device__ inline Float operator*(Float one, Float other) {
+    return single_product(one.value, other.value);
+}
+
+__device__ inline Float operator/(Float one, Float other) {
+    return single_quotient(one.value, other.value);
+}
+
+// ---- Other types
+
+// The parts of the buffer that one launch copies, which are called spans. They lie one
+// behind the other: `starts` says where each begins in the buffer, and at last where the
+// buffer ends. `arrays` has the address of each span in its array.
+struct Spans {
     Index count;
-    const Index* starts;
-    const Address* arrays;
-};
-
-// One buffer in `parts` segments, which begin at these elements of it; or, in one part,
-// the sum of `terms` buffers.
-struct Buffers {
-    Index parts;
-    Index terms;
-    Index firsts[MOST_TERMS + 1];
-    Address pointers[MOST_TERMS];
+    Index starts[MOST_SPANS + 1];
+    Address arrays[MOST_SPANS];
 };
 
 struct Half {
@@ -284,7 +311,7 @@ template <class T> struct Quotient<Complex<T> > {
 
 // ---- Moving one part of one array
 
-// Elements of an array.
+// A source of values: the elements of an array.
 template <class T> struct Plain {
     typedef T Value;
     Address begin;
@@ -298,34 +325,25 @@ template <class T> struct Plain {
     }
 };
 
-// Elements of a sum of buffers, from `at` on; of one alone, its elements.
-template <class T> struct Sum {
+// A source of values: the sums of two arrays, element by element.
+template <class T> struct Pair {
     typedef T Value;
-    const Address* pointers;
-    int terms;
-    Index at;
+    Plain<T> one, other;
 
     template <int LANES> __device__ Group<T, LANES> get(Index index) const {
         typedef Group<T, LANES> Some;
-        Index shift = (at + index) * (Index)sizeof(T);
-        Some sum = *(const Some*)(pointers[0] + shift);
-        for (int term = 1; term < terms; ++term) {
-            Some more = *(const Some*)(pointers[term] + shift);
-            UNROLL
-            for (int k = 0; k < Some::COUNT; ++k)
-                sum.lane[k] = added(sum.lane[k], more.lane[k]);
-        }
+        Some sum = one.template get<LANES>(index);
+        const Some more = other.template get<LANES>(index);
+        UNROLL
+        for (int k = 0; k < Some::COUNT; ++k)
+            sum.lane[k] = added(sum.lane[k], more.lane[k]);
         return sum;
     }
 
-    // How many elements before the place of the first one lie in its word; -1 where
-    // that differs between the buffers.
+    // -1 where the two begin at different places of their words.
     template <int LANES> __device__ int offset() const {
-        const Address mask = sizeof(T) * LANES - 1;
-        Address first = pointers[0] + (Address)at * sizeof(T), odd = 0;
-        for (int term = 1; term < terms; ++term)
-            odd |= (pointers[term] ^ pointers[0]) & mask;
-        return odd ? -1 : place_of<T, LANES>(first);
+        const int first = one.template offset<LANES>();
+        return first == other.template offset<LANES>() ? first : -1;
     }
 };
 
@@ -373,15 +391,14 @@ __device__ void move(T* out, const Source& source, Index count,
         put(out, i, source.template get<0>(i), quotient);
 }
 
-// ---- Walks over the spans of a call
+// ---- Copies of all spans of a launch
 
 // The last of the spans, from `low` on, that begins at an element or before.
-template <class Table>
-__device__ inline Index span_of(const Table& table, Index element, Index low) {
-    Index high = table.count;
+__device__ inline Index span_of(const Spans& spans, Index element, Index low) {
+    Index high = spans.count;
     while (high - low > 1) {
         Index middle = (low + high) / 2;
-        if (table.starts[middle] <= element)
+        if (spans.starts[middle] <= element)
             low = middle;
         else
             high = middle;
@@ -389,115 +406,61 @@ __device__ inline Index span_of(const Table& table, Index element, Index low) {
     return low;
 }
 
-template <class Table>
-__device__ inline bool is_crowded(const Table& table, Index span, Index end) {
-    Index next = span + CROWD < table.count ? span + CROWD : table.count;
-    return table.starts[next] < end;
+__device__ inline bool is_crowded(const Spans& spans, Index span, Index end) {
+    Index next = span + CROWD < spans.count ? span + CROWD : spans.count;
+    return spans.starts[next] < end;
 }
 
-template <class W, class T, class Table>
-__device__ void pack_all(const Table& table, Address out, Index chunk) {
-    const Quotient<T> nothing(0);
-    W* buffer = (W*)out;
-    Index total = table.starts[table.count];
+// Copies from the arrays to the buffer, or from the buffer to the arrays.
+template <class Out, class In, bool PACKS>
+__device__ void copy_all(const Spans& spans, Address buffer, Index divisor,
+                         Index chunk) {
+    const Quotient<In> quotient(divisor);
+    const Index array_size = PACKS ? sizeof(In) : sizeof(Out);
+    const Index buffer_size = PACKS ? sizeof(Out) : sizeof(In);
+    const Index total = spans.starts[spans.count];
     for (Index low = blockIdx.x * chunk; low < total; low += gridDim.x * chunk) {
         Index end = low + chunk < total ? low + chunk : total;
-        Index span = span_of(table, low, 0);
-        if (is_crowded(table, span, end)) {
-            for (Index i = low + threadIdx.x; i < end; i += blockDim.x) {
-                Index own = span_of(table, i, span);
-                const T* array = (const T*)table.arrays[own];
-                buffer[i] = Convert<W, T>::from(array[i - table.starts[own]]);
-            }
-            continue;
-        }
-        for (Index i = low; i < end; ++span) {
-            Index stop = table.starts[span + 1] < end ? table.starts[span + 1] : end;
-            Address array = table.arrays[span];
-            Plain<T> source = {array + (i - table.starts[span]) * (Index)sizeof(T)};
-            if (i < stop) move(buffer + i, source, stop - i, nothing);
-            i = stop;
-        }
-    }
-}
-
-template <class T, class W, class Table>
-__device__ void unpack_all(const Table& table, const Buffers& buffers, Index divisor,
-                           Index chunk) {
-    const Quotient<W> quotient(divisor);
-    Index total = table.starts[table.count];
-    for (Index low = blockIdx.x * chunk; low < total; low += gridDim.x * chunk) {
-        Index end = low + chunk < total ? low + chunk : total, part = 0;
-        while (part + 1 < buffers.parts && buffers.firsts[part + 1] <= low) ++part;
-        Index span = span_of(table, low, 0);
-        if (is_crowded(table, span, end)) {
-            for (Index i = low + threadIdx.x; i < end; i += blockDim.x) {
-                while (part + 1 < buffers.parts && buffers.firsts[part + 1] <= i)
-                    ++part;
-                Index own = span_of(table, i, span);
-                T* array = (T*)table.arrays[own];
-                Sum<W> sum = {buffers.pointers + part, (int)buffers.terms,
-                              i - buffers.firsts[part]};
-                put(array, i - table.starts[own], sum.template get<0>(0), quotient);
-            }
-            continue;
-        }
-        for (Index i = low; i < end;) {
-            if (table.starts[span + 1] <= i) {
+        Index span = span_of(spans, low, 0);
+        // In a chunk of many small arrays each thread finds the array of its element.
+        const bool crowded = is_crowded(spans, span, end);
+        for (Index i = crowded ? low + threadIdx.x : low; i < end;) {
+            if (crowded) span = span_of(spans, i, span);
+            Index stop = spans.starts[span + 1] < end ? spans.starts[span + 1] : end;
+            Address array = spans.arrays[span] + (i - spans.starts[span]) * array_size;
+            Address place = buffer + i * buffer_size;
+            Out* out = (Out*)(PACKS ? place : array);
+            Plain<In> source = {PACKS ? array : place};
+            if (crowded) {
+                put(out, 0, source.template get<0>(0), quotient);
+                i += blockDim.x;
+            } else {
+                move(out, source, stop - i, quotient);
+                i = stop;
                 ++span;
-                continue;
             }
-            if (part + 1 < buffers.parts && buffers.firsts[part + 1] <= i) {
-                ++part;
-                continue;
-            }
-            Index stop = table.starts[span + 1] < end ? table.starts[span + 1] : end;
-            if (part + 1 < buffers.parts && buffers.firsts[part + 1] < stop)
-                stop = buffers.firsts[part + 1];
-            T* array = (T*)table.arrays[span];
-            Sum<W> sum = {buffers.pointers + part, (int)buffers.terms,
-                          i - buffers.firsts[part]};
-            move(array + (i - table.starts[span]), sum, stop - i, quotient);
-            i = stop;
         }
     }
 }
 
 // ---- The kernels
 
-extern "C" __global__ void pack_few(FewSpans spans, Address out, Index chunk) {
-    pack_all<WIRE, STORED>(spans, out, chunk);
+extern "C" __global__ void pack(Spans spans, Address out, Index chunk) {
+    copy_all<WIRE, STORED, true>(spans, out, 0, chunk);
 }
 
-extern "C" __global__ void pack_many(ManySpans spans, Address out, Index chunk) {
-    pack_all<WIRE, STORED>(spans, out, chunk);
+extern "C" __global__ void unpack(Spans spans, Address from, Index divisor,
+                                  Index chunk) {
+    copy_all<STORED, WIRE, false>(spans, from, divisor, chunk);
 }
 
-extern "C" __global__ void pack_long(LongSpans spans, Address out, Index chunk) {
-    pack_all<WIRE, STORED>(spans, out, chunk);
-}
-
-extern "C" __global__ void unpack_few(FewSpans spans, Buffers from, Index divisor,
-                                      Index chunk) {
-    unpack_all<STORED, WIRE>(spans, from, divisor, chunk);
-}
-
-extern "C" __global__ void unpack_many(ManySpans spans, Buffers from, Index divisor,
-                                       Index chunk) {
-    unpack_all<STORED, WIRE>(spans, from, divisor, chunk);
-}
-
-extern "C" __global__ void unpack_long(LongSpans spans, Buffers from, Index divisor,
-                                       Index chunk) {
-    unpack_all<STORED, WIRE>(spans, from, divisor, chunk);
-}
-
-extern "C" __global__ void sum_terms(Buffers from, Address out, Index count,
-                                     Index chunk) {
+extern "C" __global__ void add(Address one, Address other, Address out, Index count,
+                               Index chunk) {
     const Quotient<WIRE> nothing(0);
     for (Index low = blockIdx.x * chunk; low < count; low += gridDim.x * chunk) {
         Index end = low + chunk < count ? low + chunk : count;
-        Sum<WIRE> sum = {from.pointers, (int)from.terms, low};
-        move((WIRE*)out + low, sum, end - low, nothing);
+        Index shift = low * (Index)sizeof(WIRE);
+        Pair<WIRE> source = {{one + shift}, {other + shift}};
+        move((WIRE*)out + low, source, end - low, nothing);
     }
 }

@@ -1,4 +1,4 @@
-"""The copies and sums that run on a GPU, each one launch for any number of arrays.
+"""The copies and sums that run on a GPU; one launch serves up to 208 arrays.
 
 `kernels.cu` is compiled by NVRTC for each pair of types when it is first needed, once
 per process; CuPy keeps what it has compiled on disk.
@@ -8,9 +8,8 @@ elements ``start`` to ``stop`` of array ``index`` lie in a buffer from element `
 on. The spans of a call lie one behind the other, and the buffer that goes with them
 begins at the ``at`` of the first.
 
-The addresses of the arrays differ from step to step. They travel as arguments of the
-launch, or through page-locked memory, see `hpcstrat.engine.gpu.address_tables`. No
-function here waits for the device.
+The addresses of the arrays differ from step to step, so they are an argument of each
+launch. No function here waits for the device.
 """
 
 from __future__ import annotations
@@ -18,43 +17,35 @@ from __future__ import annotations
 import functools
 import importlib.resources
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat.engine.gpu.address_tables import (
-    MOST_TERMS,
-    Span,
-    give_back,
-    laid_out,
-    reserve,
-    segments_table,
-    spans_table,
-    terms_table,
-)
 from hpcstrat.engine.typing import Array
 
-__all__ = [
-    "MOST_TERMS",
-    "OPTIONS",
-    "add",
-    "pack",
-    "prepare",
-    "reserve",
-    "source",
-    "sum_in_order",
-    "unpack",
-]
+__all__ = ["OPTIONS", "Span", "add", "pack", "prepare", "source", "unpack"]
+
+Span = tuple[int, int, int, int]
 
 # For the compiler: CuPy 13 and 14 differ in the standard that they take by default.
 OPTIONS = ("--std=c++14", "--fmad=false")
 
-# A block takes a chunk at a time; small calls take smaller ones, so that each processor
-# of the device has some.
+# A block copies a chunk at a time; small calls take smaller chunks, so that each
+# processor of the device has some.
 _THREADS = 256
 _BLOCKS_PER_PROCESSOR = 8
 _CHUNK_BYTES = 16 << 10
 _SMALLEST_CHUNK_BYTES = 4 << 10
+# As in kernels.cu: arguments of a kernel may have 4 KiB (CUDA C++ Programming Guide,
+# section "__global__ Function Parameters").
+_MOST_SPANS = 208
+_SPANS = np.dtype(
+    [
+        ("count", "i8"),
+        ("starts", "i8", _MOST_SPANS + 1),
+        ("arrays", "u8", _MOST_SPANS),
+    ]
+)
 _TYPES = {
     "int8": "signed char",
     "int16": "short",
@@ -77,39 +68,23 @@ _WIRE_TYPES = {**_TYPES, "int32": "Word", "int64": "Address"}
 
 @functools.cache
 def source(stored: str, wire: str) -> str:
-    """Return what is compiled for a pair of types, given by their names.
+    """Return the text that is compiled for a pair of types, given by their names.
 
     The first is that of sources or results, the second that in which they are added.
     """
-    name, wire_name = _TYPES[stored], _WIRE_TYPES[wire]
-    if stored == wire:
-        name = wire_name
-    types = f"#define STORED {name}\n#define WIRE {wire_name}\n"
-    files = importlib.resources.files("hpcstrat.engine.gpu")
-    parts = [files / name for name in ("singles.cu", "kernels.cu")]
-    # One text without any #include: NVRTC may not find CUDA's headers.
-    return types + "".join(part.read_text(encoding="ascii") for part in parts)
-
-
-@functools.cache
-def _module(stored: str, wire: str) -> Any:
-    import cupy
-
-    return cupy.RawModule(code=source(stored, wire), options=OPTIONS)
+    name = _WIRE_TYPES[wire] if stored == wire else _TYPES[stored]
+    types = f"#define STORED {name}\n#define WIRE {_WIRE_TYPES[wire]}\n"
+    file = importlib.resources.files("hpcstrat.engine.gpu") / "kernels.cu"
+    # It includes no other file: NVRTC may not find CUDA's headers.
+    return types + file.read_text(encoding="ascii")
 
 
 @functools.cache
 def _kernel(name: str, stored: str, wire: str) -> Any:
-    return _module(stored, wire).get_function(name)
+    import cupy
 
-
-@functools.cache
-def _load(stored: str, wire: str) -> None:
-    # Loaded when they are asked for (CUDA's lazy loading), which may wait or fail.
-    for what in ("pack", "unpack"):
-        for size in ("few", "many", "long"):
-            _kernel(f"{what}_{size}", stored, wire)
-    _kernel("sum_terms", wire, wire)
+    module = cupy.RawModule(code=source(stored, wire), options=OPTIONS)
+    return module.get_function(name)
 
 
 @functools.cache
@@ -122,30 +97,77 @@ def _processors(device: int) -> int:
 def prepare(stored: np.dtype[Any], wire: np.dtype[Any]) -> None:
     """Compile and load the kernels for a pair of types: as stored, and as added.
 
-    The first call takes seconds, unless CuPy has kept the result; the other functions
-    make it where it has not been made.
+    The first call takes seconds, unless CuPy has kept the result. Without it the other
+    functions do the same at their first call.
     """
-    _load(stored.name, wire.name)
+    # CUDA loads a kernel when it is asked for, which may wait for the device, or fail.
+    _kernel("pack", stored.name, wire.name)
+    _kernel("unpack", stored.name, wire.name)
+    _kernel("add", wire.name, wire.name)
+
+
+class _Launch(NamedTuple):
+    """The spans of one launch."""
+
+    # The array of each span, and the span's first element in it.
+    indices: list[int]
+    offsets: Array
+    # First element in the buffer, and number of elements.
+    start: int
+    size: int
+    # Argument of the kernel, without the addresses.
+    table: Array
+
+    def with_addresses(self, arrays: Sequence[Any], itemsize: int) -> Array:
+        """Return the argument with the addresses of the spans in some arrays."""
+        table = self.table.copy()
+        addresses = np.array([arrays[i].data.ptr for i in self.indices], np.uint64)
+        addresses += self.offsets * np.uint64(itemsize)
+        table["arrays"][: len(addresses)] = addresses
+        return table
+
+
+@functools.lru_cache(maxsize=256)
+def _launches(spans: tuple[Span, ...]) -> list[_Launch]:
+    """Return the launches that serve some spans, the same in each step."""
+    launches = []
+    for first in range(0, len(spans), _MOST_SPANS):
+        some = spans[first : first + _MOST_SPANS]
+        begin, end = some[0][3], some[-1][3] + some[-1][2] - some[-1][1]
+        table = np.zeros((), _SPANS)
+        table["count"] = len(some)
+        table["starts"][: len(some) + 1] = [
+            *(at - begin for *_, at in some),
+            end - begin,
+        ]
+        launches.append(
+            _Launch(
+                [index for index, *_ in some],
+                np.array([start for _, start, _, _ in some], np.uint64),
+                begin - spans[0][3],
+                end - begin,
+                table,
+            )
+        )
+    return launches
 
 
 def pack(spans: Sequence[Span], sources: Sequence[Any], out: Any, stream: Any) -> None:
     """Copy spans of arrays into a buffer, cast to its type, that of the wire.
 
-    Sources and buffer are contiguous; those in the spans are of one type. A tuple of
-    spans that is used again is quicker the second time.
+    Sources and buffer are contiguous; the arrays of the spans are of one type.
     """
-    layout = laid_out(spans)
-    if not out.size or not layout.indices:
-        return
-    stored = sources[layout.indices[0]].dtype
-    size, table, memory = spans_table(layout, sources, stored.itemsize, stream)
-    kernel = _kernel(f"pack_{size}", stored.name, out.dtype.name)
-    _launch(kernel, (table, out.data.ptr), out, stream)
-    give_back(memory, stream)
+    size = out.itemsize
+    for launch in _launches(tuple(spans)):
+        stored = sources[launch.indices[0]].dtype
+        kernel = _kernel("pack", stored.name, out.dtype.name)
+        table = launch.with_addresses(sources, stored.itemsize)
+        address = out.data.ptr + launch.start * size
+        _start(kernel, (table, address), launch.size, size, stream)
 
 
 def unpack(
-    segments: Sequence[tuple[int, int, int]],
+    address: int,
     spans: Sequence[Span],
     results: Sequence[Any],
     stream: Any,
@@ -155,63 +177,39 @@ def unpack(
 ) -> None:
     """Copy spans of a buffer into arrays, divided and cast to their type.
 
-    A segment says where a part of the buffer lies: its address, and which elements of
-    the buffer it holds, from and to; in order, without gaps or empty ones, at most
-    MOST_TERMS. Results are contiguous, of one type, and none lies in the buffer, unless
-    each element is its own result. ``divisor`` 0 is by nothing; the quotient is rounded
-    as NumPy does in the type of the wire, ``dtype``. Integers and half types are not
-    divided.
+    ``address`` is that of the buffer, and ``dtype`` its type, that of the wire. Results
+    are contiguous, of one type, and none lies in the buffer, unless each element is its
+    own result. ``divisor`` 0 is by nothing; the quotient is rounded as NumPy does in
+    the type of the wire. Integers and half types are not divided.
     """
-    buffers = segments_table(segments)
-    _deliver(buffers, spans, results, stream, dtype=dtype, divisor=divisor)
+    size = dtype.itemsize
+    for launch in _launches(tuple(spans)):
+        stored = results[launch.indices[0]].dtype
+        kernel = _kernel("unpack", stored.name, dtype.name)
+        table = launch.with_addresses(results, stored.itemsize)
+        place = address + launch.start * size
+        _start(kernel, (table, place, divisor), launch.size, size, stream)
 
 
-def add(own: Any, other: Any, out: Any, stream: Any) -> None:
-    """Add two arrays, ``out = own + other``, as `sum_in_order` does."""
-    sum_in_order([own.data.ptr, other.data.ptr], out, stream)
+def add(one: Any, other: Any, out: Any, stream: Any) -> None:
+    """Add two arrays of one type and length: ``out = one + other``.
 
-
-def sum_in_order(pointers: Sequence[int], out: Any, stream: Any) -> None:
-    """Add at most MOST_TERMS arrays in their order: ``((p0 + p1) + p2) + ...``.
-
-    They have the type and length of ``out``, which may be one of them, and overlaps
-    with the others not at all. Integers wrap around.
+    ``out`` may be one of them, and overlaps with them otherwise not at all. Integers
+    wrap around.
     """
-    if out.size:
-        kernel = _kernel("sum_terms", out.dtype.name, out.dtype.name)
-        _launch(kernel, (terms_table(pointers), out.data.ptr, out.size), out, stream)
+    kernel = _kernel("add", out.dtype.name, out.dtype.name)
+    addresses = one.data.ptr, other.data.ptr, out.data.ptr
+    _start(kernel, (*addresses, out.size), out.size, out.itemsize, stream)
 
 
-def _deliver(
-    buffers: Array,
-    spans: Sequence[Span],
-    results: Sequence[Any],
-    stream: Any,
-    *,
-    dtype: np.dtype[Any],
-    divisor: int,
-) -> None:
-    layout = laid_out(spans)
-    if not layout.indices:
-        return
-    stored = results[layout.indices[0]].dtype
-    size, table, memory = spans_table(layout, results, stored.itemsize, stream)
-    kernel = _kernel(f"unpack_{size}", stored.name, dtype.name)
-    count = int(layout.starts[-1])
-    _launch_over(count, dtype.itemsize, kernel, (table, buffers, divisor), stream)
-    give_back(memory, stream)
-
-
-def _launch(kernel: Any, args: tuple[Any, ...], out: Any, stream: Any) -> None:
-    _launch_over(out.size, out.dtype.itemsize, kernel, args, stream)
-
-
-def _launch_over(
-    count: int, itemsize: int, kernel: Any, args: tuple[Any, ...], stream: Any
+def _start(
+    kernel: Any, args: tuple[Any, ...], count: int, itemsize: int, stream: Any
 ) -> None:
     """Launch a kernel over some elements, cut into chunks; the last argument is one."""
     from cupy.cuda import runtime
 
+    if not count:
+        return
     processors = _processors(runtime.getDevice())
     chunk_bytes = _CHUNK_BYTES
     if count * itemsize < processors * _CHUNK_BYTES:

@@ -184,9 +184,7 @@ class Gathers:
         channel: Any = self.collectives.channel
         group = device_group(channel, call.text, self.collectives.timeout_seconds)
         with self.collectives.all_raise(call.text):
-            found = mover(group)
-            found.prepare()
-        return found
+            return mover(group)
 
 
 def _gather_rows(comm: Any, mine: Array, whole: Array, lengths: Array) -> None:

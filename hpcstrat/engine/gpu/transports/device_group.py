@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from hpcstrat.engine.arrays.kinds import place_of
 from hpcstrat.engine.channel.call import describe_call
@@ -11,8 +12,9 @@ from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, EveryRankError, WaitSteps
 from hpcstrat.engine.gpu.capabilities import Ability, Capabilities, gather
 from hpcstrat.engine.gpu.streams import Lane
-from hpcstrat.engine.gpu.transports.byte_movers import Mover
+from hpcstrat.engine.gpu.transports.byte_movers import StagedMover
 from hpcstrat.engine.gpu.transports.device_reduction import Transport
+from hpcstrat.engine.gpu.transports.nccl_group import NcclGroup
 from hpcstrat.engine.gpu.transports.nccl_transport import NcclTransport
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.topology.topology import Topology
@@ -20,8 +22,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["DeviceGroup", "device_group"]
 
-
-_UNBOUND = "was given no GPU when the strategy was made"
+_Made = TypeVar("_Made", bound=Transport | StagedMover)
 
 
 class DeviceGroup:
@@ -36,7 +37,7 @@ class DeviceGroup:
         self.topology = topology
         problem = ""
         if topology.gpu is None:
-            problem = _UNBOUND
+            problem = "was given no GPU when the strategy was made"
         else:
             try:
                 self.lane = Lane(urgent=True)
@@ -53,30 +54,34 @@ class DeviceGroup:
                 "doctor shows what there is"
             )
         self.capabilities: Capabilities = gather(topology)
-        # Why the transport of the last choice was taken, as it was told.
+        # Where NCCL can be used; its communicator has been tried.
+        self.nccl: NcclTransport | None = None
+        # Why the transport of the last choice was taken, as it was logged.
         self.reason = ""
-        self._transports: dict[Hashable, Transport] = {}
-        self._mover: Mover | None = None
+        self._made: dict[str, Transport | StagedMover] = {}
 
     def try_nccl(self, limit_seconds: float) -> WaitSteps:
         """Make NCCL's communicator; where that fails, all ranks do without NCCL.
 
         Collective over ``topology.replica_comm``; a rank waits for others no longer
-        than ``limit_seconds``. Does nothing where it is not wanted.
+        than ``limit_seconds``. Does nothing where NCCL is not wanted.
         """
-        able = self.capabilities
+        able, topology = self.capabilities, self.topology
         if not able.nccl:
             return
-        made = NcclTransport(self.topology, self.lane)
+        group = NcclGroup(
+            *(topology.mpi, topology.replica_comm, self.lane),
+            survives=topology.survives,
+        )
         try:
             # NCCL alone knows which shared memory, networks and drivers it needs.
-            yield from made.group.connect(limit_seconds)
+            yield from group.connect(limit_seconds)
         except EveryRankError as error:
             self.capabilities = replace(able, nccl=Ability(False, str(error)))
-            if self.topology.replica_id == 0:
+            if topology.replica_id == 0:
                 get_logger("device").warning("NCCL is left out: %s", error)
             return
-        self._transports["nccl"] = made
+        self.nccl = self._made["nccl"] = NcclTransport(group, self.lane)
 
     def require_own(self, array: Array) -> None:
         """Demand an array on this rank's GPU, by a ValueError."""
@@ -89,24 +94,15 @@ class DeviceGroup:
                 f"choose cupy.cuda.Device({gpu.index})"
             )
 
-    def transport(self, name: Hashable, make: Callable[[], Transport]) -> Transport:
-        """Return a transport, made at its first use.
-
-        What ranks must do together comes in its ``connect``.
-        """
-        found = self._transports.get(name)
-        if found is None:
-            found = self._transports[name] = make()
+    def transport(self, name: str, make: Callable[[], _Made]) -> _Made:
+        """Return a transport or a mover, made by this rank alone at its first use."""
+        if name not in self._made:
+            self._made[name] = make()
+        found: _Made = self._made[name]  # type: ignore[assignment]
         return found
 
-    def mover(self, make: Callable[[], Mover]) -> Mover:
-        """Return what gives arrays to other replicas, made at its first use."""
-        if self._mover is None:
-            self._mover = make()
-        return self._mover
-
     def explain(self, name: str, reason: str) -> None:
-        """Say once which transport serves, and why; replica 0 does."""
+        """Log once which transport is used, and why; replica 0 does."""
         text = f"{name}: {reason}"
         if text != self.reason:
             self.reason = text
@@ -114,23 +110,19 @@ class DeviceGroup:
                 get_logger("device").info("arrays on GPUs are reduced by %s", text)
 
     def abandon(self) -> None:
-        """Let go of everything on this rank: others have died."""
-        if self._mover is not None:
-            self._mover.abandon()
-        for transport in self._transports.values():
-            transport.abandon()
-        self._transports.clear()
+        """Give up everything on this rank: another rank has died."""
+        for made in self._made.values():
+            made.abandon()
+        self._made.clear()
 
     def close(self) -> None:
-        """Free what the transports hold; every rank must do it."""
+        """Free the memory of the transports; every rank must do it."""
         # Memory that goes back to CUDA, or to CuPy's pool, must not be written any
         # more.
         self.lane.synchronize()
-        if self._mover is not None:
-            self._mover.close()
-        for transport in self._transports.values():
-            transport.close()
-        self._transports.clear()
+        for made in self._made.values():
+            made.close()
+        self._made.clear()
 
 
 def device_group(
@@ -141,12 +133,10 @@ def device_group(
     Collective over ``topology.replica_comm`` at the first use, then not collective.
     Raises ValueError on every rank, if one cannot use its GPU.
     """
-    group: DeviceGroup | None = channel.device_group
-    if group is None:
+    if channel.device_group is None:
         call = describe_call(f"{what}: first use of arrays on a GPU")
         channel.drive(_make(channel), call, timeout_seconds)
-        group = channel.device_group
-    assert group is not None
+    group: DeviceGroup = channel.device_group
     return group
 
 

@@ -1,7 +1,7 @@
-"""Reduction of arrays on GPUs: what all transports share.
+"""Reduction of arrays on GPUs: the part that all transports share.
 
-A piece is packed into a buffer of the transport by one kernel for each run, is reduced,
-and is unpacked by one kernel for each run. All this is work of a lane, which the host
+A piece is packed into a buffer of the transport by a kernel for each run, is reduced,
+and is unpacked by a kernel for each run. All this is work of a lane, which the host
 only describes; results are ready for the program's stream, in its order.
 """
 
@@ -18,16 +18,14 @@ from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.work import Work
 from hpcstrat.engine.gpu import kernels
-from hpcstrat.engine.gpu.address_tables import Span
+from hpcstrat.engine.gpu.kernels import Span
 from hpcstrat.engine.gpu.streams import Lane, Mark
 
 __all__ = [
     "Transport",
     "divide",
     "pack_run",
-    "piece_bytes",
     "reduce_on_device",
-    "run_part",
     "straight",
     "unpack_run",
 ]
@@ -44,23 +42,14 @@ class Transport(Protocol):
     lane: Lane
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
-        """Make what this rank needs for some pieces of at most a size.
+        """Make the memory that this rank needs for some pieces of at most a size.
 
         Before the header; may raise. Both numbers are the same on every rank.
         """
         ...
 
-    def connect(self, work: Work, channel: Channel) -> WaitSteps:
-        """Reach the other ranks, where that has not been done; after the header.
-
-        Collective over ``topology.replica_comm``. Yields nothing where nothing is to be
-        done, which is so on all ranks or none. Raises EveryRankError on all, if one
-        could not.
-        """
-        ...
-
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> WaitSteps:
-        """Reduce one piece, from the sources of the work to its results.
+    def reduce(self, work: Work, channel: Channel) -> WaitSteps:
+        """Reduce all pieces, from the sources of the work to its results.
 
         Collective over ``topology.replica_comm``.
         """
@@ -74,7 +63,7 @@ class Transport(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Let go of everything on this rank: others have died."""
+        """Give up everything on this rank: another rank has died."""
         ...
 
 
@@ -89,37 +78,30 @@ def reduce_on_device(
 ) -> WaitSteps:
     """Reduce contiguous arrays of this rank's GPU with those of the other ranks.
 
-    Collective over ``topology.replica_comm``. Calls that are started, whose steps other
-    threads may take, and at any time, have two marks. The program has recorded
-    ``begin`` after it gave the sources and results to its stream, by default it is the
-    end of this thread's current stream at the first step. ``end`` is recorded here, for
-    the program to join when it awaits the call; by default this thread's current stream
-    joins at the last step. ``in_half`` adds arrays of half types in these.
+    Collective over ``topology.replica_comm``. A call that is started, whose steps other
+    threads may take, has two marks: the program has recorded ``begin`` after it gave
+    the sources and results to its stream, and joins ``end`` when it waits for the call.
+    Without them the call follows and precedes the work of this thread's current stream.
+    ``in_half`` adds arrays of half types in these.
     """
     pieces = tuple(work.pieces)
     if in_half:
         pieces = tuple(_in_half(piece, work) for piece in pieces)
     work = replace(work, pieces=pieces)
     lane = transport.lane
-    # Before the header: what fails on one rank here is told to all by it.
-    transport.prepare(max(piece_bytes(piece) for piece in pieces), len(pieces))
-    _prepare_kernels(pieces, work)
+    # Before the header, which tells all ranks of an error of one.
+    transport.prepare(max(map(_piece_bytes, pieces)), len(pieces))
+    _compile(pieces, work)
     lane.enter(begin)
     yield HEADER
-    yield from transport.connect(work, channel)
-    for piece in pieces:
-        yield from transport.reduce(piece, work, channel)
+    yield from transport.reduce(work, channel)
     if end is not None:
-        # The program may let go of them before it awaits the call.
+        # The program may let go of them before it waits for the call.
         lane.keep((work.sources, work.results))
     lane.leave(end)
 
 
-def _prepare_kernels(pieces: Sequence[Piece], work: Work) -> None:
-    """Do before the header what may fail, or take its time: compile, make tables."""
-    counts = [len(run.spans) for piece in pieces for run in piece]
-    # For packing and for unpacking.
-    kernels.reserve(counts * 2)
+def _compile(pieces: Sequence[Piece], work: Work) -> None:
     for piece in pieces:
         for run in piece:
             # The arrays of a run are of one type.
@@ -128,18 +110,18 @@ def _prepare_kernels(pieces: Sequence[Piece], work: Work) -> None:
             kernels.prepare(work.results[index].dtype, run.dtype)
 
 
-def piece_bytes(piece: Piece) -> int:
+def _piece_bytes(piece: Piece) -> int:
     """Return the bytes of a piece, to the end of its last run."""
     last = piece[-1]
     return (last.start + last.size) * last.dtype.itemsize
 
 
 def straight(run: Run, work: Work) -> tuple[list[tuple[Any, Any]], Run | None]:
-    """Return the memory of a run that can be reduced without being packed; the rest.
+    """Return arrays of a run that are reduced where they lie, and a run of the rest.
 
-    Parts of sources and of their results, in the type in which they are added, of
-    arrays that are large or alone; so it is on every rank or none. They may be the same
-    memory, and nothing says that they begin at multiples of more than their item size.
+    Parts of sources, each with that of its result, which may be the same memory. They
+    are of the type in which they are added, and large or alone; so it is on every rank
+    or none. They may begin at any multiple of their item size.
     """
     # The arrays of a run are of one type.
     index = run.spans[0][0]
@@ -184,27 +166,22 @@ def _in_half(piece: Piece, work: Work) -> Piece:
 
 
 def pack_run(run: Run, work: Work, buffer: Any, lane: Lane) -> Any:
-    """Copy a run of the sources into its part of a piece's buffer, on a lane.
+    """Copy a run of the sources into its part of a piece's buffer; return that part.
 
     The buffer has bytes of the whole piece, and begins at a multiple of 16.
     """
-    part = run_part(run, buffer)
+    size = run.dtype.itemsize
+    part = buffer[run.start * size : (run.start + run.size) * size].view(run.dtype)
     kernels.pack(run.spans, work.sources, part, lane.stream)
     return part
-
-
-def run_part(run: Run, buffer: Any) -> Any:
-    """Return a run's part of a piece's buffer of bytes, in the run's type."""
-    size = run.dtype.itemsize
-    return buffer[run.start * size : (run.start + run.size) * size].view(run.dtype)
 
 
 def unpack_run(
     run: Run, work: Work, part: Any, lane: Lane, *, divides: bool = True
 ) -> None:
-    """Copy the sums of a run into the results, divided as the work says, on a lane."""
+    """Copy the sums of a run into the results, divided as the work says."""
     kernels.unpack(
-        [(part.data.ptr, 0, run.size)],
+        part.data.ptr,
         run.spans,
         work.results,
         lane.stream,
@@ -214,12 +191,7 @@ def unpack_run(
 
 
 def divide(array: Any, divisor: int, lane: Lane) -> None:
-    """Divide an array of a type in which values are added in place, on a lane."""
-    kernels.unpack(
-        [(array.data.ptr, 0, array.size)],
-        [(0, 0, array.size, 0)],
-        [array],
-        lane.stream,
-        dtype=array.dtype,
-        divisor=divisor,
-    )
+    """Divide an array in place, in the type in which its values were added."""
+    spans, dtype = [(0, 0, array.size, 0)], array.dtype
+    address, stream = array.data.ptr, lane.stream
+    kernels.unpack(address, spans, [array], stream, dtype=dtype, divisor=divisor)

@@ -1,30 +1,61 @@
-"""Reduction of device memory over an MPI that can send and receive it.
+"""Sums of device memory by messages between pairs of ranks, and a kernel that adds.
 
-A piece is packed into memory that is not of CuPy's pool, summed there in place by
-messages between pairs of ranks (`hpcstrat.engine.gpu.transports.mpi_sums`), and
-unpacked.
+For an MPI that moves device memory from rank to rank. MPI's own reductions of device
+memory are often missing, slow, or wrong, and are not used.
+
+Small arrays are summed by recursive doubling, in which each rank sends its whole array
+in each of ``log2 p`` steps (Thakur, Rabenseifner and Gropp 2005,
+doi:10.1177/1094342005051521, also for numbers of ranks that are no power of two);
+larger ones by a ring, in which each rank sends about twice its bytes to one neighbor,
+in ``2 (p - 1)`` steps (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002), cut
+into chunks so that one is added while the next ones travel.
+
+All ranks get the same bits. In a ring, each element is summed on one rank, which sends
+the sum to the others. By doubling, two ranks make the same sum at the same time: both
+add the values of the lower ranks to those of the higher ones.
+
+MPI knows nothing of the order of a stream. Before it reads what a kernel writes, and
+before it writes what a kernel reads, the host waits for the lane; a kernel is launched
+only when the message that it reads has come.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
-from hpcstrat.engine.arrays.packing import Piece
 from hpcstrat.engine.channel.channel import Channel
-from hpcstrat.engine.channel.waitable import WaitSteps
+from hpcstrat.engine.channel.waitable import Message, WaitSteps
 from hpcstrat.engine.collectives.work import Work
+from hpcstrat.engine.gpu import kernels
 from hpcstrat.engine.gpu.device_memory import Buffers
 from hpcstrat.engine.gpu.streams import Lane
 from hpcstrat.engine.gpu.transports.device_reduction import pack_run, unpack_run
-from hpcstrat.engine.gpu.transports.mpi_sums import (
-    DeviceMessages,
-    Limits,
-    MpiSum,
-    abandon,
-)
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["MpiTransport"]
+__all__ = ["Limits", "MpiTransport"]
+
+# The tag of all messages with device memory. One call is in flight at a time, and all
+# ranks make the calls in one order, so that messages match in the order of sending.
+_TAG = 11
+
+_FEWEST_CHUNK_BYTES = 256 << 10
+# Chunks of unequal lengths, each at a multiple of 64 bytes.
+_ROUNDING_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of messages; the same on all ranks."""
+
+    # A ring is taken where each rank sums at least this share of the array, and
+    # recursive doubling where it is less.
+    segment_bytes: int = 64 << 10
+    # Most bytes of a message of a ring, and how many are under way at once in each
+    # direction.
+    chunk_bytes: int = 2 << 20
+    in_flight: int = 4
 
 
 class MpiTransport:
@@ -36,36 +67,160 @@ class MpiTransport:
         self, topology: Topology, lane: Lane, limits: Limits | None = None
     ) -> None:
         self.lane = lane
-        peers = DeviceMessages(topology.mpi, topology.replica_comm)
-        self._sum = MpiSum(peers, lane, limits)
+        self._mpi: Any = topology.mpi
+        self._comm: Any = topology.replica_comm
+        self._rank: int = self._comm.rank
+        self._size: int = self._comm.size
+        self._limits = limits or Limits()
         self._buffers = Buffers()
         self._values: Any = None
         self._scratch: Any = None
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
-        """Make what this rank needs for pieces of at most a size; may raise."""
+        """Make the buffers for pieces of at most a size; may raise."""
         del count
-        # Not of CuPy's pool, whose arrays are parts of larger blocks, which MPI could
+        # Not from CuPy's pool, whose arrays are parts of larger blocks, which MPI could
         # have another process open only as a whole.
         self._values = self._buffers.get("values", nbytes)
-        self._scratch = self._buffers.get("scratch", self._sum.scratch_bytes(nbytes))
+        self._scratch = self._buffers.get("scratch", self._scratch_bytes(nbytes))
 
-    def connect(self, work: Work, channel: Channel) -> WaitSteps:
-        """Do nothing: MPI has connected the ranks."""
-        del work, channel
-        return iter(())
+    def _scratch_bytes(self, nbytes: int) -> int:
+        limits = self._limits
+        ring = limits.in_flight * limits.chunk_bytes
+        needed = min(nbytes, max(ring, limits.segment_bytes * self._size))
+        needed += limits.in_flight * _ROUNDING_BYTES
+        return needed + -needed % 64
 
-    def reduce(self, piece: Piece, work: Work, channel: Channel) -> WaitSteps:
-        """Reduce one piece.
+    def reduce(self, work: Work, channel: Channel) -> WaitSteps:
+        """Reduce the pieces of a work.
 
         Collective over ``topology.replica_comm``.
         """
         del channel
-        parts = [(run, pack_run(run, work, self._values, self.lane)) for run in piece]
-        for _, part in parts:
-            yield from self._sum.steps(part, self._scratch)
-        for run, part in parts:
-            unpack_run(run, work, part, self.lane)
+        for piece in work.pieces:
+            parts = [
+                (run, pack_run(run, work, self._values, self.lane)) for run in piece
+            ]
+            for _, part in parts:
+                yield from self._sum(part)
+            for run, part in parts:
+                unpack_run(run, work, part, self.lane)
+
+    def _sum(self, values: Any) -> WaitSteps:
+        """Sum contiguous values over the ranks, in place.
+
+        What the lane has been given so far may still write them; in the end they are
+        the sums, which the lane's next work may read.
+        """
+        if self._size == 1 or not values.size:
+            return
+        yield self.lane.done()
+        if values.nbytes < self._size * self._limits.segment_bytes:
+            yield from self._by_doubling(values)
+        else:
+            yield from self._by_ring(values)
+
+    def _by_doubling(self, values: Any) -> WaitSteps:
+        """Let pairs of ranks, then of twice as distant ranks, exchange their sums.
+
+        A power of two of the ranks do so. Of the first other ranks, each second one
+        gives its values to the next before, and gets the sums from it afterwards.
+        """
+        active = 1 << (self._size.bit_length() - 1)
+        pairs = self._size - active
+        theirs = self._scratch[: values.nbytes].view(values.dtype)
+        paired = self._rank < 2 * pairs
+        if paired and self._rank % 2 == 0:
+            yield from self._send(values, self._rank + 1)
+            yield from self._receive(values, self._rank + 1)
+            return
+        if paired:
+            yield from self._receive(theirs, self._rank - 1)
+            self._add(theirs, values, values)
+        number = self._rank // 2 if paired else self._rank - pairs
+        distance = 1
+        while distance < active:
+            other = number ^ distance
+            rank = 2 * other + 1 if other < pairs else other + pairs
+            yield self.lane.done()
+            yield from self._receive(theirs, rank) + self._send(values, rank)
+            lower, upper = (theirs, values) if other < number else (values, theirs)
+            self._add(lower, upper, values)
+            distance *= 2
+        if paired:
+            yield self.lane.done()
+            yield from self._send(values, self._rank - 1)
+
+    def _by_ring(self, values: Any) -> WaitSteps:
+        """Send segments to the next rank, and chunks of them before it has the last.
+
+        In step ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In
+        the first ``p - 1`` steps it adds what it receives to its own values; in the
+        others it receives sums, in their places. Flights are chunks of steps, in order;
+        ``window`` of them are under way, at most the chunks of a step. So the flight
+        that brought what one sends, a step before, has ended; and so has the one that
+        sent what lay where one receives a sum, ``p - 1`` steps before.
+        """
+        size, rank = self._size, self._rank
+        chunks = self._chunks(values)
+        window = min(chunks, self._limits.in_flight)
+        room = len(self._scratch) // window // 64 * 64
+
+        def part(segment: int, chunk: int) -> Any:
+            start = values.size * (segment % size) // size
+            length = values.size * (segment % size + 1) // size - start
+            low, high = length * chunk // chunks, length * (chunk + 1) // chunks
+            return values[start + low : start + high]
+
+        adding = (size - 1) * chunks
+        flights: deque[tuple[list[Message], Any, Any]] = deque()
+        for flight in range(2 * adding + window):
+            if flight >= window:
+                messages, own, theirs = flights.popleft()
+                yield from messages
+                if theirs is not own:
+                    self._add(own, theirs, own)
+                    # The next flight reuses its memory, and a later one sends the sum.
+                    yield self.lane.done()
+            if flight >= 2 * adding:
+                continue
+            step, chunk = divmod(flight, chunks)
+            own = theirs = part(rank - step - 1, chunk)
+            if flight < adding and own.nbytes:
+                place = flight % window * room
+                theirs = self._scratch[place : place + own.nbytes].view(values.dtype)
+            messages = self._receive(theirs, (rank - 1) % size)
+            messages += self._send(part(rank - step, chunk), (rank + 1) % size)
+            flights.append((messages, own, theirs))
+
+    def _chunks(self, values: Any) -> int:
+        """Return in how many chunks each segment is sent."""
+        limits = self._limits
+        segment: int = -(-values.size // self._size) * values.itemsize
+        # A chunk's last element may be half in it.
+        most: int = max(values.itemsize, limits.chunk_bytes - values.itemsize)
+        wanted = min(limits.in_flight, segment // _FEWEST_CHUNK_BYTES)
+        return max(1, wanted, -(-segment // most))
+
+    def _add(self, one: Any, other: Any, out: Any) -> None:
+        kernels.add(one, other, out, self.lane.stream)
+
+    def _send(self, array: Any, rank: int) -> list[Message]:
+        """Begin to send an array, which must not be written before the end."""
+        return self._begin(self._comm.Isend, array, rank)
+
+    def _receive(self, array: Any, rank: int) -> list[Message]:
+        """Begin to receive an array, which must not be used before the end."""
+        return self._begin(self._comm.Irecv, array, rank)
+
+    def _begin(self, call: Any, array: Any, rank: int) -> list[Message]:
+        nbytes = array.nbytes
+        if not nbytes:
+            return []
+        # The address alone: MPI is given device memory as it is given any other.
+        buffer = self._mpi.buffer.fromaddress(array.data.ptr, nbytes)
+        # MPI's request knows only the address; the message keeps the array.
+        return [Message(call([buffer, nbytes, self._mpi.BYTE], rank, _TAG), array)]
 
     def close(self) -> None:
         """Free the buffers, when all calls have ended."""
@@ -73,6 +228,5 @@ class MpiTransport:
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the buffers to the end of the process: others have died."""
-        # MPI may still write to them.
-        abandon(self._buffers)
+        """Leave the buffers to the end of the process: a rank has died."""
+        self._buffers.abandon()

@@ -1,22 +1,22 @@
 """Sums and copies of device memory by NCCL, one GPU for each rank.
 
-Calls go to a lane's stream and return at once; the host waits for nothing but the
-making of a communicator, which is NCCL's own and needs every rank: all agree first that
-they can, and afterwards that it is made and has summed (`nccl_trial`).
+Calls go to a lane's stream and return at once. The host waits only where NCCL makes its
+communicator, which needs every rank: all agree first that they can, and afterwards that
+the communicator is made and has summed (`nccl_trial`).
 
-Kernels of NCCL wait on the device for those of the other ranks. So they never are in
-flight together with device memory in MPI, whose copies may wait for the device on one
-rank and for a message on another. That is seen to by who owns them: all device calls of
-a channel share one lane, one generator after the other takes it, and whoever gives
-device memory to MPI awaits the lane first (`hpcstrat.engine.gpu.transports.mpi_sums`).
-The messages in turn have ended when their generator goes on to its next kernel.
+Kernels of NCCL wait on the device for those of the other ranks. So they must never be
+in flight together with device memory in MPI, whose copies may wait for the device on
+one rank and for a message on another. All device calls of a channel share one lane, and
+one generator after the other takes it; a transport that gives device memory to MPI
+waits for the lane first (`hpcstrat.engine.gpu.transports.mpi_transport`), and its
+messages have ended when its generator goes on to its next kernel.
 
-When a rank dies, the kernels of the others wait for its ones for ever, and so does
-whoever waits for their stream (NCCL user guide, "Fault Tolerance"). Where the loss of a
-rank is to be survived, a call therefore does not end before its kernels have: the wait
-for them looks for deaths, and `NcclGroup.abandon` then ends them. Elsewhere the program
-may be inside of CUDA when the network or another rank fails, and never come out:
-`nccl_failure` and `kernels_wait_since` tell the watchdog.
+When a rank dies, the kernels of the others wait for its kernels for ever, and so does
+everything that waits for their stream (NCCL user guide, "Fault Tolerance"). Where the
+loss of a rank is to be survived, a call therefore does not end before its kernels have:
+the wait for them looks for deaths, and `NcclGroup.abandon` then ends them. Elsewhere
+the program may be inside of CUDA when the network or another rank fails, and never come
+out: `nccl_failure` and `kernels_wait_since` tell the watchdog.
 """
 
 from __future__ import annotations
@@ -75,17 +75,14 @@ _connected: set[weakref.ref[NcclGroup]] = set()
 
 
 class NcclEnding:
-    """The end of calls, or their failure; can be awaited as a step of a call.
-
-    ``check`` raises what has failed: then they do not end.
-    """
+    """The end of calls, as a step of a call; ``check`` raises where NCCL has failed."""
 
     def __init__(self, done: Any, check: Callable[[], None]) -> None:
         self.agreed: Callable[[], bool] = done.agreed
         self._check = check
 
     def missing(self) -> list[int]:
-        """Return what is waited for, as steps do; raise where NCCL has failed."""
+        """Return ``[-1]`` until the calls have ended; raise where NCCL has failed."""
         if self.agreed():
             return []
         self._check()
@@ -95,9 +92,9 @@ class NcclEnding:
 class NcclGroup:
     """The ranks of a communicator, in NCCL; with None for a single rank.
 
-    ``comm`` is used in `connect` only. Sums are given a lane of their own; everything
-    else runs on ``lane``, in the order of the calls. ``survives`` says that the loss of
-    a rank is to be survived.
+    ``comm`` is used in `connect` only. Each sum names its lane; everything else runs on
+    ``lane``, in the order of the calls. ``survives`` says that the loss of a rank is to
+    be survived.
     """
 
     def __init__(
@@ -121,16 +118,19 @@ class NcclGroup:
         self.size: int = 1 if comm is None else comm.size
 
     def connect(self, limit_seconds: float = math.inf) -> WaitSteps:
-        """Make the communicator and try it, the first time.
+        """Make the communicator and try it.
 
         Collective over ``comm``. ``limit_seconds`` is how long a rank waits for others.
         Raises EveryRankError on every rank, if one cannot.
         """
-        if self.connected:
-            return
         unique, problem = np.zeros(_ID_NUMBERS + 1, np.int16), ""
         try:
-            self._nccl = _library()
+            self._nccl = library.nccl()
+            if self._nccl is None:
+                raise CollectiveError(
+                    "CuPy found no NCCL library (pip install nvidia-nccl-cu12 or "
+                    "-cu13, whichever the driver's CUDA is)"
+                )
             if self.rank == 0:
                 identity = self._nccl.get_unique_id()
                 unique[:] = *identity, isinstance(identity, bytes)
@@ -155,11 +155,6 @@ class NcclGroup:
         self._comm = joining.keep()
         _connected.add(weakref.ref(self, _connected.discard))
 
-    @property
-    def connected(self) -> bool:
-        """Whether the communicator has been made; the same on all ranks."""
-        return self._comm is not None
-
     def _raise_on_all(self, problem: str) -> WaitSteps:
         if self.size > 1:
             problem = yield from _error_on_any_rank(self._mpi, self._mpi_comm, problem)
@@ -172,45 +167,40 @@ class NcclGroup:
     def all_reduce(self, sums: Sequence[tuple[Any, Any, bool]], lane: Lane) -> None:
         """Sum contiguous arrays over the ranks, or average them, on a lane.
 
-        Collective over ``comm``; waits for nobody. Each has its result, which may be
-        the same memory, and whether that is the average. Raises CollectiveError on this
-        rank, if NCCL says so, as all calls here do.
+        Collective over ``comm``; waits for nobody. Each array comes with its result,
+        which may be the same memory, and with whether that is the average. Raises
+        CollectiveError on this rank, if NCCL says so, as all calls here do.
         """
 
-        def _call() -> None:
+        def call() -> None:
             for values, result, averages in sums:
                 kind, count = self._kind(values)
+                op = _AVERAGE if averages else self._nccl.NCCL_SUM
                 self._comm.allReduce(
-                    values.data.ptr,
-                    result.data.ptr,
-                    count,
-                    kind,
-                    _AVERAGE if averages else self._nccl.NCCL_SUM,
+                    *(values.data.ptr, result.data.ptr, count, kind, op),
                     lane.stream.ptr,
                 )
 
-        self._grouped(_call, lane)
+        self._grouped(call, lane)
 
-    def all_gather(self, parts: Sequence[Sequence[Any]]) -> None:
-        """Give every rank the parts of arrays that one rank each has, in place.
+    def all_gather(self, parts: Sequence[Any]) -> None:
+        """Give every rank the parts of an array, of which each rank has one, in place.
 
-        Collective over ``comm``; waits for nobody. The parts of an array lie one behind
-        the other; rank ``r`` has part ``r``. They may differ in length, or be empty,
-        and there may be fewer than ranks.
+        Collective over ``comm``; waits for nobody. The parts lie one behind the other;
+        rank ``r`` has part ``r``. They may differ in length, or be empty.
         """
-        stream = self._lane.stream.ptr
 
-        def _call() -> None:
-            for array in parts:
-                if self._even(array):
-                    kind, count = self._kind(array[0])
-                    own = array[self.rank].data.ptr
-                    self._comm.allGather(own, array[0].data.ptr, count, kind, stream)
-                    continue
-                for root, part in enumerate(array):
+        def call() -> None:
+            if len({part.size for part in parts}) == 1:
+                kind, count = self._kind(parts[0])
+                own, first = parts[self.rank].data.ptr, parts[0].data.ptr
+                stream = self._lane.stream.ptr
+                self._comm.allGather(own, first, count, kind, stream)
+            else:
+                for root, part in enumerate(parts):
                     self._send(part, root)
 
-        self._grouped(_call, self._lane)
+        self._grouped(call, self._lane)
 
     def broadcast(self, arrays: Sequence[Any], root: int) -> None:
         """Give every rank the contiguous arrays of ``root``, in place.
@@ -218,26 +208,20 @@ class NcclGroup:
         Collective over ``comm``; waits for nobody.
         """
 
-        def _call() -> None:
+        def call() -> None:
             for array in arrays:
                 self._send(array, root)
 
-        self._grouped(_call, self._lane)
+        self._grouped(call, self._lane)
 
     def _send(self, array: Any, root: int) -> None:
         kind, count = self._kind(array)
         if count:
-            address = array.data.ptr
-            self._comm.broadcast(
-                address, address, count, kind, root, self._lane.stream.ptr
-            )
-
-    def _even(self, parts: Sequence[Any]) -> bool:
-        """Whether each rank has one part, all of one length."""
-        return len(parts) == self.size and len({part.size for part in parts}) == 1
+            address, stream = array.data.ptr, self._lane.stream.ptr
+            self._comm.broadcast(address, address, count, kind, root, stream)
 
     def _kind(self, array: Any) -> tuple[int, int]:
-        """Return NCCL's type of an array's elements, and how many of it there are."""
+        """Return NCCL's type of an array, and how many elements of it there are."""
         name, factor = _TYPES[array.dtype.name]
         return getattr(self._nccl, name), array.size * factor
 
@@ -281,7 +265,7 @@ class NcclGroup:
         return ""
 
     def look_at_kernels(self) -> None:
-        """Note since when calls have not ended, in `waits_since`; CUDA may block it."""
+        """Set `waits_since` to when calls began that have not ended; may block."""
         while True:
             if self._watched is None:
                 with self._lock:
@@ -320,18 +304,19 @@ class NcclGroup:
 
 
 def nccl_failure() -> str:
-    """Say what has failed in a communicator of this process, whose kernels never end.
+    """Say what has failed in a communicator of this process; its kernels never end.
 
-    Never blocks; for any thread. Empty where nothing has, or the program has been told;
-    groups that await the end of their calls tell it themselves.
+    Never blocks; for any thread. Empty where nothing has failed, or where the program
+    has seen the error, as it does in groups that wait for the end of their calls.
     """
     return next(filter(None, (group.failure() for group in _unaware())), "")
 
 
 def look_at_kernels() -> None:
-    """Look whether calls of this process have ended; CUDA may block it.
+    """Look whether calls of this process have ended, for `kernels_wait_since`.
 
-    In a thread of its own, as CUDA's context may be held by who waits for a kernel.
+    In a thread of its own: it blocks where another thread, which waits for a kernel,
+    holds CUDA's context.
     """
     for group in _unaware():
         # A device that has failed raises in the program's own calls, too.
@@ -340,24 +325,14 @@ def look_at_kernels() -> None:
 
 
 def kernels_wait_since() -> float:
-    """Return since when calls have not ended, as was last seen; infinity: they have."""
+    """Return since when calls have not ended, as last seen; infinity if all have."""
     return min((group.waits_since for group in _unaware()), default=math.inf)
 
 
 def _unaware() -> list[NcclGroup]:
-    """Return the groups whose program does not await the end of its calls."""
+    """Return the groups whose program does not wait for the end of its calls."""
     groups = [reference() for reference in list(_connected)]
     return [g for g in groups if g is not None and not (g.survives or g._told)]
-
-
-def _library() -> Any:
-    nccl = library.nccl()
-    if nccl is None:
-        raise CollectiveError(
-            "CuPy found no NCCL library (pip install nvidia-nccl-cu12 or -cu13, "
-            "whichever the driver's CUDA is)"
-        )
-    return nccl
 
 
 def _error_on_any_rank(

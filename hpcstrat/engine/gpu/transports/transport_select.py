@@ -1,4 +1,4 @@
-"""Chooses the transport for arrays on GPUs; the only module that knows them all.
+"""Chooses the transport for arrays on GPUs.
 
 The choice depends on what all ranks have agreed that they can do, on the options and on
 the topology, and on nothing else.
@@ -13,30 +13,18 @@ from dataclasses import replace
 from hpcstrat.engine.collectives import select
 from hpcstrat.engine.collectives.select import Choice
 from hpcstrat.engine.collectives.work import Algorithm
-from hpcstrat.engine.gpu.transports.byte_movers import (
-    Mover,
-    MpiMover,
-    NcclMover,
-    StagedMover,
-)
+from hpcstrat.engine.gpu.transports.byte_movers import Mover, NcclMover, StagedMover
 from hpcstrat.engine.gpu.transports.device_group import DeviceGroup
 from hpcstrat.engine.gpu.transports.device_reduction import Transport, reduce_on_device
 from hpcstrat.engine.gpu.transports.mpi_transport import MpiTransport
-from hpcstrat.engine.gpu.transports.nccl_transport import NcclTransport
 from hpcstrat.engine.gpu.transports.staging_transport import StagingTransport
 from hpcstrat.engine.options import CommunicationImplementation, CommunicationOptions
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = [
-    "mover",
-    "nccl",
-    "ring",
-    "select_on_gpu",
-    "staged",
-]
+__all__ = ["mover", "nccl", "ring", "select_on_gpu", "staged"]
 
 # Size of a piece: most models are one, and buffers stay bounded.
-PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 64 << 20
 
 Choose = Callable[[int, Topology, CommunicationOptions], Choice]
 
@@ -76,24 +64,24 @@ def nccl(
 
     ``in_half`` adds arrays of half types in these.
     """
-    able = group.capabilities.nccl
-    if not able:
+    reason = group.capabilities.nccl.reason
+    if group.nccl is None:
         raise ValueError(
-            f"expected NCCL on all ranks, found that it cannot be used: {able.reason};"
-            " leave the choice to the library"
+            f"expected NCCL on all ranks, found that it cannot be used: {reason}; "
+            "leave the choice to the library"
         )
-    group.explain("nccl", able.reason)
-    choice = _choice(_nccl_transport(group), options)
+    group.explain("nccl", reason)
+    choice = _choice(group.nccl, options)
     return choice.with_options(in_half=True) if in_half else choice
 
 
 def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:
     """Return the sum by messages of an MPI that moves the memory of GPUs."""
-    group.explain("messages of MPI", _why(group, "mpi_sendrecv"))
-    return _choice(
-        group.transport("ring", lambda: MpiTransport(group.topology, group.lane)),
-        options,
-    )
+    able = group.capabilities
+    known = [able.mpi_sendrecv.reason, *_why_not(group, nccl="NCCL")]
+    group.explain("messages of MPI", "; ".join(known))
+    made = group.transport("ring", lambda: MpiTransport(group.topology, group.lane))
+    return _choice(made, options)
 
 
 def staged(
@@ -107,62 +95,46 @@ def staged(
 
     ``name`` is that of the choice; empty for the library's.
     """
+    reasons = _why_not(
+        group, nccl="NCCL", mpi_sendrecv="memory of GPUs in messages of MPI"
+    )
     group.explain(
-        f"{name or 'algorithms'} on the host, with copies there and back", _why(group)
+        f"{name or 'algorithms'} on the host, with copies there and back",
+        "; ".join(reasons) or "the program asks for it",
     )
     # Integers are never rounded to half precision, whatever is asked for floats.
     exactly = replace(options, wire_dtype=None)
 
-    def _choose_for(size: int, exact: bool) -> tuple[Algorithm, int]:
+    def choose_for(size: int, exact: bool) -> tuple[Algorithm, int]:
         choice = choose(size, group.topology, exactly if exact else options)
         return choice.algorithm, choice.piece_bytes
 
-    # Refuses here what does not serve the topology.
+    # An algorithm that does not serve the topology is refused here.
     starts = choose(nbytes, group.topology, options).starts
-    made = group.transport("staging", lambda: StagingTransport(group.lane, _choose_for))
-    assert isinstance(made, StagingTransport)
-    return replace(_choice(made.choosing(_choose_for), options), starts=starts)
+    made = group.transport("staging", lambda: StagingTransport(group.lane, choose_for))
+    return replace(_choice(made.choosing(choose_for), options), starts=starts)
 
 
 def mover(group: DeviceGroup) -> Mover:
-    """Return what gives arrays on GPUs to other replicas.
+    """Return what gives arrays on GPUs to other replicas: NCCL, or copies by the host.
 
-    That is by NCCL, by messages of MPI, or through host memory.
+    Ready for a call; may raise on this rank alone.
     """
-    able, topology, lane = group.capabilities, group.topology, group.lane
-    if able.nccl:
-        transport = _nccl_transport(group)
-        return group.mover(lambda: NcclMover(transport.group, lane))
-    if able.mpi_sendrecv:
-        return group.mover(lambda: MpiMover(topology, lane))
-    return group.mover(lambda: StagedMover(topology, lane))
+    if group.nccl is not None:
+        return NcclMover(group.nccl.group, group.lane)
+    return group.transport("mover", lambda: StagedMover(group.topology, group.lane))
 
 
-def _nccl_transport(group: DeviceGroup) -> NcclTransport:
-    made = group.transport("nccl", lambda: NcclTransport(group.topology, group.lane))
-    assert isinstance(made, NcclTransport)
-    return made
-
-
-_WORDS = {
-    "nccl": "NCCL",
-    "mpi_sendrecv": "memory of GPUs in messages of MPI",
-}
-
-
-def _why(group: DeviceGroup, *used: str) -> str:
-    """Say how it is known that something can be used, and why not what is better."""
-    able = group.capabilities
-    reasons = [getattr(able, name).reason for name in used]
-    for name, words in _WORDS.items():
-        if name in used:
-            break
-        ability = getattr(able, name)
-        if not ability:
-            reasons.append(f"not {words}: {ability.reason}")
-    return "; ".join(reasons) or "the program asks for it"
+def _why_not(group: DeviceGroup, **words: str) -> list[str]:
+    """Say of abilities, by their names, why the ranks lack them, where they do."""
+    abilities = {name: getattr(group.capabilities, name) for name in words}
+    return [
+        f"not {words[name]}: {ability.reason}"
+        for name, ability in abilities.items()
+        if not ability
+    ]
 
 
 def _choice(transport: Transport, options: CommunicationOptions) -> Choice:
     algorithm = functools.partial(reduce_on_device, transport=transport)
-    return Choice(algorithm, max(64, options.bytes_per_pack or PIECE_BYTES))
+    return Choice(algorithm, max(64, options.bytes_per_pack or _PIECE_BYTES))
