@@ -96,7 +96,7 @@ class RandomStreams:
     def generator_of(self, index: int) -> np.random.Generator:
         """Return the generator of a replica of this process, counted from its first.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         return self._own[index]
 
@@ -224,7 +224,7 @@ class RandomStreams:
     def own_state(self) -> dict[str, Any]:
         """Return what `state` returns, with the rows of this process's replicas alone.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         return {
             "bit_generator": _BIT_GENERATOR,
@@ -263,7 +263,6 @@ class RandomStreams:
             _unpack(np.asarray(state["shared"]), shared)
 
     def __repr__(self) -> str:
-        """Show name and seed."""
         return f"RandomStreams({self.name!r}, seed={self.seed})"
 
 

@@ -418,7 +418,6 @@ class SyncGroups:
         self.everyone.close()
 
     def __enter__(self) -> Self:
-        """Return the groups, to be closed at the end of the block."""
         return self
 
     def __exit__(
@@ -427,13 +426,11 @@ class SyncGroups:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close, unless an error is on its way."""
         # Closing is collective: after an error the others may be anywhere.
         if kind is None:
             self.close()
 
     def __repr__(self) -> str:
-        """Show the place of this replica's group."""
         return (
             f"SyncGroups(group {self.group_id} of {self.num_groups}, "
             f"{self.strategy.num_replicas_in_sync} of "

@@ -324,7 +324,6 @@ class SyncBatchNormalization(AnnouncesInitErrors):
             np.copyto(old, moved, casting="same_kind")
 
     def __repr__(self) -> str:
-        """Show name and options."""
         return (
             f"<{type(self).__name__} {self.name!r} channels={self.channels}, "
             f"axis={self.axis}, momentum={self.momentum}, epsilon={self.epsilon}>"

@@ -73,15 +73,12 @@ class MetricGroup:
         self._metrics: dict[str, Metric] = dict(metrics)
 
     def __getitem__(self, name: str) -> Metric:
-        """Return a metric."""
         return self._metrics[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
         return iter(self._metrics)
 
     def __len__(self) -> int:
-        """Return the number of metrics."""
         return len(self._metrics)
 
     def results(self) -> dict[str, Any]:
@@ -123,5 +120,4 @@ class MetricGroup:
         }
 
     def __repr__(self) -> str:
-        """Show the metrics."""
         return f"MetricGroup({self._metrics!r})"

@@ -106,7 +106,6 @@ class Log:
             pop(token)
 
     def __repr__(self) -> str:
-        """Show the folder."""
         return f"Log({str(self.folder)!r})"
 
     def scalars(
@@ -214,7 +213,7 @@ class Log:
     def checkpoint_variables(self) -> dict[str, Variable]:
         """Return the place in the log; for the library's own modules.
 
-        Not collective. What is before that place is on the disk then.
+        What is before that place is on the disk then.
         """
         self._tell("flush")
         place = self._file.place()
@@ -223,28 +222,22 @@ class Log:
         return {"place": self._place}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that a saved place may have; for the library's own modules.
+        """Return all names that a saved place may have.
 
-        Not collective.
+        For the library's own modules.
         """
         return [name]
 
     def checkpoint_defer(
         self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
     ) -> None:
-        """Refuse state that is not a log's; for the library's own modules.
-
-        Not collective.
-        """
+        """Refuse state that is not a log's; for the library's own modules."""
         raise ValueError(
             f"expected the place of a log, found {name!r}; restore what was saved"
         )
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Cut the log back to its place; for the library's own modules.
-
-        Not collective.
-        """
+        """Cut the log back to its place; for the library's own modules."""
         if self._strategy.replica_id == 0:
             position, digest = (int(number) for number in self._place.component)
             self._cut((position, digest))

@@ -59,7 +59,6 @@ class TensorBoard:
         self._writer: Any = None
 
     def __repr__(self) -> str:
-        """Show the folder."""
         return f"TensorBoard({str(self._folder or self._root)!r})"
 
     def open(self, folder: Path) -> None:
@@ -94,9 +93,9 @@ class TensorBoard:
         self._add(summary=Summary(value=values), **about)
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Drop steps from the first that was removed on; for the library's own modules.
+        """Drop steps from the first that was removed on.
 
-        Those that are kept are written again.
+        Those that are kept are written again. For the library's own modules.
         """
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -187,7 +186,6 @@ class MLflow:
         self._sent = 0.0
 
     def __repr__(self) -> str:
-        """Show the experiment and the run."""
         return f"MLflow({self._experiment!r}, run_name={self._run_name!r})"
 
     def open(self, folder: Path) -> None:

@@ -33,13 +33,6 @@ class Metric(AnnouncesInitErrors):
         Type of the result; totals are float64.
     totals : sequence of str
         Names of the totals.
-
-    Attributes
-    ----------
-    name : str
-        As given.
-    dtype : dtype
-        As given.
     """
 
     def __init__(self, name: str, dtype: Any, totals: Sequence[str]) -> None:
@@ -168,7 +161,6 @@ class Metric(AnnouncesInitErrors):
                 total.assign_add(value, read_value=False)
 
     def __repr__(self) -> str:
-        """Show kind, name and this replica's totals."""
         self._settle()
         totals = ", ".join(
             f"{name}={float(to_host(variable.component))}"

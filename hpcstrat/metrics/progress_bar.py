@@ -62,7 +62,6 @@ class Progress:
         self._has_lines = is_shown and self._bar is None
 
     def __repr__(self) -> str:
-        """Show how far it has come."""
         return f"Progress({self.title!r}, {self.done} of {self.total})"
 
     @property
@@ -71,7 +70,6 @@ class Progress:
         return self._bar is not None
 
     def __enter__(self) -> Self:
-        """Show it."""
         if self._bar is not None:
             self._bar.start()
         return self
@@ -82,7 +80,6 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take the bar away, or write the last line."""
         if self._bar is not None:
             self._bar.stop()
         elif self._has_lines and kind is None and self.done > self._start:

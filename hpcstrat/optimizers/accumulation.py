@@ -56,7 +56,6 @@ class Accumulation:
         self._start: _Start | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a copy's state; its sums wait for variables, as restored ones do."""
         inherits = self.inherits or self.calls > 0
         return {**self.__dict__, "inherits": inherits, "_pending": {}, "_start": None}
 

@@ -35,9 +35,7 @@ class Adam(Optimizer):
     ----------
     learning_rate : float or callable
         A number, or a function of the number of steps done.
-    beta_1 : float
-        At least 0, below 1.
-    beta_2 : float
+    beta_1, beta_2 : float
         At least 0, below 1.
     epsilon : float
         Positive.
@@ -196,9 +194,7 @@ class AdamW(AdamWithDecay):
         A number, or a function of the number of steps done.
     weight_decay : float
         At least 0.
-    beta_1 : float
-        At least 0, below 1.
-    beta_2 : float
+    beta_1, beta_2 : float
         At least 0, below 1.
     epsilon : float
         Positive.

@@ -31,9 +31,7 @@ class LAMB(AdamWithDecay):
         A number, or a function of the number of steps done.
     weight_decay : float
         At least 0.
-    beta_1 : float
-        At least 0, below 1.
-    beta_2 : float
+    beta_1, beta_2 : float
         At least 0, below 1.
     epsilon : float
         Positive.

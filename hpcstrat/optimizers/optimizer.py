@@ -164,7 +164,6 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return self._non_finite.skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a copy's state, without the arrays of these variables."""
         return {**self.__dict__, "_routine": None}
 
     @abstractmethod
@@ -218,7 +217,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def rule(self) -> tuple[type[Optimizer], dict[str, Any]]:
         """Return what makes updates elsewhere: class and options, and no state.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         own = vars(self).items()
         return type(self), {k: v for k, v in own if k not in _STATEFUL}
@@ -231,7 +230,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     ) -> Optimizer:
         """Return a copy of an optimizer, without its state.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
@@ -251,7 +250,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     ) -> None:
         """Refuse options that need state on this rank.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         accumulation = vars(self).get("_accumulation")
         if accumulation is not None and accumulation.steps > 1:
@@ -680,10 +679,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state may have.
-
-        Not collective. For the library's own modules.
-        """
+        """Return all names that saved state may have; for the library's own modules."""
         return spellings(unescaped(name))
 
     def checkpoint_defer(
@@ -710,8 +706,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def checkpoint_reset(self, names: Sequence[str]) -> None:
         """Put state back to what it is before the first step.
 
-        Not collective. For the library's own modules, which restore a checkpoint that
-        was saved before these ``names`` of `checkpoint_variables` were made.
+        For the library's own modules, which restore a checkpoint that was saved before
+        these ``names`` of `checkpoint_variables` were made. For the library's own
+        modules.
         """
         variables = self.checkpoint_variables()
         for name in names:
@@ -726,7 +723,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def checkpoint_target(self, name: str) -> Variable | None:
         """Return the variable for saved state that no step has made yet; or None.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         servers = self._servers
         return None if servers is None else servers.find(self, name)
@@ -734,7 +731,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def take_restored(self, name: str) -> Array | None:
         """Return restored state, which waits no longer; None if there is none.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         return self._slots.take(name)
 
@@ -745,10 +742,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return iterations.distribute_strategy.slots if iterations.is_remote else None
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Go on from what has been restored.
-
-        Not collective. For the library's own modules.
-        """
+        """Go on from what has been restored; for the library's own modules."""
         if (servers := self._servers) is not None:
             servers.restored(self)
         if self._accumulation.restored(num_replicas, now):
@@ -758,7 +752,6 @@ class Optimizer(AnnouncesInitErrors, ABC):
             )
 
     def __repr__(self) -> str:
-        """Show kind and learning rate."""
         return (
             f"<{type(self).__name__} learning_rate="
             f"{getattr(self.learning_rate, '__qualname__', self.learning_rate)}>"

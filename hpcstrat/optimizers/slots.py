@@ -53,7 +53,6 @@ class Slots:
         self._waiting: dict[str, Variable] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slots:
-        """Return copies that wait for variables of these names, as restored ones do."""
         copied = Slots()
         memo[id(self)] = copied
         for name, slot in self.named().items():

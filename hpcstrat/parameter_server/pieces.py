@@ -42,7 +42,6 @@ class ServerBytes:
         self._piece, self._begin = np.empty(0, np.uint8), 0
 
     def __getitem__(self, source: slice, /) -> Array:
-        """Return some bytes."""
         found, done = np.empty(source.stop - source.start, np.uint8), 0
         while done < found.size:
             done += self._copy(source.start + done, found[done:])

@@ -59,7 +59,6 @@ class Rows:
         self.make = make
 
     def __repr__(self) -> str:
-        """Show shape and type of the variable."""
         return f"Rows({self.shape}, {self.dtype})"
 
 
@@ -75,11 +74,9 @@ class _ShardLocation:
     reader: Reader | None = field(default=None, repr=False)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        """Leave out what belongs to this process."""
         return (self.server, self.number, self.start, self.stop, self.place)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Restore what another process has pickled."""
         self.server, self.number, self.start, self.stop, self.place = state
         self.reader = None
 
@@ -190,7 +187,10 @@ class ServerVariable(Variable):
 
     @property
     def num_shards(self) -> int:
-        """In how many parts it lies. For the library's own modules."""
+        """In how many parts it lies. For the library's own modules.
+
+        For the library's own modules.
+        """
         return len(self._shards)
 
     def _attach(self) -> None:
@@ -251,7 +251,7 @@ class ServerVariable(Variable):
     def pieces(self, slot: tuple[int, str, float] | None = None) -> ServerBytes:
         """Return the value's bytes on servers, to be read and written piece by piece.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         parts = [
             (each.server, each.number, each.start, each.stop, each.reader)
@@ -365,9 +365,9 @@ class ServerVariable(Variable):
     def gradient_parts(self, gradient: Any) -> Iterator[tuple[int, int, Any]]:
         """Yield server, number of the shard and its part of a gradient.
 
-        Not collective. For the library's own modules. A shard that has none of a sparse
-        gradient's rows has a part as well: in a step all of an optimizer's state moves,
-        and the result must not depend on the number of shards.
+        A shard that has none of a sparse gradient's rows has a part as well: in a step
+        all of an optimizer's state moves, and the result must not depend on the number
+        of shards. For the library's own modules.
         """
         if not isinstance(gradient, IndexedSlices):
             for shard, part in self._parts(gradient):
@@ -383,7 +383,6 @@ class ServerVariable(Variable):
             yield shard.server, shard.number, (rows, gradient.values[chosen])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refuse to be copied: there is one, on the servers."""
         raise TypeError(
             f"expected a variable to copy, found {self.name!r}, which is on parameter "
             "servers; make another of variable.numpy()"
@@ -393,7 +392,6 @@ class ServerVariable(Variable):
         return ", ".join(str(shard.server) for shard in self._shards)
 
     def __repr__(self) -> str:
-        """Show name, dtype, shape and where it is."""
         return (
             f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} on "
             f"ranks {self._servers()}>"

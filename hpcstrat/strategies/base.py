@@ -1,4 +1,4 @@
-"""The strategy, as all of its kinds share it."""
+"""Strategy: the base class of all kinds of strategies."""
 
 from __future__ import annotations
 
@@ -56,22 +56,23 @@ __all__ = ["Strategy"]
 class Strategy(OlderMethods):
     """Base class: everything that strategies share.
 
-    Programs make one of its subclasses.
+    Programs make one of its subclasses. Collective methods raise RuntimeError inside a
+    replica function.
 
     Parameters
     ----------
-    collectives : Collectives
+    collectives : Collectives, optional
         The calls between the processes.
     rank : int
-        This process, among those of the strategy.
+        The number of this process among those of the strategy.
     device : str
-        This process's device.
+        The device of this process.
     logical_replicas : int, optional
         How many replicas the processes have together; default: one each.
     on_error : str
-        ``"abort"``: an exception in a replica function stays on its replica, and ends
-        the job when nothing catches it. ``"raise"``: it is raised on all replicas, out
-        of the same ``run``, so that all can skip a step together; ``run``, merge calls,
+        ``"abort"``: an exception in a replica function is raised on its replica only,
+        and ends the job when nothing catches it. ``"raise"``: the same ``run`` raises
+        it on all replicas, so that all can skip a step together. ``run``, merge calls,
         updates, assignments in cross-replica context and ``next()`` of a data set then
         end with an agreement of all replicas.
 
@@ -79,32 +80,23 @@ class Strategy(OlderMethods):
     ----------
     extended : StrategyExtended
         Further methods.
-    rank : int
-        This process, among those of the strategy.
-    num_ranks : int
-        Number of processes.
+    rank, num_ranks : int
+        The number of this process, and how many processes there are.
     local_replicas : range
         The replicas of this process.
-    logical : bool
-        Whether a process may have several replicas, which are not bound to it.
-    meetings : Meetings or None
-        The calls between logical replicas; None where those of processes do as well.
-    raises_together : bool
-        Whether replicas leave ``run`` together, with ``on_error="raise"``.
     """
 
-    # A kind of strategy says by these, and by the four methods after the constructor,
-    # what is different about it. No other module asks of which class a strategy is.
+    # A kind of strategy overrides these attributes and the four methods after the
+    # constructor. No other module asks for the class of a strategy.
     is_default = False
-    # Whether there are several replicas, or may be: values are then distributed ones.
+    # Whether there may be several replicas, so that values are distributed values.
     distributes = True
     # Whether each rank of a job runs a program of its own, with variables of its own.
     ranks_are_independent = False
-    # Whether gradients are summed over the replicas in each step, as PyTorch, JAX and
-    # Keras are made to do; else the calls for these refuse the strategy.
+    # Whether every step sums gradients over the replicas. The integrations of PyTorch,
+    # JAX and Keras need this, and refuse other strategies.
     sums_each_step = True
-    # Whether variables and batches are put on this replica's GPU, wherever their first
-    # values come from.
+    # Whether variables and batches go to this replica's GPU, also from host memory.
     puts_on_gpu = False
     # Whether this rank may have a CheckpointManager.
     saves_checkpoints = True
@@ -123,45 +115,43 @@ class Strategy(OlderMethods):
         self.rank, self.num_ranks = rank, self._ranks.size
         self.device = device
         self.extended = StrategyExtended(self)
+        # Whether a process may have several replicas, which are not bound to it.
         self.logical = logical_replicas is not None
-        # What runs as this process's replicas; for the library's own modules.
         self.replicas = LocalReplicas(self, self._ranks, rank, logical_replicas)
         self.local_replicas = self.replicas.block
+        # The calls between logical replicas; None if those of processes will do.
         self.meetings = self.replicas.meetings
         self.cross_entry = self.replicas.cross_entry
         self.raises_together = on_error == "raise"
-        # Writes a digest at each entry into `run`, on one rank, where it is wanted.
+        # Writes a digest at each entry into `run`, on rank 0, if the settings ask.
         self.digests: StepDigests | None = None
-        # Called once with whether the `run` under way failed, on any replica.
+        # Functions to call once, at the end of this `run`, with whether it failed.
         self.run_ends: list[Callable[[bool], None]] = []
         # Division of the replicas into groups; None where they are in sync.
         self.split: Split | None = None
         self._settings: Settings | None = None
 
     def variable_class(self, options: VariableOptions) -> Any:
-        """Return the class of variables made in this strategy's scope.
-
-        Not collective. For the library's own modules.
-        """
+        """Return the class of new variables; for the library's own modules."""
         on_read = options.synchronization is VariableSynchronization.ON_READ
         return SyncOnReadVariable if on_read else MirroredVariable
 
     def variable_made(self, variable: MirroredVariable) -> None:
-        """Take a variable among those whose copies are compared.
+        """Note a new variable whose copies are to be compared.
 
         Logically collective over the strategy's replicas. For the library's own
         modules.
         """
 
     def update_backend(self) -> type[UpdateBackend]:
-        """Return the class that makes an optimizer's steps on such variables.
+        """Return the class that makes optimizer steps.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         return Copies
 
     def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
-        """Make an optimizer's step where the variables are: here, or on other ranks.
+        """Make an optimizer's step, here or on other ranks.
 
         Collective over the strategy's replicas. For the library's own modules.
         """
@@ -169,12 +159,12 @@ class Strategy(OlderMethods):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas, those of this one's group where they form groups."""
+        """Number of replicas; with groups of replicas, of this replica's group."""
         return self.replicas.num_replicas
 
     @property
     def replica_id(self) -> int:
-        """The replica that runs; in cross-replica context the first of this process."""
+        """The running replica; in cross-replica context the first of this process."""
         block = self.local_replicas
         if len(block) == 1:
             return block.start
@@ -184,7 +174,7 @@ class Strategy(OlderMethods):
 
     @property
     def collectives(self) -> Any:
-        """The calls between the replicas, or in cross-replica context the processes.
+        """Calls between replicas, or between processes in cross-replica context.
 
         For the library's own modules.
         """
@@ -195,10 +185,7 @@ class Strategy(OlderMethods):
         return self._ranks
 
     def device_of(self, replica: int) -> str:
-        """Return the device of a replica of this process.
-
-        Not collective. For the library's own modules.
-        """
+        """Return the device of a replica; for the library's own modules."""
         del replica
         return self.device
 
@@ -217,12 +204,12 @@ class Strategy(OlderMethods):
 
     @property
     def lost_ranks(self) -> tuple[int, ...] | None:
-        """The replicas that are known to have died; None while no loss was noticed."""
+        """The replicas that are known to have died; None if there are none."""
         return None
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver in use; None where MPI itself says which ranks there are."""
+        """The resolver in use; None if MPI alone says which ranks there are."""
         return None
 
     @property
@@ -248,7 +235,7 @@ class Strategy(OlderMethods):
         Raises
         ------
         RuntimeError
-            Inside the scope of another strategy, or inside a replica function.
+            Inside a replica function, or inside the scope of another strategy.
         """
         entry = current()
         if entry is not None:
@@ -268,7 +255,7 @@ class Strategy(OlderMethods):
             pop(token)
 
     def _require_cross(self, what: str) -> None:
-        """Refuse replica context, and another strategy's scope."""
+        """Raise RuntimeError in replica context, and in another strategy's scope."""
         entry = current()
         if entry is None or (entry.strategy is self and not entry.replica_context):
             return
@@ -302,10 +289,10 @@ class Strategy(OlderMethods):
         fn : callable
             Runs in replica context.
         args : list or tuple
-            Positional arguments; each distributed value in them is replaced by this
-            replica's component, variables go in as they are.
+            Positional arguments. Each distributed value in them is replaced by this
+            replica's component; variables are passed as they are.
         kwargs : dict, optional
-            Keyword arguments, likewise.
+            Keyword arguments, treated likewise.
         options : RunOptions, optional
             Accepted for tf.distribute's sake.
 
@@ -319,8 +306,6 @@ class Strategy(OlderMethods):
         ------
         ValueError
             If ``args`` is no list or tuple.
-        RuntimeError
-            In replica context.
         ReplicaError
             With ``on_error="raise"``, if the function failed on another replica.
         """
@@ -331,8 +316,7 @@ class Strategy(OlderMethods):
         if self.digests is not None:
             self.digests.record()
         channel = self.collectives.channel
-        # Counted before anything can fail, so that the headers tell who has left out
-        # a step, whatever becomes of it.
+        # Counted before anything can fail: the headers show which rank left out a step.
         if channel is not None:
             if channel.elsewhere is not None:
                 channel.elsewhere()
@@ -341,7 +325,7 @@ class Strategy(OlderMethods):
             number = None if channel is None else {"run": channel.position.run_index}
             fn = active.recorder.around(fn, "run", "step", number)
         try:
-            # Wrong arguments are inside: with on_error="raise" all ranks learn of them.
+            # Arguments are checked inside, so that on_error="raise" covers them.
             with self.together("run"):
                 if not isinstance(args, (list, tuple)):
                     raise ValueError(
@@ -357,43 +341,41 @@ class Strategy(OlderMethods):
         return result
 
     def _end_run(self, failed: bool) -> None:
-        # Taken off first: a function that raises must not be called by the next run.
+        # Removed first: the next run must not call a function that has raised.
         ends, self.run_ends = self.run_ends, []
         for function in ends:
             function(failed)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Return what surrounds a part of the program that runs on every replica.
+        """Return a context manager for code that runs on every replica.
 
-        Collective over the strategy's replicas, at its end, with ``on_error="raise"``:
-        an error of one replica is raised on all; else not collective. For the library's
-        own modules.
+        With ``on_error="raise"`` its end is collective over the strategy's replicas,
+        and raises an error of one replica on all. For the library's own modules.
         """
         return self.collectives.section(what) if self.raises_together else _ALONE
 
     def require_idle(self, what: str) -> None:
-        """Refuse a call while functions of other processes may write variables.
-
-        Not collective. For the library's own modules.
+        """Raise if scheduled functions may write variables; for the library's own
+        modules.
         """
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
-        """Let the others wait longer for this replica, without a warning.
+        """Let other ranks wait longer for this replica without a warning.
 
-        Not collective: any replica may call it, alone or with others, in any context.
-        ``timeout_seconds`` of a call holds nevertheless.
+        Not collective: any replica may call it, in any context. ``timeout_seconds`` of
+        a call still applies.
 
         Parameters
         ----------
         seconds : float
-            How long the block may take. ``warn_seconds`` and ``limit_seconds`` of those
-            that wait for this replica, and of its own waits, begin to count at the end
-            of the block, or when this is over, whichever comes first.
+            How long the block may take. ``warn_seconds`` and ``limit_seconds`` of this
+            replica's waits, and of ranks that wait for it, count from the end of the
+            block or of this time, whichever comes first.
 
         Returns
         -------
         context manager
-            They nest: the one that lasts longest counts.
+            With several nested blocks the longest time counts.
 
         Raises
         ------
@@ -409,16 +391,16 @@ class Strategy(OlderMethods):
 
     @contextmanager
     def all_or_none(self, variable: Variable, what: str) -> Iterator[None]:
-        """Surround a change of this replica's component of a variable.
+        """Surround a change of this process's components of a variable.
 
-        Collective over the strategy's replicas, at its end, with ``on_error="raise"``:
-        if it fails on any of them, the component is as before on all. For the library's
-        own modules.
+        With ``on_error="raise"`` its end is collective over the strategy's replicas: if
+        the change fails on any of them, all get their old values back. For the
+        library's own modules.
         """
         if not self.raises_together:
             yield
             return
-        # Another replica may fail where this one does not, and takes it back.
+        # The change may fail on another replica only; this one then undoes it, too.
         before = [component.copy() for component in variable.components]
         try:
             with self.together(f"{what} of variable {variable.name!r}"):
@@ -445,23 +427,22 @@ class Strategy(OlderMethods):
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value : PerReplica, SyncOnRead variable, or array_like of shape (...)
-            A plain value is this rank's contribution. A nested structure is allowed
-            without an axis.
+            A plain value is this rank's contribution. Without an axis it may be a
+            nested structure.
         axis : int or tuple of int, optional
-            Also reduce over these dimensions of each replica's array, whose length may
-            differ; the mean is then weighted by it.
+            Also reduce over these dimensions of each replica's array. Their lengths may
+            differ between replicas, and weight the mean.
         out : ndarray or tree of ndarray, optional
-            Where the results go: of the structure, shapes and dtypes of the result,
-            writable, in any memory order; no two share memory. The value itself reduces
-            in place. An array of another library in host memory will do, such as a
-            tensor of PyTorch, if it shares its memory by DLPack. Only without an axis,
-            and for arrays.
+            Where the results go, without an axis: writable arrays of the result's
+            structure, shapes and dtypes, in any memory order, that share no memory with
+            each other. The value itself reduces in place. Host arrays of other
+            libraries with DLPack, such as tensors of PyTorch, will do.
 
         Returns
         -------
         ndarray or tree of ndarray
-            ``out``, or arrays of their own; equal bit for bit on every rank. ``MEAN``
-            of integers is float64.
+            ``out``, or new arrays; equal bit for bit on every rank. ``MEAN`` of
+            integers is float64.
 
         Raises
         ------
@@ -472,8 +453,6 @@ class Strategy(OlderMethods):
             For an axis that is no integer or tuple, or a structure with an axis.
         CollectiveError
             If ranks disagree on structure, shape or dtype. On every rank.
-        RuntimeError
-            In replica context.
         """
         plain = self.meetings is None and axis is None
         if plain and type(reduce_op) in OPERATIONS:
@@ -497,7 +476,7 @@ class Strategy(OlderMethods):
             self._require_cross("reduce")
         plain = self.meetings is None and axis is None
         if plain and type(value) is np.ndarray:
-            # Most calls are of this kind; each further look costs a microsecond.
+            # Most calls are of this kind; each further check costs a microsecond.
             op = ReduceOp.parse(reduce_op)
             return self.collectives.reduce_in_call(op, value, "reduce", out=out)
         return value_reduction.reduce(self.replicas, reduce_op, value, axis, out)
@@ -528,8 +507,6 @@ class Strategy(OlderMethods):
             For IndexedSlices.
         CollectiveError
             If ranks disagree on another dimension. On every rank.
-        RuntimeError
-            In replica context.
         """
         self._require_cross("gather")
         own = joined(self.replicas.parts(value), axis, "gather", self.local_replicas)
@@ -564,13 +541,12 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         value : tree
-            A distributed value, or a structure that holds some.
+            A distributed value, or a structure of such values.
 
         Returns
         -------
         tuple
-            One value, or structure, per replica; ``(value,)`` for a plain one that is
-            no structure.
+            One value or structure for each replica; ``(value,)`` for a plain value.
         """
         distributed = not is_leaf(value) or isinstance(value, DistributedValues)
         return self._local_results(value, self.replicas.parts(value), distributed)
@@ -620,7 +596,7 @@ class Strategy(OlderMethods):
         dataset : Dataset or iterable of batches
             Gives global batches.
         options : InputOptions, optional
-            How.
+            How to read them.
 
         Returns
         -------
@@ -644,7 +620,7 @@ class Strategy(OlderMethods):
         dataset_fn : callable
             Takes an InputContext and returns an iterable of per-replica batches.
         options : InputOptions, optional
-            How.
+            How to read them.
 
         Returns
         -------
@@ -655,15 +631,15 @@ class Strategy(OlderMethods):
 
     @collective
     def random(self, name: str, seed: int = 0) -> RandomStreams:
-        """Return random numbers: this replica's own, and some that all share.
+        """Return random streams: one for this replica, and one that all share.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         name : str
-            Of the streams; those of two names are independent, and two calls with one
-            name and seed give the same numbers.
+            Name of the streams. Other names give independent numbers; the same name and
+            seed give the same numbers again.
         seed : int
             At least 0, below 2**63.
 
@@ -680,7 +656,7 @@ class Strategy(OlderMethods):
             If ranks disagree on name or seed. On every rank.
         """
         streams = RandomStreams(self, name, seed)
-        # Name and seed travel in the header, as the digest of these words.
+        # The header has a digest of these words, and so of name and seed.
         self.collectives.barrier(f"random({name!r}, seed={streams.seed})")
         return streams
 
@@ -695,15 +671,13 @@ class Strategy(OlderMethods):
     def check_divergence(self) -> None:
         """Compare all copies of all mirrored variables now.
 
-        Collective over the strategy's replicas. The variables are those of all open
+        Collective over the strategy's replicas, for the variables of all open
         strategies over the same ranks.
 
         Raises
         ------
         DivergenceError
             If copies of a variable differ. On every replica.
-        RuntimeError
-            In replica context.
         """
         self._require_cross("check_divergence")
 
@@ -711,30 +685,27 @@ class Strategy(OlderMethods):
     def check_equal(self, tree: Tree) -> None:
         """Compare arrays and numbers of the program itself between replicas.
 
-        Collective over the strategy's replicas. For what is no variable of a strategy,
-        but has to be equal on all replicas: plain arrays, the parameters of a model of
-        another library, a configuration. Costs the hashing of the bytes; arrays on a
-        GPU are copied to the host for it.
+        Collective over the strategy's replicas. For data outside of variables that must
+        be equal everywhere, such as parameters of another library's model, or a
+        configuration. All bytes are hashed; arrays on a GPU are copied to the host for
+        it.
 
         Parameters
         ----------
         tree : tree
-            Of arrays of NumPy, CuPy or any library whose arrays can be given elsewhere,
-            tensors of PyTorch with a gradient included, of any shape and type; numbers,
-            str, bytes and None. Structure, types, shapes and all bits are compared:
-            those of NaN count, and -0.0 is not 0.0. Of distributed values and variables
-            it is this replica's component.
+            Arrays of NumPy, CuPy or other libraries, tensors of PyTorch, numbers, str,
+            bytes and None. Structure, types, shapes and all bits must be equal; NaN
+            equals NaN of the same bits, and -0.0 differs from 0.0. Of distributed
+            values and variables this replica's component is compared.
 
         Raises
         ------
         DivergenceError
-            If anything differs, naming the first leaf that does, as ``variable``, its
-            first ``element``, and the replicas whose value is not that of most of them,
-            as ``ranks``. On every replica.
+            If anything differs, with the first such leaf as ``variable``, its first
+            ``element``, and as ``ranks`` the replicas whose value differs from most
+            others. On every replica.
         ValueError
             For a leaf of another kind; on the other replicas ReplicaError.
-        RuntimeError
-            In replica context.
         """
         self._require_cross("check_equal")
         check_equal(self, tree)
@@ -750,7 +721,7 @@ class Strategy(OlderMethods):
         value : object
             Anything that pickles, of any size; ignored on the other replicas.
         root : int
-            The replica whose object is taken.
+            The replica that gives its object.
 
         Returns
         -------
@@ -781,7 +752,7 @@ class Strategy(OlderMethods):
         Returns
         -------
         ArrivalReport
-            Of all collective calls since the strategies over these ranks were made;
+            For all collective calls since the strategies over these ranks were made;
             ``str`` gives a table, slowest replica first.
         """
         channel = self.collectives.channel
@@ -800,8 +771,8 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         directory : str or path
-            Where each rank writes a file of its own; made where it is missing. The
-            command ``hpcstrat timeline merge`` makes one trace of them.
+            Where each rank writes its own file; made if it is missing. The command
+            ``hpcstrat timeline merge`` makes one trace of the files.
 
         Yields
         ------
@@ -836,26 +807,26 @@ class Strategy(OlderMethods):
             job_timeline.stop(together=together)
 
     def trace(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Record a part of the program under a name, where a timeline is recorded.
+        """Record a part of the program under a name, if a timeline is recorded.
 
         Not collective.
 
         Parameters
         ----------
         name : str
-            What the part is called.
+            Name of the part.
         **args : object
-            More about it, shown with it.
+            Details to show with it.
 
         Returns
         -------
         context manager
-            Surrounds the part. Parts may lie in each other.
+            Surrounds the part. Parts can be nested.
         """
         return trace(name, **args)
 
     def close(self) -> None:
-        """Free the communicators, when this is the last strategy that uses them.
+        """Free the communicators, if no other open strategy uses them.
 
         Collective over the strategy's replicas; not collective after a loss was
         noticed. A second call does nothing.
@@ -867,35 +838,30 @@ class Strategy(OlderMethods):
         """
 
     def __enter__(self) -> Self:
-        """Return the strategy, to be closed at the end of the block."""
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        """Close the strategy, unless an error is on its way."""
         # Closing is collective: after an error the others may be anywhere.
         if kind is None:
             self.close()
 
-    # Two objects would free one communicator, and be two strategies to the stack.
+    # A copy would free the same communicator, and count as another strategy.
     def __copy__(self) -> Self:
-        """Refuse to be copied."""
         raise RuntimeError(
             f"expected one object for {self!r}, found an attempt to copy it; share it"
         )
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """Refuse to be copied."""
         return self.__copy__()
 
     def __repr__(self) -> str:
-        """Show kind and place."""
         return (
             f"{type(self).__name__}(replica {self.replica_id} of "
             f"{self.num_replicas_in_sync})"
         )
 
 
-# One for all: it keeps no state, and `run` is the hot path.
+# Shared by all strategies: it has no state, and every `run` uses it.
 _ALONE = nullcontext()
 
 

@@ -119,14 +119,14 @@ class CentralStorageStrategy(MpiStrategy):
     def variable_class(self, options: VariableOptions) -> Any:
         """Return the class of variables made in this strategy's scope.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         return CentralVariable
 
     def update_backend(self) -> type[UpdateBackend]:
         """Return the class that makes an optimizer's steps on such variables.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         return Copies if self.num_replicas_in_sync == 1 else StepSlices
 

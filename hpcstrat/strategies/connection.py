@@ -1,4 +1,4 @@
-"""A topology and its channel, shared by the strategies over the same ranks."""
+"""The connection of ranks: a topology and its channel, which strategies share."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ from hpcstrat.safety.start.creation import Creation
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.devices import Devices, prepare_mpi
 
-__all__ = ["Connection", "StrategyRequest", "connect", "subset"]
+__all__ = ["Connection", "StrategyRequest", "as_loss", "connect", "subset"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRequest:
-    """A strategy's arguments, in which all ranks must agree; see `MpiStrategy`.
+    """The arguments of a strategy in which all ranks must agree; see `MpiStrategy`.
 
-    Not checked before `check`.
+    `check` checks them.
     """
 
     kind: str
-    comm: Any
-    replicas_per_worker: Any
-    on_error: str
-    on_lost_rank: str
-    progress_thread: bool
-    settings: Any
-    devices: Sequence[str] | None
+    comm: Any = None
+    replicas_per_worker: Any = None
+    on_error: str = "abort"
+    on_lost_rank: str = "abort"
+    progress_thread: bool = False
+    settings: Any = None
+    devices: Sequence[str] | None = None
     logical_replicas: Any = None
-    # Arguments of this kind alone, which its constructor has checked.
+    # Arguments that only this kind of strategy has; its constructor has checked them.
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def survives(self) -> bool:
-        """Whether the loss of a rank is to be an error on the others."""
+        """Whether the other ranks survive the loss of a rank, and raise an error."""
         return self.on_lost_rank == "raise"
 
     @property
     def key(self) -> Any:
         """A key that is equal for strategies that share a connection."""
-        # Only strategies over all ranks share one; a communicator that is given gets a
-        # topology of its own, of which nobody else has the key.
+        # Only strategies over all ranks share a connection. A given communicator gets
+        # its own topology, with a key that nothing equals.
         return self.replicas_per_worker if self.comm is None else object()
 
     def call(self, size: int) -> Call:
-        """Return the creation as a call, different for wishes that are not the same.
+        """Return the call that makes the strategy; other arguments give another call.
 
-        What is by default is left out; ``size`` is the number of ranks of the job.
+        Default values are left out. ``size`` is the number of ranks of the job.
         """
         words = {
             "replicas_per_worker": self.replicas_per_worker,
@@ -71,7 +71,7 @@ class StrategyRequest:
             "progress_thread": self.progress_thread or None,
             **self.own,
         }
-        # Settings are left out: replica 0's hold, see `_agree_on_settings`.
+        # Settings are left out: all take those of replica 0, see `_agree_on_settings`.
         given = [f"{name}={value!r}" for name, value in words.items() if value]
         if self.comm is not None:
             own = self.comm.size
@@ -79,7 +79,7 @@ class StrategyRequest:
         return describe_call(f"creation of {self.kind}({', '.join(given)})")
 
     def check(self) -> None:
-        """Raise an error for what one rank can see to be wrong."""
+        """Raise an error for arguments that this rank can see to be wrong."""
         check_on_error(self.on_error)
         if self.on_lost_rank not in ("abort", "raise"):
             raise ValueError(
@@ -123,15 +123,15 @@ class StrategyRequest:
 
 
 def _is_intracomm(comm: Any) -> bool:
-    # Recognized by its methods, as MPI is not loaded yet; COMM_NULL is false.
+    # By its methods, as MPI is not loaded yet. COMM_NULL is false.
     return bool(comm) and hasattr(comm, "Iallgather") and not comm.Is_inter()
 
 
 class Connection:
-    """A topology with its channel, and how many strategies use them.
+    """A topology with its channel, and the number of strategies that use them.
 
-    Collective over ``topology.replica_comm``. ``settings`` are resolved, and the same
-    on every rank. The topology is freed with the last of its users.
+    Collective over ``topology.replica_comm``. ``settings`` are resolved, and equal on
+    every rank. The last strategy that closes frees the topology.
     """
 
     def __init__(
@@ -159,12 +159,14 @@ class Connection:
             raise
 
     def enter_device(self) -> None:
-        """Give the calling thread this rank's GPU: CUDA keeps one by thread."""
+        """Give the calling thread this rank's GPU: CUDA has a current GPU for each
+        thread.
+        """
         if self.topology.gpu is not None:
             library.use(self.topology.gpu.index)
 
     def _watch(self, topology: Topology, settings: Settings) -> None:
-        """Let all that looks after the ranks begin."""
+        """Start divergence checks, the watchdog, and reports of late ranks."""
         if self.channel is not None:
             self.copies = MirroredCopies(self.channel, settings)
             if settings.divergence != "off":
@@ -174,7 +176,7 @@ class Connection:
             lateness.watch(self.channel.arrivals, settings)
 
     def _record(self) -> None:
-        """Begin the timeline of the settings."""
+        """Start the timeline that the settings ask for."""
         channel = self.channel
         comm = None if channel is None else channel.arrivals.comm
         directory = self.settings.timeline or ""
@@ -183,13 +185,13 @@ class Connection:
         try:
             job_timeline.start(directory, self.settings, self.topology, comm)
         except OSError:
-            # Raised on every rank, so that all free what they have made so far.
+            # Every rank raises it, and frees what it has made so far.
             if channel is not None:
                 channel.close()
             raise
 
     def close(self, key: Any) -> None:
-        """Free everything, when no other strategy uses it; ``key`` is from `connect`.
+        """Free everything if no other strategy uses it; ``key`` is from `connect`.
 
         Collective over ``topology.replica_comm``.
         """
@@ -197,21 +199,20 @@ class Connection:
         if self.users:
             return
         _connections.pop(key, None)
-        # Both exchange what the ranks have seen, so that they come before the channel
-        # is closed.
+        # Both make calls, and need an open channel.
         if self.channel is not None:
             lateness.conclude(self.channel.arrivals)
         job_timeline.stop(self.topology)
         if self.channel is not None:
-            # Neither may look at a channel that is closed.
+            # Both read the channel until they are unregistered.
             exits.unregister(self.channel)
             watchdog.unregister(self.channel)
             self.channel.close()
         self.topology.close()
 
     def abandon(self, key: Any) -> None:
-        """Let go of everything on this rank, alone: others have died."""
-        # The key may be another's: one of the survivors, or None, before there is one.
+        """Free what this rank can free alone, after other ranks have died."""
+        # The key may belong to a new connection of the survivors, or be None.
         if _connections.get(key) is self:
             del _connections[key]
         job_timeline.stop(self.topology, together=False)
@@ -223,8 +224,8 @@ class Connection:
         self.topology.abandon()
 
 
-# Strategies over all ranks share a topology, so that calls of two strategies in
-# different order are noticed like any other mismatch.
+# Strategies over all ranks share a topology, so that ranks which call two strategies in
+# different order get an error.
 _connections: dict[Any, Connection] = {}
 
 
@@ -236,36 +237,42 @@ def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
             found = given.resolved()
         except (TypeError, ValueError) as error:
             found = error
-    # The environment may differ between hosts; that of replica 0 holds.
+    # The environment may differ between hosts; replica 0's counts.
     found = topology.replica_comm.bcast(found)
     if isinstance(found, Exception):
-        raise found
+        raise found from found.__cause__
     assert found is not None
     return found
 
 
-def _formed(
-    comm: Any, replicas_per_worker: int | None, given: Settings, survives: bool
-) -> Connection:
+def as_loss(topology: Topology, error: Exception) -> Exception:
+    """Return a RankLostError for an error by which MPI reports a dead rank."""
+    if not topology.survives or not is_loss(topology.mpi, error, topology.replica_comm):
+        return error
+    found = RankLostError(
+        "expected all ranks to form a strategy, found that one was lost; form another "
+        "of those that are left"
+    )
+    found.__cause__ = error
+    return found
+
+
+def _formed(request: StrategyRequest) -> Connection:
     """Form a topology and its channel."""
+    each = request.replicas_per_worker
     topology = Topology(
-        comm, replicas_per_worker=replicas_per_worker, survives=survives
+        request.comm, replicas_per_worker=each, survives=request.survives
     )
     try:
-        settings = _agree_on_settings(topology, given)
-        return Connection(topology, settings, replicas_per_worker)
+        settings = _agree_on_settings(topology, request.settings or Settings())
+        return Connection(topology, settings, each)
     except Exception as error:
-        if survives and is_loss(topology.mpi, error, topology.replica_comm):
-            topology.abandon()
-            raise RankLostError(
-                "expected all ranks to form a strategy, found that one was lost; form "
-                "another of those that are left"
-            ) from error
-        if isinstance(error, RankLostError):
+        found = as_loss(topology, error)
+        if isinstance(found, RankLostError):
             topology.abandon()
         else:
             topology.close()
-        raise
+        raise found from found.__cause__
 
 
 def _job_channel() -> Channel | None:
@@ -293,22 +300,22 @@ def _meet(
             mpi, comm, call, problem, survives=request.survives, guesses=not good
         )
         return
-    # Its own watchdog looks after the ranks.
+    # The watchdog of the open channel watches the ranks.
     creation.pause(True)
     if problem is not None:
         channel.failures.fail(call.text, problem)
         raise problem
-    # An open channel tells more than the creation could: who is at another call.
+    # An open channel also shows which rank is at another call.
     channel.failures.meet()
     channel.agree(call)
     creation.pause(False)
 
 
 def subset(ranks: Sequence[int]) -> Any:
-    """Return a communicator of some ranks of the job, in this order, for the caller.
+    """Return a communicator of some ranks of the job, in this order.
 
-    Collective over these ranks; one that does not come is named, as in the creation of
-    a strategy, and ends the wait.
+    Collective over these ranks; the wait for a missing rank ends with an error that
+    names it, as when a strategy is made.
     """
     with Creation("creation of a group", Settings()) as creation:
         creation.join(start_mpi(), ranks, "creation of a group")
@@ -318,11 +325,11 @@ def subset(ranks: Sequence[int]) -> Any:
 def connect(
     request: StrategyRequest, problem: Exception | None = None
 ) -> tuple[Any, Connection]:
-    """Return the connection of the ranks that are asked for, and its key.
+    """Return the connection that a strategy asks for, and its key.
 
-    Collective over ``request.comm``, the start of MPI over all ranks of the job. The
-    connection has one user more. ``problem`` is why this rank cannot make the strategy:
-    raised here, and on the others a ReplicaError.
+    Collective over ``request.comm``; the start of MPI is collective over all ranks of
+    the job. The connection gets one more user. ``problem`` is why this rank cannot make
+    the strategy: it is raised here, and a ReplicaError on the others.
     """
     refuse_children()
     given = request.settings if isinstance(request.settings, Settings) else Settings()
@@ -332,12 +339,12 @@ def connect(
                 request.check()
             except Exception as error:
                 problem = error
-        # Before MPI starts, which may look for a GPU once: see `gpu.binding.foresee`.
+        # Before MPI starts, as it looks for a GPU only then: see `gpu.binding.foresee`.
         if problem is None:
             prepare_mpi(given, request.devices)
         world = start_mpi(threads=bool(request.progress_thread)).COMM_WORLD
         if world.size > 1:
-            # An uncaught error ends the job also while its first strategy is formed.
+            # From here on an uncaught error on one rank ends the job.
             exits.install()
         _meet(creation, request, problem)
         key = request.key
@@ -348,21 +355,17 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
     """Return an open connection, or form one."""
     connection, settings = _connections.get(key), request.settings
     if connection is not None and connection.channel is not None:
-        # Calls that were started there use the communicators of the calls below. The
-        # ranks have met over the channel of another connection, if there are several.
+        # Pending calls use the communicators of the calls below.
         connection.channel.pending.drain()
     if connection is None:
-        given = settings or Settings()
-        connection = _formed(
-            request.comm, request.replicas_per_worker, given, request.survives
-        )
+        connection = _formed(request)
         _connections[key] = connection
     elif connection.topology.survives is not request.survives:
         raise ValueError(
             f"expected on_lost_rank as in the strategies that are open, found "
             f"{request.on_lost_rank!r}; give all the same, or close them first"
         )
-    # Replica 0's settings again, so that all ranks raise or none.
+    # Replica 0 compares its settings, so that all ranks raise or none.
     elif connection.topology.replica_comm.bcast(
         settings is not None and settings.differ_from(connection.settings)
     ):
@@ -378,7 +381,7 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
         try:
             connection.channel.pending.use_thread(connection.enter_device)
         except TopologyError:
-            # The error is one of all ranks together, so that all of them close.
+            # All ranks raise it, and so all of them close.
             connection.close(key)
             raise
     return connection

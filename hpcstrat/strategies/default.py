@@ -22,7 +22,7 @@ class SingleReplicaStrategy(Strategy):
     def variable_class(self, options: VariableOptions) -> Any:
         """Return the class of variables made in this strategy's scope.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         return Variable
 

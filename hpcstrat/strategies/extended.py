@@ -212,9 +212,9 @@ class StrategyExtended:
         return self.broadcast_by_rank(tensor)
 
     def broadcast_by_rank(self, tensor: Any) -> Any:
-        """Give all replicas rank 0's value.
+        """Give all replicas rank 0's value; for the library's own modules.
 
-        Collective over the strategy's replicas. For the library's own modules.
+        Collective over the strategy's replicas.
         """
         strategy = self._strategy
         own = strategy.replicas.parts(tensor)[0]
@@ -508,8 +508,6 @@ class StrategyExtended:
         ------
         ValueError
             For a PerReplica argument, with which the state would come to differ.
-        RuntimeError
-            In replica context.
         """
         del colocate_with
         strategy, replicas = self._strategy, self._strategy.replicas
@@ -583,8 +581,6 @@ class StrategyExtended:
             If there are fewer batches. The steps until then were made.
         ValueError
             For a negative number of steps.
-        RuntimeError
-            In replica context.
         """
         if iterations < 0:
             raise ValueError(f"expected iterations >= 0, found {iterations}; change it")
@@ -601,7 +597,6 @@ class StrategyExtended:
         return context
 
     def __repr__(self) -> str:
-        """Show the strategy."""
         return f"<{type(self).__name__} of {self._strategy!r}>"
 
 

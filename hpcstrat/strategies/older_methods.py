@@ -28,7 +28,6 @@ class InputIterator:
         self._iterator: DistributedIterator | None = None
 
     def __repr__(self) -> str:
-        """Show the data set."""
         return f"InputIterator({self._dataset!r})"
 
     def initialize(self) -> None:
@@ -68,11 +67,9 @@ class InputIterator:
         return self._iterator
 
     def __iter__(self) -> Self:
-        """Return the iterator itself."""
         return self
 
     def __next__(self) -> Tree:
-        """Return the next batch."""
         return next(self._begun())
 
 
@@ -198,9 +195,7 @@ class OlderMethods:
 
         Parameters
         ----------
-        session_config : object, optional
-            Not used.
-        cluster_spec : object, optional
+        session_config, cluster_spec : object, optional
             Not used.
         task_type : str, optional
             Not used.

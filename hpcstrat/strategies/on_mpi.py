@@ -1,10 +1,10 @@
-"""The base of strategies on MPI, beside their connection."""
+"""The base class of strategies whose replicas are MPI ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.logical.replica_sums import require_no_wire_dtype
@@ -16,18 +16,14 @@ from hpcstrat.engine.reduction.cross_device_ops import (
 )
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.settings import Settings
-from hpcstrat.engine.topology.survival import is_loss
 from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.errors import RankLostError
 from hpcstrat.safety.divergence.step_digests import StepDigests
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.base import Strategy
-from hpcstrat.strategies.connection import StrategyRequest, connect
+from hpcstrat.strategies.connection import StrategyRequest, as_loss, connect
 from hpcstrat.strategies.own_reductions import HookedCollectives
 from hpcstrat.variables import MirroredVariable
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["MpiStrategy"]
 
@@ -59,13 +55,14 @@ def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
 class MpiStrategy(Strategy):
     """A strategy with one MPI rank per replica.
 
-    Collective over ``comm``. `MultiWorkerMirroredStrategy` describes the arguments.
-    Subclasses add ``devices`` that the program has named, ``own`` arguments, in which
-    all ranks must agree, and a ``problem`` that they have found on this rank: it is
-    raised here, once the other ranks know.
+    Collective over ``comm``. `MultiWorkerMirroredStrategy` describes the arguments;
+    ``arguments`` are the fields of `StrategyRequest`. Subclasses add ``own`` arguments,
+    in which all ranks must agree, ``devices`` that the program has named, and a
+    ``problem`` that they found on this rank: it is raised here once the other ranks
+    know of it.
 
-    Raises on every rank if the environment has a ``HPCSTRAT_`` variable that is unknown
-    (ValueError), if another strategy over the same ranks is open with other settings
+    Raises on every rank if the environment has an unknown ``HPCSTRAT_`` variable
+    (ValueError), if another open strategy over the same ranks has other settings
     (ValueError), and if ranks make different strategies, or one does not come in time
     (CollectiveError). A wrong argument on another rank is a ReplicaError.
     """
@@ -76,21 +73,15 @@ class MpiStrategy(Strategy):
     def __init__(
         self,
         *,
-        comm: MPI.Intracomm | None = None,
-        replicas_per_worker: int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
-        on_error: str = "abort",
-        progress_thread: bool = False,
-        on_lost_rank: str = "abort",
-        settings: Settings | None = None,
-        devices: Sequence[str] | None = None,
-        logical_replicas: int | None = None,
-        own: Mapping[str, Any] | None = None,
         problem: Exception | None = None,
+        **arguments: Any,
     ) -> None:
-        # Whatever is wrong with an argument is found before the ranks meet, and told
-        # there: one that raised here alone would leave the others waiting.
+        request = StrategyRequest(kind=type(self).__name__, **arguments)
+        logical_replicas = request.logical_replicas
+        # Arguments are checked before the ranks meet, where all learn of an error: an
+        # error that is raised here alone would leave the other ranks waiting.
         if problem is None:
             try:
                 _require_ops(cross_device_ops)
@@ -99,32 +90,15 @@ class MpiStrategy(Strategy):
                     _require_any_order(cross_device_ops, communication_options)
             except Exception as error:
                 problem = error
-        request = StrategyRequest(
-            kind=type(self).__name__,
-            comm=comm,
-            replicas_per_worker=replicas_per_worker,
-            on_error=on_error,
-            on_lost_rank=on_lost_rank,
-            progress_thread=progress_thread,
-            settings=settings,
-            devices=devices,
-            logical_replicas=logical_replicas,
-            own=own or {},
-        )
-        self._key, connection = connect(request, problem)
-        self._connection = connection
-        # A strategy may be closed while its connection lives on with others.
+        self._key, self._connection = connect(request, problem)
+        connection = self._connection
+        # A strategy may be closed while other strategies use its connection.
         self._closed = False
-        collectives: Collectives
-        if cross_device_ops is not None and cross_device_ops.overrides():
-            collectives = HookedCollectives(
-                connection.channel, cross_device_ops, communication_options
-            )
+        hooked = cross_device_ops is not None and cross_device_ops.overrides()
+        kind: Any = HookedCollectives if hooked else Collectives
+        collectives = kind(connection.channel, cross_device_ops, communication_options)
+        if isinstance(collectives, HookedCollectives):
             collectives.strategy = self
-        else:
-            collectives = Collectives(
-                connection.channel, cross_device_ops, communication_options
-            )
         ranks = connection.topology.num_replicas
         if logical_replicas is not None and logical_replicas < ranks:
             # On every rank, as all have asked for the same number.
@@ -137,9 +111,8 @@ class MpiStrategy(Strategy):
             collectives,
             connection.topology.replica_id,
             logical_replicas=logical_replicas,
-            on_error=on_error,
+            on_error=request.on_error,
         )
-
         self._thread_limits: Any = None
         if self.logical:
             self._thread_limits = fix_threads(
@@ -151,9 +124,11 @@ class MpiStrategy(Strategy):
     def _require_devices(
         self, names: Sequence[str] | None, least: int, argument: str
     ) -> None:
-        """Refuse another number of named devices than replicas, or fewer different.
+        """Refuse a number of named devices other than that of replicas, or too few
+        different ones.
 
-        Collective over ``topology.replica_comm``, where it raises, as all do.
+        Collective over ``topology.replica_comm`` if it raises, as it then does on all
+        ranks.
         """
         count = self.num_replicas_in_sync
         if names is None or (len(names) == count and len(set(names)) >= least):
@@ -165,48 +140,35 @@ class MpiStrategy(Strategy):
         )
 
     def _bind(self, names: Sequence[str] | None = None) -> None:
-        """Give each rank its device; every strategy does so when it is made."""
+        """Give each rank its device, at the end of the constructor."""
         try:
             self._devices = self._connection.devices.bind(names)
         except Exception as error:
-            # The ranks agree on devices, so that all are here; but after a loss closing
-            # would wait for the lost.
-            topology = self.topology
-            lost = topology.survives and is_loss(
-                topology.mpi, error, topology.replica_comm
-            )
-            if lost or isinstance(error, RankLostError):
+            # All ranks raise it, as they agree on devices. After a loss, closing would
+            # wait for the lost rank.
+            found = as_loss(self.topology, error)
+            if isinstance(found, RankLostError):
                 self.abandon()
             else:
                 self.close()
-            if not lost:
-                raise
-            raise RankLostError(
-                "expected all ranks to form a strategy, found that one was lost; form "
-                "another of those that are left"
-            ) from error
+            raise found from found.__cause__
         self.device = self._devices[self.topology.worker_comm.rank]
         if self.logical and self.topology.gpu is not None:
             from hpcstrat.engine.gpu.replica_device import ReplicaDevice
 
             self.replicas.listeners.append(ReplicaDevice(self.topology.gpu.index))
-        # A GPU that was found by itself serves the program's arrays that are there
-        # already; only one that was asked for takes variables and batches.
+        # A GPU that the library found serves arrays that the program has put there;
+        # variables and batches go to it only if the program or the settings name it.
         named = names is not None or self.settings.device == "gpu"
         self.puts_on_gpu = named and self.device.startswith("GPU:")
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Devices of this worker's replicas."""
         if self.meetings is None:
             return self._devices
         return tuple(map(self.device_of, self._worker_replicas()))
 
     def device_of(self, replica: int) -> str:
-        """Return the device of a replica of this worker.
-
-        Not collective. For the library's own modules.
-        """
         if self.meetings is None or not self.device.startswith("CPU:"):
             return self.device
         if len(self._devices) == self.num_replicas_in_sync:
@@ -220,15 +182,9 @@ class MpiStrategy(Strategy):
 
     @property
     def settings(self) -> Settings:
-        """The settings of the watch over the ranks; the same on every replica."""
         return self._connection.settings
 
     def variable_made(self, variable: MirroredVariable) -> None:
-        """Take a variable among those whose copies are compared.
-
-        Logically collective over the strategy's replicas. For the library's own
-        modules.
-        """
         if self._connection.copies is not None:
             self._connection.copies.add(variable)
         if self.digests is not None:
@@ -239,7 +195,7 @@ class MpiStrategy(Strategy):
     ) -> tuple[Any, ...]:
         if not self._gathers_results:
             return super()._local_results(value, parts, distributed)
-        # A value may be distributed on some ranks only: None is not.
+        # A value that is None on some ranks is distributed on the others only.
         found = self.collectives.all_gather_object(
             (distributed, parts), "experimental_local_results"
         )
@@ -261,22 +217,20 @@ class MpiStrategy(Strategy):
 
     @property
     def topology(self) -> Topology:
-        """The communicators of the replicas; freed by `close`."""
         return self._connection.topology
 
     @property
     def lost_ranks(self) -> tuple[int, ...] | None:
-        """The replicas that are known to have died; None while no loss was noticed."""
         channel = self._connection.channel
         error = None if channel is None else channel.failures.rank_loss.error
         return None if error is None else error.ranks
 
     def abandon(self) -> None:
-        """Let go of everything but the communicators, also where ranks have died.
+        """Free everything but the communicators, also if ranks have died.
 
-        Not collective. All strategies over these ranks can make no call afterwards, and
-        ranks that are in one raise RankLostError where the loss of ranks is survived.
-        For the library's own modules.
+        Afterwards no strategy over these ranks can make a call; ranks that are in one
+        raise RankLostError if the loss of ranks is survived. For the library's own
+        modules.
         """
         self._closed = True
         self._close_meetings()
@@ -290,16 +244,16 @@ class MpiStrategy(Strategy):
 
     @collective
     def close(self) -> None:
-        # Nothing collective ends any more once a rank is lost.
+        # No collective call ends once a rank is lost.
         if not self._closed and self.lost_ranks is not None:
             self.abandon()
         if not self._closed:
-            # Ranks that have left out a step are to meet here nevertheless.
+            # Ranks that have left out a step meet the others here, too.
             if self._connection.channel is not None:
                 self._connection.channel.failures.meet()
             self.collectives.barrier("close")
             self._closed = True
-            # Its plans hold shared memory of the topology: they go before it.
+            # First: plans have shared memory of the topology.
             self.collectives.close()
             self._close_meetings()
             if self._connection.copies is not None:

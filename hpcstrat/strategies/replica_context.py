@@ -110,8 +110,6 @@ class ReplicaContext:
             If another replica made another call. On every replica.
         ReplicaError
             With ``on_error="raise"``, if ``merge_fn`` failed on another replica.
-        RuntimeError
-            Outside the replica function.
         """
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         # Part of the header: replicas that merge different functions are told apart.
@@ -184,8 +182,6 @@ class ReplicaContext:
         ValueError
             For an unknown operation, a type that has no sum, or an ``out`` that does
             not fit.
-        RuntimeError
-            Outside the replica function.
         """
         options = options or experimental_hints
         if options is None and type(reduce_op) in OPERATIONS:
@@ -255,8 +251,6 @@ class ReplicaContext:
         ------
         ValueError
             As in `all_reduce`. A disagreement of the replicas is raised by ``wait``.
-        RuntimeError
-            Outside the replica function.
         """
         what = "start_all_reduce"
         self._require_current(what)
@@ -291,15 +285,12 @@ class ReplicaContext:
             For scalars, or an axis out of range.
         CollectiveError
             If replicas disagree on another dimension. On every replica.
-        RuntimeError
-            Outside the replica function.
         """
         del options
         self._require_current("all_gather")
         return self.collectives.all_gather(value, axis, "all_gather")
 
     def __repr__(self) -> str:
-        """Show the replica's place."""
         return (
             f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
         )

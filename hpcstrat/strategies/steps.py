@@ -98,7 +98,6 @@ class MultiStepContext:
         return None if entry is None else entry.replica_context
 
     def __repr__(self) -> str:
-        """Show the names of the outputs."""
         return (
             f"<{type(self).__name__} with outputs "
             f"{', '.join(sorted(self.last_step_outputs)) or 'none'}>"

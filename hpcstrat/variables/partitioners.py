@@ -51,7 +51,6 @@ class FixedShardsPartitioner(Partitioner):
         return _parts(shape, axis, self._num_shards)
 
     def __repr__(self) -> str:
-        """Show the number of shards."""
         return f"{type(self).__name__}({self._num_shards})"
 
 
@@ -93,7 +92,6 @@ class MinSizePartitioner(Partitioner):
         return _parts(shape, axis, min(self._most, max(1, nbytes // self._least)))
 
     def __repr__(self) -> str:
-        """Show the sizes."""
         return f"{type(self).__name__}({self._least}, {self._most})"
 
 
@@ -139,7 +137,6 @@ class MaxSizePartitioner(Partitioner):
         return _parts(shape, axis, min(wanted, self._most or wanted))
 
     def __repr__(self) -> str:
-        """Show the sizes."""
         return f"{type(self).__name__}({self._largest}, {self._most})"
 
 

@@ -309,7 +309,6 @@ class SyncOnReadVariable(DistributedVariable):
         return tuple(self._views)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """Copy the variable with its values; the strategy is shared."""
         other: Any = super().__deepcopy__(memo)
         for own, kept in zip(other._components, self._components, strict=True):
             own[...] = kept

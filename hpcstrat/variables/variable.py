@@ -297,7 +297,6 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return to_host(value) if is_device(value) else value.copy()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Refuse to write elements, which other replicas would not see."""
         raise TypeError(
             f"expected a method to write to variable {self.name!r}, found an "
             "assignment to its elements; use assign, assign_add or assign_sub, or "
@@ -636,7 +635,6 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return array
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Say where the attributes of arrays are."""
         if name.startswith("__"):
             # NumPy looks for many of these.
             raise AttributeError(name)
@@ -651,11 +649,9 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         )
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Export a copy of the value, which the consumer may write."""
         return self.read_value().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Name the device that holds the component."""
         kind, number = self._component.__dlpack_device__()
         return int(kind), int(number)
 
@@ -665,7 +661,6 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """Copy the variable with its value; the strategy is shared."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._keep(self._copied())
@@ -673,14 +668,12 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return other
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled."""
         raise TypeError(
             f"expected an array to pickle, found variable {self.name!r}, which belongs "
             "to its strategy; pickle variable.numpy()"
         )
 
     def __repr__(self) -> str:
-        """Show name, dtype, shape and this replica's component."""
         return (
             f"<{type(self).__name__} {self.name!r} {self.dtype}{list(self.shape)} "
             f"{self._component!r}>"

@@ -11,10 +11,11 @@ from hpcstrat.cluster_resolver import ClusterResolver
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import InputContext, InputOptions
 from hpcstrat.engine.settings import Settings
-from hpcstrat.parameter_server.coordinator.cluster import Cluster, wish_of
+from hpcstrat.parameter_server.coordinator.cluster import Cluster
 from hpcstrat.parameter_server.coordinator.strategy import ParameterServerStrategy
 from hpcstrat.parameter_server.handles import error_bytes, error_of
 from hpcstrat.parameter_server.server_variables import ServerVariable
+from hpcstrat.strategies.connection import StrategyRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,7 +65,9 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         comm: MPI.Intracomm | None = None,
         settings: Settings | None = None,
     ) -> None:
-        request = wish_of("ParameterServerStrategyV1", comm, settings)
+        request = StrategyRequest(
+            kind="ParameterServerStrategyV1", comm=comm, settings=settings
+        )
         cluster = Cluster(request, cluster_resolver, num_ps, between_graph=True)
         self._resolver = cluster_resolver
         self._first_has_ended = False
@@ -126,7 +129,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def not_made(self, error: BaseException) -> None:
         """Tell the other workers why a variable could not be made.
 
-        Not collective; on the first worker. For the library's own modules.
+        For the library's own modules.
         """
         self._tell("failed", error_bytes(error))
 
@@ -135,17 +138,14 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
             self.client.mailbox.send(rank, message)
 
     def known(self, number: int, variable: ServerVariable) -> None:
-        """Tell the other workers of a variable.
-
-        Not collective; on the first worker. For the library's own modules.
-        """
+        """Tell the other workers of a variable; for the library's own modules."""
         super().known(number, variable)
         self._tell(_described(variable), number, variable._shards)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Keep a variable's values on servers: other workers may use it.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
 
     def close(self) -> None:
@@ -238,7 +238,6 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         return self._independent(options)
 
     def __repr__(self) -> str:
-        """Show how many ranks do what."""
         return super().__repr__().replace("Strategy(", "StrategyV1(", 1)
 
 

@@ -21,7 +21,7 @@ from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 from hpcstrat.safety.uncaught import running_mpi
 from hpcstrat.strategies.connection import StrategyRequest, connect
 
-__all__ = ["Cluster", "Roles", "wish_of"]
+__all__ = ["Cluster", "Roles"]
 
 _COORDINATORS = ("chief", "coordinator", "master")
 
@@ -334,19 +334,3 @@ def _all_agree(made: bool, request: StrategyRequest) -> bool:
         if not _is_loss(error, request):
             raise
         return False
-
-
-def wish_of(
-    kind: str, comm: Any, settings: Any, on_lost_rank: str = "abort"
-) -> StrategyRequest:
-    """Return what a strategy is asked for."""
-    return StrategyRequest(
-        kind=kind,
-        comm=comm,
-        replicas_per_worker=None,
-        on_error="abort",
-        on_lost_rank=on_lost_rank,
-        progress_thread=False,
-        settings=settings,
-        devices=None,
-    )

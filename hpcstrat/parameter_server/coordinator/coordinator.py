@@ -124,7 +124,6 @@ class ClusterCoordinator:
         return found
 
     def __reduce__(self) -> Any:
-        """Pickle as the coordinator of the strategy, which travels as a handle."""
         return ClusterCoordinator, (self._strategy,)
 
     def _begin(self, strategy: ParameterServerStrategy) -> None:
@@ -295,8 +294,7 @@ class ClusterCoordinator:
     def require_idle(self, what: str) -> None:
         """Refuse a call while scheduled functions have not ended.
 
-        Not collective; on the coordinator. For the library's own modules. RuntimeError
-        if there are any.
+        RuntimeError if there are any. For the library's own modules.
         """
         self._pump()
         # Kept calls, such as the iterator of a data set, write no variable.
@@ -372,10 +370,7 @@ class ClusterCoordinator:
         return PerWorkerDataset(values)
 
     def iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
-        """Return an iterator on each worker.
-
-        Not collective; on the coordinator. For the library's own modules.
-        """
+        """Return an iterator on each worker; for the library's own modules."""
         return PerWorkerIterator(self._on_each_worker(iter, dataset))
 
     def _is_lost(self, value: RemoteValue) -> bool:
@@ -651,10 +646,7 @@ class ClusterCoordinator:
             )
 
     def wait_for(self, value: RemoteValue) -> None:
-        """Wait until a function has ended.
-
-        Not collective; on the coordinator. For the library's own modules.
-        """
+        """Wait until a function has ended; for the library's own modules."""
         if value._state == WAITING:
             self._require_open()
             self._wait(lambda: value._state != WAITING)
@@ -665,7 +657,7 @@ class ClusterCoordinator:
     def load(self, value: RemoteValue) -> Any:
         """Return a result, which is asked for where its worker has it.
 
-        Not collective; on the coordinator. For the library's own modules.
+        For the library's own modules.
         """
         if value._state == KEPT:
             self._require_open()
@@ -678,7 +670,7 @@ class ClusterCoordinator:
     def drop(self, worker: int, number: int) -> None:
         """Let a worker forget a value, with the next message.
 
-        Not collective; on the coordinator. For the library's own modules.
+        For the library's own modules.
         """
         # Called by the garbage collector: no message now.
         self._dropped.append((worker, number))
@@ -699,7 +691,6 @@ class ClusterCoordinator:
             )
 
     def __repr__(self) -> str:
-        """Show how many workers there are."""
         return f"ClusterCoordinator({len(self._strategy.roles.workers)} workers)"
 
 

@@ -94,12 +94,10 @@ class RemoteValue:
         )
 
     def __del__(self) -> None:
-        """Let the worker forget the value."""
         if self._state == KEPT:
             self._coordinator.drop(self._content, self._number)
 
     def __repr__(self) -> str:
-        """Show how far it is."""
         words = ("waiting", "ready", "on its worker", "failed")
         return f"<RemoteValue {self._number}, {words[self._state]}>"
 
@@ -137,7 +135,6 @@ class PerWorkerValues:
         return "per_worker", 0, tuple(value._number for value in self._values)
 
     def __repr__(self) -> str:
-        """Show the values."""
         return f"{type(self).__name__}({list(self._values)})"
 
 
@@ -148,7 +145,6 @@ class PerWorkerDataset(PerWorkerValues):
     """
 
     def __iter__(self) -> PerWorkerIterator:
-        """Return an iterator on each worker, from the beginning."""
         coordinator = self._values[0]._coordinator
         return coordinator.iterate(self)
 
@@ -157,11 +153,9 @@ class PerWorkerIterator(PerWorkerValues):
     """An iterator on each worker, to be an argument of scheduled functions."""
 
     def __iter__(self) -> PerWorkerIterator:
-        """Return the iterator itself."""
         return self
 
     def __next__(self) -> NoReturn:
-        """Refuse: the elements are on the workers."""
         raise NotImplementedError(
             "expected next() of a per-worker iterator in a scheduled function, found "
             "it on the coordinator; pass the iterator as an argument to schedule"

@@ -19,10 +19,11 @@ from hpcstrat.engine.options import InputContext, InputOptions, VariableOptions
 from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import UnavailableError
 from hpcstrat.optimizers.optimizer import Optimizer
-from hpcstrat.parameter_server.coordinator.cluster import Cluster, Roles, wish_of
+from hpcstrat.parameter_server.coordinator.cluster import Cluster, Roles
 from hpcstrat.parameter_server.server_slots import ServerSlots
 from hpcstrat.parameter_server.server_steps import apply_at_servers
 from hpcstrat.parameter_server.server_variables import ServerVariable, ShardedVariable
+from hpcstrat.strategies.connection import StrategyRequest
 from hpcstrat.strategies.default import SingleReplicaStrategy
 
 if TYPE_CHECKING:
@@ -66,9 +67,7 @@ class Server:
         Accepted for tf.distribute's sake: `join` serves.
     cluster_resolver : ClusterResolver, optional
         As first argument.
-    num_ps : int
-        As for ParameterServerStrategy.
-    spare_ranks : int
+    num_ps, spare_ranks : int
         As for ParameterServerStrategy.
     comm : mpi4py.MPI.Intracomm, optional
         As for ParameterServerStrategy.
@@ -109,7 +108,9 @@ class Server:
             resolver = _resolver_of(given, job_name, task_index)
         told = given.protocol if isinstance(given, ServerDef) else ""
         self._protocol = protocol or told
-        self._wish = wish_of(_NAME, comm, settings, on_lost_rank)
+        self._request = StrategyRequest(
+            kind=_NAME, comm=comm, settings=settings, on_lost_rank=on_lost_rank
+        )
         self._resolver = resolver
         self._numbers = resolver, num_ps, spare_ranks
 
@@ -181,7 +182,7 @@ class Server:
         ValueError
             If this rank is the coordinator, or there are too few ranks.
         """
-        cluster = Cluster(self._wish, *self._numbers)
+        cluster = Cluster(self._request, *self._numbers)
         if cluster.coordinates:
             # The others serve already, and wait for this rank.
             cluster.end(closes=True)
@@ -192,7 +193,6 @@ class Server:
         cluster.serve(_ServedStrategy(cluster))
 
     def __repr__(self) -> str:
-        """Show how many ranks do what."""
         return f"Server(num_ps={self._numbers[1]}, spare_ranks={self._numbers[2]})"
 
 
@@ -201,8 +201,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
 
     Collective over ``comm``. The program is the same on all ranks: on the coordinator
     the constructor returns, on the others it serves until the coordinator closes the
-    strategy or ends, however it does, and then ends the program by SystemExit.
-    Training is asynchronous; there is one replica in sync.
+    strategy or ends, however it does, and then ends the program by SystemExit. Training
+    is asynchronous; there is one replica in sync.
 
     Parameters
     ----------
@@ -230,8 +230,6 @@ class ParameterServerStrategy(SingleReplicaStrategy):
 
     Attributes
     ----------
-    variable_partitioner : Partitioner or None
-        As given.
     coordinator : ClusterCoordinator or None
         Of this strategy, once it was made.
 
@@ -258,7 +256,9 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         settings: Settings | None = None,
         on_lost_rank: str = "abort",
     ) -> None:
-        request = wish_of(_NAME, comm, settings, on_lost_rank)
+        request = StrategyRequest(
+            kind=_NAME, comm=comm, settings=settings, on_lost_rank=on_lost_rank
+        )
         cluster = Cluster(request, cluster_resolver, num_ps, spare_ranks)
         self._resolver = cluster_resolver
         self._begin(cluster, variable_partitioner)
@@ -307,7 +307,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def variable_class(self, options: VariableOptions) -> Any:
         """Return the class of variables made in this strategy's scope.
 
-        Not collective; on the coordinator. For the library's own modules.
+        For the library's own modules.
         """
         self._require_coordinator("a variable")
         return ServerVariable if self.variable_partitioner is None else ShardedVariable
@@ -323,20 +323,20 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def told_of(self, variable: ServerVariable) -> Any:
         """Return where another rank has put a new variable; None: this one does.
 
-        Not collective; on the coordinator. For the library's own modules.
+        For the library's own modules.
         """
         return None
 
     def not_made(self, error: BaseException) -> None:
         """Take note of why a variable could not be made.
 
-        Not collective; on the coordinator. For the library's own modules.
+        For the library's own modules.
         """
 
     def next_server(self) -> int:
         """Return the rank that holds the next variable or shard: all in turn.
 
-        Not collective; on the coordinator. For the library's own modules.
+        For the library's own modules.
         """
         servers = self.client.alive()
         if not servers:
@@ -351,10 +351,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def apply_gradients(
         self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]]
     ) -> bool:
-        """Let the servers make an optimizer's step.
-
-        Not collective. For the library's own modules.
-        """
+        """Let the servers make an optimizer's step; for the library's own modules."""
         policy = self.settings.non_finite or "off"
         with self.client.lock:
             return apply_at_servers(self.client, optimizer, grads_and_vars, policy)
@@ -430,25 +427,19 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return dataclasses.replace(options or InputOptions(), independent=True)
 
     def known(self, number: int, variable: ServerVariable) -> None:
-        """Take note of a variable.
-
-        Not collective. For the library's own modules.
-        """
+        """Take note of a variable; for the library's own modules."""
         self._variables[number] = variable
         self.slots.give(variable)
 
     def replace(self, lost: int) -> int | None:
         """Give the place of a lost rank to a spare one.
 
-        Not collective; on the coordinator. For the library's own modules.
+        For the library's own modules.
         """
         return self._cluster.replace(lost)
 
     def take_roles(self, roles: Roles) -> None:
-        """Take note of who does what from now on.
-
-        Not collective; on a worker. For the library's own modules.
-        """
+        """Take note of who does what from now on; for the library's own modules."""
         self._cluster.take(roles)
 
     def move_from_lost(self) -> None:
@@ -471,7 +462,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def renew(self) -> None:
         """Forget the objects that handles have stood for so far.
 
-        Not collective; on a worker. For the library's own modules.
+        For the library's own modules.
         """
         self._variables.clear()
         self._optimizers.clear()
@@ -479,7 +470,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def resolve(self, kind: str, number: int, parts: Any) -> Any:
         """Return the object that a handle from another rank stands for.
 
-        Not collective. For the library's own modules.
+        For the library's own modules.
         """
         if kind == "variable":
             variable = self._variables.get(number)
@@ -507,16 +498,13 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def forget(self, numbers: Iterable[int]) -> None:
         """Let servers free what they keep for a variable, at the next call.
 
-        Not collective; on the coordinator. For the library's own modules.
+        For the library's own modules.
         """
         # Called by the garbage collector: no message now.
         self._forgotten.extend(numbers)
 
     def forget_now(self) -> None:
-        """Tell the servers what to free.
-
-        Not collective; on the coordinator. For the library's own modules.
-        """
+        """Tell the servers what to free; for the library's own modules."""
         numbers = []
         while self._forgotten:
             numbers.append(self._forgotten.popleft())
@@ -527,8 +515,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def require_idle(self, what: str) -> None:
         """Refuse a call while scheduled functions may write variables.
 
-        Not collective; on the coordinator. For the library's own modules. RuntimeError
-        if there are any.
+        RuntimeError if there are any. For the library's own modules.
         """
         if self.coordinator is not None:
             self.coordinator.require_idle(what)
@@ -542,10 +529,9 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._end(closes=True)
 
     def leave(self) -> None:
-        """Let all other ranks end with this program.
+        """Let all other ranks end with this program; for the library's own modules.
 
-        Not collective; on the coordinator. Waits as `close` does. For the library's own
-        modules.
+        Waits as `close` does.
         """
         self._end(closes=False)
 
@@ -558,7 +544,6 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             return self._cluster.end(closes=closes)
 
     def __repr__(self) -> str:
-        """Show how many ranks do what."""
         roles = self.roles
         spares = f", {len(roles.spares)} spare ranks" if roles.spares else ""
         return (
