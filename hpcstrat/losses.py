@@ -11,8 +11,6 @@ from hpcstrat.engine.arrays.kinds import as_array, is_device, is_half, to_device
 from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.strategies.current import get_strategy, in_cross_replica_context
 
-__all__ = ["compute_average_loss", "scale_regularization_loss"]
-
 
 @without_fp_warnings
 def compute_average_loss(

@@ -17,8 +17,6 @@ from hpcstrat.engine.context import own_index
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import CollectiveError
 
-__all__ = ["RandomStreams"]
-
 _BIT_GENERATOR = "Philox"
 _NUM_WORDS = 12
 """Of a saved stream: generation in which it began, key (2), counter (4), buffer (4),

@@ -12,8 +12,6 @@ from hpcstrat.strategies.connection import subset
 from hpcstrat.strategies.split import Split
 from hpcstrat.variables import MirroredVariable
 
-__all__ = ["GroupStrategy", "make_groups"]
-
 
 class GroupStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on the replicas of a group.

@@ -26,8 +26,6 @@ from hpcstrat.variables import HostValue, MirroredVariable, Variable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["SyncGroups"]
-
 _CREATION = "creation of SyncGroups"
 # Indices in the counts: steps since the last sum began, and steps since the pending sum
 # began (-1: none is pending).

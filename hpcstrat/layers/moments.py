@@ -19,16 +19,6 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.strategies import Strategy, get_strategy
 
-__all__ = [
-    "checked",
-    "others",
-    "spread",
-    "strategy_of",
-    "sync_batch_moments",
-    "sync_batch_moments_backward",
-    "through_moments",
-]
-
 _BACKWARD = "sync_batch_moments_backward"
 
 

@@ -29,8 +29,6 @@ from hpcstrat.layers.moments import (
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable, class_for_state
 
-__all__ = ["SyncBatchNormalization"]
-
 
 class SyncBatchNormalization(AnnouncesInitErrors):
     """Normalizes each channel by its mean and variance over the global batch.

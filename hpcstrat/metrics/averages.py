@@ -18,15 +18,6 @@ from hpcstrat.engine.arrays.kinds import (
 from hpcstrat.engine.typing import Array, ArrayLike
 from hpcstrat.metrics.metric import Metric
 
-__all__ = [
-    "Mean",
-    "MeanMetricWrapper",
-    "Sum",
-    "as_float64",
-    "mean_over",
-    "of_one_library",
-]
-
 
 class Sum(Metric):
     """The weighted sum of all values.

@@ -8,8 +8,6 @@ from typing import Any
 from hpcstrat.metrics.metric import Metric, read_totals
 from hpcstrat.variables import Variable
 
-__all__ = ["MetricGroup", "results"]
-
 
 def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
     """Return the results of several metrics, with one reduction for all of them.

@@ -27,8 +27,6 @@ from hpcstrat.strategies import (
 from hpcstrat.strategies.replica_context import ReplicaContext
 from hpcstrat.variables import Variable
 
-__all__ = ["Log"]
-
 _PICTURES = "pictures"
 
 

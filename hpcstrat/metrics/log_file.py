@@ -13,8 +13,6 @@ import xxhash
 
 from hpcstrat.engine.logs import get_logger
 
-__all__ = ["LogFile", "read_log"]
-
 _Record = dict[str, Any]
 
 # JSON has no such numbers; most readers of it refuse what Python writes for them.

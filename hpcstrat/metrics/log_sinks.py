@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from hpcstrat.errors import HpcstratError
 
-__all__ = ["MLflow", "Sink", "TensorBoard"]
-
 _Record = dict[str, Any]
 
 

@@ -16,8 +16,6 @@ from hpcstrat.engine.reduction.object_collectives import ObjectCollectives
 from hpcstrat.engine.typing import Array
 from hpcstrat.variables import SyncOnReadVariable, Variable, class_for_state, read_all
 
-__all__ = ["Metric", "read_totals"]
-
 
 class Metric(AnnouncesInitErrors):
     """A quantity computed from totals that each replica keeps for itself.

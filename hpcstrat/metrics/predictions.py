@@ -16,16 +16,6 @@ from hpcstrat.metrics.averages import (
     of_one_library,
 )
 
-__all__ = [
-    "Accuracy",
-    "BinaryAccuracy",
-    "CategoricalAccuracy",
-    "MeanAbsoluteError",
-    "MeanSquaredError",
-    "RootMeanSquaredError",
-    "SparseCategoricalAccuracy",
-]
-
 
 class Accuracy(MeanMetricWrapper):
     """The share of predictions that equal their labels.

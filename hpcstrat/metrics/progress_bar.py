@@ -9,8 +9,6 @@ from typing import Any, Self
 
 from hpcstrat.engine.logs import is_first_rank
 
-__all__ = ["Progress"]
-
 
 class Progress:
     """A bar that shows how far something has come; lines where there is no terminal.

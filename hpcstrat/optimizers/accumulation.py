@@ -19,8 +19,6 @@ from hpcstrat.optimizers.slots import Slots
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable, share_of
 
-__all__ = ["Accumulation"]
-
 _SUM, _COUNT, _CALLS = "gradient_sum", "gradient_count", "accumulated_steps"
 _TOTAL = VariableAggregation.SUM
 

@@ -15,8 +15,6 @@ from hpcstrat.optimizers.parameters import (
     require_range,
 )
 
-__all__ = ["Adagrad"]
-
 
 class Adagrad(Optimizer):
     """Rates that shrink with the sum of the squares of each element's gradients.

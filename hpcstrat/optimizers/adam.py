@@ -19,8 +19,6 @@ from hpcstrat.optimizers.parameters import (
 )
 from hpcstrat.optimizers.rules import compiled_rules
 
-__all__ = ["Adam", "AdamW", "AdamWithDecay"]
-
 
 class Adam(Optimizer):
     """Adaptive estimates of the gradient's first and second moments.

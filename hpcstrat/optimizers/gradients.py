@@ -26,20 +26,6 @@ from hpcstrat.engine.typing import Array
 from hpcstrat.strategies import get_strategy
 from hpcstrat.variables import Variable
 
-__all__ = [
-    "Filling",
-    "Gradient",
-    "Pairs",
-    "checked",
-    "clip_to_norm",
-    "merged_rows",
-    "require_gradients",
-    "require_names",
-    "scale",
-    "sum_of_squares",
-    "zero_gradient",
-]
-
 Gradient = Array | IndexedSlices
 Pairs = Sequence[tuple[Gradient | None, Variable]]
 

@@ -14,8 +14,6 @@ from hpcstrat.optimizers.adam import AdamWithDecay
 from hpcstrat.optimizers.gradients import sum_of_squares
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
 
-__all__ = ["LAMB"]
-
 
 class LAMB(AdamWithDecay):
     """Adam's steps, each variable's scaled to its norm, for large batches.

@@ -22,8 +22,6 @@ from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
 
-__all__ = ["NonFinite", "all_finite", "are_finite", "is_finite"]
-
 # So many elements cost less to copy than a call for each array.
 _SMALL = 1024
 

@@ -41,8 +41,6 @@ from hpcstrat.strategies import get_strategy
 from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import HostValue, Variable, class_for_state
 
-__all__ = ["Optimizer"]
-
 # Numbers for handles of optimizers; the largest is the newest.
 _handles = itertools.count()
 

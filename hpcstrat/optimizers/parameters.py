@@ -10,15 +10,6 @@ from typing import Literal, TypedDict
 from hpcstrat.engine.options import VariableAggregation
 from hpcstrat.engine.typing import Array
 
-__all__ = [
-    "CommonOptions",
-    "LearningRate",
-    "Step",
-    "Target",
-    "require_options",
-    "require_range",
-]
-
 LearningRate = float | Callable[[int], float]
 
 

@@ -15,8 +15,6 @@ from hpcstrat.optimizers.rules import is_of_elements
 from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import Variable
 
-__all__ = ["Bundle", "Routine"]
-
 # Up to so many elements it takes less time to copy arrays there and back than to call
 # NumPy for each: a step of 20 arrays of 4,096 takes half the time, of 64 a quarter. A
 # bundle is to stay in the cache, with its state.

@@ -8,8 +8,6 @@ from types import ModuleType
 from hpcstrat.engine.native import load_update_rules
 from hpcstrat.engine.settings import Settings
 
-__all__ = ["compiled_rules", "has_two_stages", "is_of_elements"]
-
 
 @functools.cache
 def compiled_rules() -> ModuleType | None:

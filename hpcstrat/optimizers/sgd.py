@@ -11,8 +11,6 @@ from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
 from hpcstrat.optimizers.rules import compiled_rules
 
-__all__ = ["SGD"]
-
 
 class SGD(Optimizer):
     """Stochastic gradient descent, with momentum.

@@ -11,8 +11,6 @@ from hpcstrat.optimizers.rules import has_two_stages
 from hpcstrat.strategies.update_backends import Copies
 from hpcstrat.variables import exchange_parts, part_of_rank
 
-__all__ = ["Parts", "shards"]
-
 
 class Parts(Copies):
     """Each rank has the state of a part of each variable, and updates that part.

@@ -25,8 +25,6 @@ from hpcstrat.engine.options import (
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_for_state
 
-__all__ = ["Slots", "file_names", "spellings", "unescaped"]
-
 _NONE = VariableAggregation.NONE
 
 # A / in a variable's name makes groups of HDF5. Where that cannot be, the name is

@@ -15,8 +15,6 @@ from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.parameter_server.mailbox import Mailbox, one_thread_at_a_time
 from hpcstrat.parameter_server.shared_files import FilePlace, Reader, Readers
 
-__all__ = ["Client"]
-
 
 class Client:
     """Sends updates, which are not waited for before `flush`, and reads.

@@ -17,8 +17,6 @@ import cloudpickle
 
 from hpcstrat.engine.logs import place
 
-__all__ = ["error_bytes", "error_of", "pickled", "unpickled"]
-
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles functions by value where they cannot be imported."""

@@ -10,8 +10,6 @@ from hpcstrat.engine.typing import Array
 from hpcstrat.parameter_server.server_variables import ServerVariable
 from hpcstrat.variables import Variable
 
-__all__ = ["embedding_lookup"]
-
 
 def embedding_lookup(table: Variable, ids: Any) -> Array:
     """Return the rows of a table that are asked for, and move no others.

@@ -29,8 +29,6 @@ from hpcstrat.errors import RankLostError, UnavailableError
 from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 
-__all__ = ["Mailbox", "one_thread_at_a_time"]
-
 INBOX, REPLY = 1, 2
 # Pieces of large arrays have tags of their own.
 _PIECES = 2

@@ -12,8 +12,6 @@ from hpcstrat.engine.typing import Array
 from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.shared_files import Reader
 
-__all__ = ["Part", "ServerBytes"]
-
 _PIECE_BYTES = 32 << 20
 # A shard: its server, its number, its first and last row, and what reads it here.
 Part = tuple[int, int, int, int, Reader | None]

@@ -23,8 +23,6 @@ from hpcstrat.parameter_server.handles import error_bytes
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.shared_files import FilePlace, SharedFiles
 
-__all__ = ["VariableServer"]
-
 _OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
 
 

@@ -21,8 +21,6 @@ from hpcstrat.parameter_server.pieces import ServerBytes
 from hpcstrat.parameter_server.server_variables import ServerVariable
 from hpcstrat.variables import Variable
 
-__all__ = ["ServerSlots"]
-
 
 class _ServerSlot(Variable):
     """State of one kind, of all shards of a variable; read and assigned as a whole."""

@@ -16,8 +16,6 @@ from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.handles import pickled
 from hpcstrat.parameter_server.server_variables import ServerVariable
 
-__all__ = ["apply_at_servers"]
-
 
 def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, ServerVariable]]:
     given = [(g, v) for g, v in pairs if g is not None]

@@ -20,8 +20,6 @@ from hpcstrat.parameter_server.pieces import ServerBytes
 from hpcstrat.parameter_server.shared_files import FilePlace, Reader
 from hpcstrat.variables import Variable
 
-__all__ = ["Rows", "ServerVariable", "ShardedVariable"]
-
 _SCATTER = {
     "scatter_add": "add",
     "scatter_sub": "subtract",

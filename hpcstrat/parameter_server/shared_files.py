@@ -20,8 +20,6 @@ import numpy as np
 
 from hpcstrat.engine.typing import Array
 
-__all__ = ["FilePlace", "Reader", "Readers", "SharedFiles"]
-
 _HEAD_BYTES = 64
 _POOL_BYTES = 4 << 20
 _POOLED_BYTES = 256 << 10

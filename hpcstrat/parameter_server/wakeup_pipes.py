@@ -23,8 +23,6 @@ from hpcstrat.engine.channel.waiting import Spin
 from hpcstrat.engine.topology.segment import Segment
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["WakeupPipes"]
-
 _LINE_BYTES = 64
 _LOOKS_BETWEEN_CLOCKS = 8
 # Sleeps are short, as a wakeup may be lost between reading the flag and polling.

@@ -50,8 +50,6 @@ from hpcstrat.variables import MirroredVariable, SyncOnReadVariable, Variable
 if TYPE_CHECKING:
     from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["Strategy"]
-
 
 class Strategy(OlderMethods):
     """Base class: everything that strategies share.

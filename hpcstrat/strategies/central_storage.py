@@ -18,8 +18,6 @@ from hpcstrat.variables import CentralVariable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CentralStorageStrategy"]
-
 
 class CentralStorageStrategy(MpiStrategy):
     """Synchronous training on variables that lie once in the memory of each node.

@@ -23,8 +23,6 @@ from hpcstrat.safety.start.creation import Creation
 from hpcstrat.safety.watchdog import watchdog
 from hpcstrat.strategies.devices import Devices, prepare_mpi
 
-__all__ = ["Connection", "StrategyRequest", "as_loss", "connect", "subset"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyRequest:

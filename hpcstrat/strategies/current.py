@@ -12,15 +12,6 @@ from hpcstrat.strategies.base import Strategy
 from hpcstrat.strategies.default import DefaultStrategy
 from hpcstrat.strategies.replica_context import ReplicaContext
 
-__all__ = [
-    "experimental_set_strategy",
-    "get_loss_reduction",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-]
-
 _default = DefaultStrategy()
 
 

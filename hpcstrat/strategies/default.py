@@ -10,8 +10,6 @@ from hpcstrat.engine.typing import Tree
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.variables import Variable
 
-__all__ = ["DefaultStrategy", "SingleReplicaStrategy"]
-
 
 class SingleReplicaStrategy(Strategy):
     """One replica: variables and values are plain, and everything passes through."""

@@ -16,8 +16,6 @@ from hpcstrat.engine.settings import Settings
 from hpcstrat.engine.topology.survival import create
 from hpcstrat.engine.topology.topology import Topology
 
-__all__ = ["Devices", "gpu_numbers", "parse_device", "prepare_mpi", "use_gpu"]
-
 _NAME = re.compile(r"/?(?:.*/)?(?:device:)?(cpu|gpu):(\d+)", re.IGNORECASE)
 
 

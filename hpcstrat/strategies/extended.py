@@ -23,8 +23,6 @@ from hpcstrat.strategies.own_reductions import call_in_cross_replica
 from hpcstrat.strategies.steps import MultiStepContext
 from hpcstrat.variables import MirroredVariable, Variable
 
-__all__ = ["StrategyExtended"]
-
 _CONSTANTS = (bool, int, float, complex, str)
 
 

@@ -22,8 +22,6 @@ from typing import Any
 
 from hpcstrat.engine.context import current
 
-__all__ = ["METHODS", "strategy_of", "watch_keras"]
-
 METHODS = (
     *("fit", "evaluate", "predict"),
     *("train_on_batch", "test_on_batch", "predict_on_batch"),

@@ -24,8 +24,6 @@ from hpcstrat.engine.values import (
 from hpcstrat.strategies.replica_context import ReplicaContext
 from hpcstrat.variables import Variable
 
-__all__ = ["LocalReplicas"]
-
 
 class LocalReplicas:
     """The replicas of this process, of which there are several with logical replicas.

@@ -15,8 +15,6 @@ from hpcstrat.strategies.on_mpi import MpiStrategy
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MirroredStrategy"]
-
 
 class MirroredStrategy(MpiStrategy):
     """Synchronous training on the replicas of one worker, one MPI rank each.

@@ -12,8 +12,6 @@ from hpcstrat.strategies.on_mpi import MpiStrategy
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MultiWorkerMirroredStrategy"]
-
 
 class MultiWorkerMirroredStrategy(MpiStrategy):
     """Synchronous training on all ranks of a job, one replica each.

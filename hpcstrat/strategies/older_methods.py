@@ -11,8 +11,6 @@ from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import InputContext, InputOptions, InputReplicationMode
 from hpcstrat.engine.typing import Tree
 
-__all__ = ["InputIterator", "OlderMethods"]
-
 
 class InputIterator:
     """Batches of a distributed data set, as methods of the first tf.distribute give.

@@ -25,8 +25,6 @@ from hpcstrat.strategies.connection import StrategyRequest, as_loss, connect
 from hpcstrat.strategies.own_reductions import HookedCollectives
 from hpcstrat.variables import MirroredVariable
 
-__all__ = ["MpiStrategy"]
-
 
 def _require_ops(ops: Any) -> None:
     if not isinstance(ops, (CrossDeviceOps, type(None))):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from hpcstrat.strategies.default import SingleReplicaStrategy
 from hpcstrat.strategies.devices import gpu_numbers, parse_device, use_gpu
 
-__all__ = ["OneDeviceStrategy"]
-
 
 class OneDeviceStrategy(SingleReplicaStrategy):
     """One replica, on one device; in a job of several ranks, N independent programs.

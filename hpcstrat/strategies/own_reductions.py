@@ -21,8 +21,6 @@ from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Tree
 from hpcstrat.engine.values import PerReplica, localize
 
-__all__ = ["HookedCollectives", "call_in_cross_replica"]
-
 
 def call_in_cross_replica(
     strategy: Any, function: Callable[..., Any], *args: Any

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     # The strategy lies above: it makes the contexts.
     from hpcstrat.strategies.base import Strategy
 
-__all__ = ["OPERATIONS", "ReplicaContext"]
-
 # Types that name an operation, and can be looked up.
 OPERATIONS = str, ReduceOp
 

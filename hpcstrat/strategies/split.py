@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from hpcstrat.engine.typing import Replicas
 
-__all__ = ["Split"]
-
 
 @dataclass(frozen=True, slots=True)
 class Split:

@@ -16,8 +16,6 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.variables import Variable
 
-__all__ = ["StepSlices"]
-
 _LINE_BYTES = 64
 _PIECE_BYTES = 512 << 10
 # A rule of elements goes over its arrays many times: so much of each stays in a cache.

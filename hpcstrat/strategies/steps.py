@@ -9,8 +9,6 @@ from hpcstrat.engine.context import CurrentStrategy, current
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Tree
 
-__all__ = ["MultiStepContext"]
-
 
 class MultiStepContext:
     """Collects outputs of steps.

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 
-__all__ = ["Copies", "UpdateBackend"]
-
 
 class UpdateBackend(Protocol):
     """The part of a step that depends on where variables are.

@@ -15,9 +15,6 @@ from hpcstrat.engine.typing import Array, Tree
 from hpcstrat.engine.values import Mirrored
 from hpcstrat.strategies.local_replicas import LocalReplicas
 
-__all__ = ["reduce"]
-
-
 Combine = Callable[..., Tree]
 """As `LocalReplicas.reduce_parts`: of an operation, trees, what it is for, and out."""
 

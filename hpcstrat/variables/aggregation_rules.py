@@ -24,8 +24,6 @@ from hpcstrat.engine.options import ReduceOp, VariableAggregation
 from hpcstrat.engine.typing import Array
 from hpcstrat.variables.variable import NOT_SUMMABLE
 
-__all__ = ["AggregationRule", "rule_of", "share_of"]
-
 _WIDEST = np.dtype(np.int64).itemsize
 
 

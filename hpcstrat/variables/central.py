@@ -17,8 +17,6 @@ from hpcstrat.engine.values import Adopted, HostValue
 from hpcstrat.variables.replicated import MirroredVariable
 from hpcstrat.variables.variable import apply_into, scatter_into
 
-__all__ = ["CentralVariable"]
-
 
 class CentralVariable(MirroredVariable):
     """A variable that lies once in the memory of each worker, for all its replicas.

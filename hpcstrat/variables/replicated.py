@@ -28,15 +28,6 @@ from hpcstrat.engine.values import (
 from hpcstrat.variables.aggregation_rules import rule_of
 from hpcstrat.variables.variable import Variable, apply_into, view_of
 
-__all__ = [
-    "DistributedVariable",
-    "MirroredVariable",
-    "SyncOnReadVariable",
-    "class_for_state",
-    "has_logical_replicas",
-    "read_all",
-]
-
 _NONE = VariableAggregation.NONE
 _SUM = VariableAggregation.SUM
 

@@ -21,8 +21,6 @@ from hpcstrat.engine.values import HostValue
 from hpcstrat.variables.replicated import DistributedVariable
 from hpcstrat.variables.variable import apply_into
 
-__all__ = ["ShardedVariable", "exchange_parts", "part_of_rank", "read_sharded"]
-
 # Smaller arrays travel side by side; larger ones from where they are to where they go.
 _SMALL_BYTES = 64 << 10
 _LARGE_BYTES = 1 << 30

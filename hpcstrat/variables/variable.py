@@ -35,8 +35,6 @@ from hpcstrat.engine.values import (
     PerReplica,
 )
 
-__all__ = ["NOT_SUMMABLE", "Variable", "apply_into", "scatter_into", "view_of"]
-
 _OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
 # Attributes that arrays of any library have, and numbers of Python have not.
 _MARKS = ("dtype", "__dlpack__", "__array__", "__cuda_array_interface__")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-__all__ = ["ParameterServerStrategyV1"]
-
 
 class ParameterServerStrategyV1(ParameterServerStrategy):
     """Variables on some ranks; all others run the program, each for itself.

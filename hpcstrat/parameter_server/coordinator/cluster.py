@@ -21,8 +21,6 @@ from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 from hpcstrat.safety.uncaught import running_mpi
 from hpcstrat.strategies.connection import StrategyRequest, connect
 
-__all__ = ["Cluster", "Roles"]
-
 _COORDINATORS = ("chief", "coordinator", "master")
 
 

@@ -33,8 +33,6 @@ from hpcstrat.parameter_server.coordinator.worker import (
 from hpcstrat.parameter_server.handles import error_of, pickled, unpickled
 from hpcstrat.parameter_server.mailbox import one_thread_at_a_time
 
-__all__ = ["ClusterCoordinator"]
-
 # So many calls may be queued before `schedule` waits.
 _MOST_QUEUED = 256 << 10
 _MOST_FUNCTIONS = 1024

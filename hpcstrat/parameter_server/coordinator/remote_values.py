@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
-__all__ = ["PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues", "RemoteValue"]
-
 WAITING, READY, KEPT, FAILED = range(4)
 
 

@@ -29,8 +29,6 @@ from hpcstrat.strategies.default import SingleReplicaStrategy
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ParameterServerStrategy", "Server", "ServerDef"]
-
 _NAME = "ParameterServerStrategy"
 
 

@@ -19,16 +19,6 @@ from hpcstrat.parameter_server.handles import (
 )
 from hpcstrat.parameter_server.server_variables import ServerVariable
 
-__all__ = [
-    "CANCELLED",
-    "ERROR",
-    "INLINE",
-    "NOTHING",
-    "ON_WORKER",
-    "Worker",
-    "experimental_get_current_worker_index",
-]
-
 NOTHING, INLINE, ON_WORKER, ERROR, CANCELLED = range(5)
 # Larger results stay until they are fetched.
 _INLINE_BYTES = 16 << 10
