@@ -8,8 +8,12 @@ from hpcstrat.cluster_resolver.clouds import (
     TPUClusterResolver,
 )
 from hpcstrat.cluster_resolver.flux import FluxClusterResolver
+from hpcstrat.cluster_resolver.host_lists import (
+    LSFClusterResolver,
+    PBSClusterResolver,
+    SGEClusterResolver,
+)
 from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
-from hpcstrat.cluster_resolver.lsf import LSFClusterResolver
 from hpcstrat.cluster_resolver.mpi_job import (
     MPICHClusterResolver,
     OpenMPIClusterResolver,
@@ -20,13 +24,11 @@ from hpcstrat.cluster_resolver.node_list import (
     expand_node_list,
     expand_tasks_per_node,
 )
-from hpcstrat.cluster_resolver.pbs import PBSClusterResolver
 from hpcstrat.cluster_resolver.resolver import (
     ClusterResolver,
     SimpleClusterResolver,
     UnionResolver,
 )
-from hpcstrat.cluster_resolver.sge import SGEClusterResolver
 from hpcstrat.cluster_resolver.slurm import SlurmClusterResolver
 from hpcstrat.cluster_resolver.spec import ClusterSpec
 from hpcstrat.cluster_resolver.tf_config import TFConfigClusterResolver

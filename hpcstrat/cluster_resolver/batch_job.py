@@ -70,7 +70,7 @@ class BatchJob:
                 f"42, as jobs/{self.scheduler.lower()}/ shows"
             )
         try:
-            _ask([*command, self.job_id])
+            output_of([*command, self.job_id])
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", "") or getattr(error, "stdout", "") or error
             raise RuntimeError(
@@ -105,15 +105,18 @@ def batch_job_from_environment(
     return None
 
 
-def _ask(command: Sequence[str], **variables: str) -> str:
+def output_of(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """Return the output of a scheduler's command, in English, whose dates are parsed.
+
+    OSError or subprocess.SubprocessError where it fails, or takes a minute.
+    """
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=_SECONDS,
         check=True,
-        # Dates are parsed: in no other language.
-        env={**os.environ, "LC_ALL": "C", **variables},
+        env={**(os.environ if env is None else env), "LC_ALL": "C"},
     ).stdout
 
 
@@ -130,12 +133,12 @@ def _slurm_end(job: str) -> float | None:
     said = os.environ.get("SLURM_JOB_END_TIME", "")
     if not said.isdecimal():
         words = ["squeue", "--noheader", "--jobs", job, "--format=%e"]
-        said = _ask(words, SLURM_TIME_FORMAT="%s").strip()
+        said = output_of(words, {**os.environ, "SLURM_TIME_FORMAT": "%s"}).strip()
     return float(said) if said.isdecimal() and int(said) else None
 
 
 def _pbs_end(job: str) -> float | None:
-    said = _ask(["qstat", "-f", job])
+    said = output_of(["qstat", "-f", job])
     fields = dict(re.findall(r"^\s+(\S+) = (.*)$", said, re.MULTILINE))
     # Torque says how much is left; PBS Pro and OpenPBS when the job has begun.
     left = fields.get("Walltime.Remaining", "")
@@ -154,21 +157,22 @@ def _pbs_end(job: str) -> float | None:
 def _flux_end(job: str) -> float | None:
     del job
     # Without the job: the command knows which one it is in, also in a batch script.
-    left = int(_ask(["flux", "job", "timeleft"]))
+    left = int(output_of(["flux", "job", "timeleft"]))
     return None if left == _FLUX_UNLIMITED else time.time() + left
 
 
 def _lsf_end(job: str) -> float | None:
     # For example 1:58 L: hours and minutes to a limit. With E or X they are an
     # estimate.
-    said = _ask(["bjobs", "-noheader", "-o", "time_left", job])
+    said = output_of(["bjobs", "-noheader", "-o", "time_left", job])
     found = re.match(r"\s*(\d+):(\d+) L\b", said)
     return time.time() + 60 * _seconds(f"{found[1]}:{found[2]}") if found else None
 
 
 def _sge_end(job: str) -> float | None:
     number, _, task = job.partition(".")
-    tree = ElementTree.fromstring(_ask(["qstat", "-xml", "-r", "-s", "r", "-u", "*"]))
+    said = output_of(["qstat", "-xml", "-r", "-s", "r", "-u", "*"])
+    tree = ElementTree.fromstring(said)
     for entry in tree.iter("job_list"):
         of_task = not task or entry.findtext("tasks") in (None, task)
         if entry.findtext("JB_job_number") != number or not of_task:
@@ -197,7 +201,7 @@ def _sge_task(env: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _SchedulerVariables:
-    """The variables that tell a job of a scheduler, and how it is asked."""
+    """The variables that identify a job of a scheduler, and the commands to ask it."""
 
     job: tuple[str, ...]
     end: Callable[[str], float | None]
@@ -208,7 +212,7 @@ class _SchedulerVariables:
 
 # The innermost first: Flux runs inside of jobs of the others.
 _SCHEDULERS = {
-    # In a batch script of Flux the first is not set.
+    # Flux does not set the first variable in a batch script.
     "Flux": _SchedulerVariables(
         ("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"), _flux_end, any_of=True
     ),
@@ -217,7 +221,7 @@ _SCHEDULERS = {
     ),
     "PBS": _SchedulerVariables(("PBS_JOBID",), _pbs_end),
     "LSF": _SchedulerVariables(("LSB_JOBID",), _lsf_end, ("brequeue",), _lsf_task),
-    # Others, too, have a JOB_ID.
+    # Other schedulers set JOB_ID, too.
     "SGE": _SchedulerVariables(
         ("JOB_ID", "SGE_TASK_ID"), _sge_end, ("qmod", "-rj"), _sge_task
     ),

@@ -1,7 +1,7 @@
 """Resolvers of tf.distribute for clouds, whose machines MPI knows by its launcher.
 
-The names are there so that programs which ask for them by ``isinstance`` run; none can
-be made.
+The names exist so that programs which ask for them by ``isinstance`` run; all raise
+NotImplementedError when they are made.
 """
 
 from __future__ import annotations
@@ -37,15 +37,7 @@ class _Cloud(ClusterResolver):
 
 
 class GCEClusterResolver(_Cloud):
-    """Machines of Google Compute Engine: an error that says what to do instead.
-
-    Not collective.
-
-    Raises
-    ------
-    NotImplementedError
-        Always.
-    """
+    """Machines of Google Compute Engine: an error that says what to do instead."""
 
     found = "which asks Google for the machines of an instance group"
     advice = (
@@ -55,15 +47,7 @@ class GCEClusterResolver(_Cloud):
 
 
 class KubernetesClusterResolver(_Cloud):
-    """Pods of Kubernetes: an error that says what to do instead.
-
-    Not collective.
-
-    Raises
-    ------
-    NotImplementedError
-        Always.
-    """
+    """Pods of Kubernetes: an error that says what to do instead."""
 
     found = "which asks Kubernetes for its pods"
     advice = (
@@ -73,15 +57,7 @@ class KubernetesClusterResolver(_Cloud):
 
 
 class TPUClusterResolver(_Cloud):
-    """TPUs: an error that says what to do instead.
-
-    Not collective.
-
-    Raises
-    ------
-    NotImplementedError
-        Always.
-    """
+    """TPUs: an error that says what to do instead."""
 
     found = "and no TPU is supported"
     advice = "use MultiWorkerMirroredStrategy, which needs no resolver, on CPUs or GPUs"

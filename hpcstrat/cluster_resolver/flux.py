@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
 from hpcstrat.cluster_resolver.allocation import AllocationClusterResolver, Placement
+from hpcstrat.cluster_resolver.batch_job import output_of
 from hpcstrat.cluster_resolver.node_list import expand_node_list
 
 __all__ = ["FluxClusterResolver"]
-
-_SECONDS = 60.0
 
 
 class FluxClusterResolver(AllocationClusterResolver):
     """The tasks that ``flux run`` has started, wherever it has put them.
 
     The environment has only this task's own numbers; the command ``flux job`` tells the
-    nodes and the places of all tasks.
-
-    Parameters
-    ----------
-    jobs : mapping of str to int, optional
-        Number of tasks of each job, in the order of ranks; default: all are workers.
-    port_base : int
-        Port of the first task of each node; the others follow.
-    gpus_per_node : int, optional
-        Default: what Flux has given to the job on this node.
-    gpus_per_task : int, optional
-        Default: the node's GPUs divided by its tasks.
-    auto_set_gpu : bool
-        Whether `cluster_spec` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, where
-        there are any and Flux has not done so.
-    rpc_layer : str
-        Protocol of addresses.
-    variables : mapping of str to str, optional
-        Default: this process's environment.
-
-    Attributes
-    ----------
-    task_type : str
-        Job of this process.
-    task_id : int
-        Number of this process in its job.
+    nodes and the places of all tasks. Parameters and attributes are those of
+    `SlurmClusterResolver`, without ``tasks_per_node``; by default ``gpus_per_node`` is
+    the number of GPUs that Flux has given to the job on this node.
 
     Raises
     ------
@@ -52,18 +27,7 @@ class FluxClusterResolver(AllocationClusterResolver):
         Outside of a Flux job, or where the command ``flux`` does not answer.
     """
 
-    def __init__(
-        self,
-        jobs: Mapping[str, int] | None = None,
-        port_base: int = 8888,
-        gpus_per_node: int | None = None,
-        gpus_per_task: int | None = None,
-        *,
-        auto_set_gpu: bool = True,
-        rpc_layer: str = "grpc",
-        variables: MutableMapping[str, str] | None = None,
-    ) -> None:
-        env = os.environ if variables is None else variables
+    def _find_placement(self, env: Mapping[str, str]) -> Placement:
         job, rank = env.get("FLUX_JOB_ID", ""), env.get("FLUX_TASK_RANK", "")
         if not job or not rank.isdecimal():
             raise RuntimeError(
@@ -75,31 +39,13 @@ class FluxClusterResolver(AllocationClusterResolver):
             name for part in resources["nodelist"] for name in expand_node_list(part)
         ]
         places = _places(json.loads(_ask(env, "taskmap", job)))
-        placement = Placement(int(rank), nodes, places)
-        if gpus_per_node is None:
-            gpus_per_node = _gpus(resources["R_lite"])[places[int(rank)][0]]
-        super().__init__(
-            placement,
-            jobs,
-            port_base=port_base,
-            gpus_on_node=gpus_per_node,
-            gpus_per_task=gpus_per_task,
-            auto_set_gpu=auto_set_gpu,
-            rpc_layer=rpc_layer,
-            variables=env,
-        )
+        gpus = _gpus(resources["R_lite"])[places[int(rank)][0]]
+        return Placement(int(rank), nodes, places, gpus)
 
 
 def _ask(env: Mapping[str, str], *words: str) -> str:
     try:
-        return subprocess.run(
-            ["flux", "job", *words],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=True,
-            env=dict(env),
-        ).stdout
+        return output_of(["flux", "job", *words], env)
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", "") or error).strip()
         raise RuntimeError(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 __all__ = ["Launch", "launch_from_environment"]
 
-# (name, rank, size, rank on the host, ranks there): variables that each launcher gives
-# to every process it starts.
+# Variables that each launcher gives to every process that it starts: its name, and the
+# variables of rank, number of ranks, rank on the host, number of ranks there.
 _OPEN_MPI = "OMPI_COMM_WORLD_"
 _MPIEXEC = "mpiexec of MPICH"
 _SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 _FLUX, _JSRUN = "FLUX_TASK_RANK", "JSM_NAMESPACE_"
-# In this order: mpirun inside of a Slurm job starts ranks that see Slurm's, too.
+# The order matters: ranks that mpirun starts in a Slurm job see Slurm's variables, too.
 _LAUNCHERS = (
     (
         "mpirun of Open MPI",
@@ -68,9 +68,9 @@ class Launch:
     size : int
         Number of processes that the launcher started.
     local_rank : int, optional
-        Among the processes of this host; None where the launcher does not say.
+        Rank among the processes of this host; None where the launcher does not say.
     local_size : int, optional
-        Number of processes on this host; likewise.
+        Number of processes on this host; None where the launcher does not say.
     """
 
     launcher: str = ""

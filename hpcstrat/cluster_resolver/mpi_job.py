@@ -56,21 +56,6 @@ class _MpiClusterResolver(ClusterResolver):
         return number
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the ranks and their addresses.
-
-        Not collective.
-
-        Returns
-        -------
-        ClusterSpec
-            One job; ports count up on each host.
-
-        Raises
-        ------
-        RuntimeError
-            If the ranks are on several hosts, which the launcher does not name, and
-            ``hosts`` was not given.
-        """
         hosts = self._hosts
         # Launchers tell each process of its own host only.
         if hosts is None:
@@ -105,7 +90,8 @@ class OpenMPIClusterResolver(_MpiClusterResolver):
     port_base : int
         Port of the first rank of each host; the others follow.
     hosts : sequence of str, optional
-        Host of each rank; needed for the addresses where there are several hosts.
+        Host of each rank. Where the ranks are on several hosts, which the launcher does
+        not name, `cluster_spec` raises a RuntimeError without it.
     rpc_layer : str, optional
         Protocol of addresses.
     variables : mapping of str to str, optional
@@ -134,32 +120,8 @@ class OpenMPIClusterResolver(_MpiClusterResolver):
 class MPICHClusterResolver(_MpiClusterResolver):
     """The ranks that Hydra, ``mpiexec`` of MPICH, has started (``PMI_*``).
 
-    Also those of ``srun --mpi=pmi2``, which sets the same variables.
-
-    Parameters
-    ----------
-    task_type : str
-        Job of all ranks.
-    port_base : int
-        Port of the first rank of each host; the others follow.
-    hosts : sequence of str, optional
-        Host of each rank; needed for the addresses where there are several hosts.
-    rpc_layer : str, optional
-        Protocol of addresses.
-    variables : mapping of str to str, optional
-        Default: this process's environment.
-
-    Attributes
-    ----------
-    task_id, num_tasks : int
-        Rank and number of ranks.
-    local_rank, num_local_tasks : int or None
-        Those on this host; None where the launcher does not say.
-
-    Raises
-    ------
-    RuntimeError
-        If the process was started in another way, or ``hosts`` does not fit.
+    Also those of ``srun --mpi=pmi2``, which sets the same variables. Parameters,
+    attributes and errors are those of `OpenMPIClusterResolver`.
     """
 
     _launcher = "mpiexec of MPICH"
@@ -174,32 +136,8 @@ class PMIxClusterResolver(_MpiClusterResolver):
     """The ranks of a PMIx server: ``prterun``, or ``srun --mpi=pmix``.
 
     PMIx puts only the rank into the environment (``PMIX_RANK``); the number of ranks is
-    that of Open MPI or Slurm.
-
-    Parameters
-    ----------
-    task_type : str
-        Job of all ranks.
-    port_base : int
-        Port of the first rank of each host; the others follow.
-    hosts : sequence of str, optional
-        Host of each rank; needed for the addresses where there are several hosts.
-    rpc_layer : str, optional
-        Protocol of addresses.
-    variables : mapping of str to str, optional
-        Default: this process's environment.
-
-    Attributes
-    ----------
-    task_id, num_tasks : int
-        Rank and number of ranks.
-    local_rank, num_local_tasks : int or None
-        Those on this host; None where the launcher does not say.
-
-    Raises
-    ------
-    RuntimeError
-        If the process was started in another way, or ``hosts`` does not fit.
+    that of Open MPI or Slurm. Parameters, attributes and errors are those of
+    `OpenMPIClusterResolver`.
     """
 
     _launcher = "a PMIx launcher, such as srun --mpi=pmix"

@@ -115,22 +115,19 @@ class ClusterResolver(ABC):
 
     def __repr__(self) -> str:
         """Show this process's task."""
-        return (
-            f"<{type(self).__name__}, task {self.task_type or 'unknown'} "
-            f"{'' if self.task_id is None else self.task_id}".rstrip()
-            + ">"
-        )
+        number = "" if self.task_id is None else f" {self.task_id}"
+        return f"<{type(self).__name__}, task {self.task_type or 'unknown'}{number}>"
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A cluster that the program writes down.
+    """A cluster that the program describes.
 
     Parameters
     ----------
     cluster_spec : ClusterSpec
         The tasks.
     master : str
-        What ``master()`` returns without arguments.
+        Address that ``master()`` returns without arguments.
     task_type : str, optional
         Job of this process.
     task_id : int, optional
@@ -138,7 +135,7 @@ class SimpleClusterResolver(ClusterResolver):
     environment : str
         Name of the environment.
     num_accelerators : dict of str to int, optional
-        Of every task.
+        Accelerators of every task, such as ``{"GPU": 2}``.
     rpc_layer : str, optional
         Protocol of addresses.
 
@@ -173,15 +170,6 @@ class SimpleClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster given at construction.
-
-        Not collective.
-
-        Returns
-        -------
-        ClusterSpec
-            The tasks.
-        """
         return self._spec
 
     def master(
@@ -190,24 +178,6 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, or the master given at construction.
-
-        Not collective.
-
-        Parameters
-        ----------
-        task_type : str, optional
-            Of the task; without it, the master.
-        task_id : int, optional
-            Of the task; without it, the master.
-        rpc_layer : str, optional
-            Default: the resolver's.
-
-        Returns
-        -------
-        str
-            The address.
-        """
         if task_type is None or task_id is None:
             return master_url(self._master, rpc_layer) if self._master else ""
         return super().master(task_type, task_id, rpc_layer)
@@ -218,34 +188,19 @@ class SimpleClusterResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: Any = None,
     ) -> dict[str, int]:
-        """Return the accelerators given at construction.
-
-        Not collective.
-
-        Parameters
-        ----------
-        task_type : str, optional
-            Not used.
-        task_id : int, optional
-            Not used.
-        config_proto : object, optional
-            Not used.
-
-        Returns
-        -------
-        dict of str to int
-            Such as ``{"GPU": 2}``.
-        """
         return dict(self._accelerators)
 
     @property
     def environment(self) -> str:
-        """Name of the environment."""
         return self._environment
 
 
 class UnionResolver(ClusterResolver):
     """Several clusters as one; the first resolver says who this process is.
+
+    Lists of one job are put one after another. Where a resolver numbers the tasks of a
+    job, the numbers of all are kept; a number that comes twice makes `cluster_spec`
+    raise a KeyError. Without a task, ``master()`` is the first that a resolver knows.
 
     Parameters
     ----------
@@ -279,21 +234,6 @@ class UnionResolver(ClusterResolver):
         self.rpc_layer = rpc_layer or resolvers[0].rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of all resolvers.
-
-        Not collective.
-
-        Returns
-        -------
-        ClusterSpec
-            Lists of one job are put one after another. Where a resolver numbers the
-            tasks of a job, the numbers of all are kept.
-
-        Raises
-        ------
-        KeyError
-            If two resolvers number a task of one job the same.
-        """
         specs = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
         merged: dict[str, dict[int, str]] = {}
         for job in dict.fromkeys(job for spec in specs for job in spec):
@@ -307,24 +247,6 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task, or the first master that a resolver knows.
-
-        Not collective.
-
-        Parameters
-        ----------
-        task_type : str, optional
-            Of the task.
-        task_id : int, optional
-            Of the task.
-        rpc_layer : str, optional
-            Default: the resolver's.
-
-        Returns
-        -------
-        str
-            Empty where none is known.
-        """
         if task_type is not None and task_id is not None:
             return super().master(task_type, task_id, rpc_layer)
         masters = (resolver.master(rpc_layer=rpc_layer) for resolver in self._resolvers)
@@ -336,35 +258,16 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: Any = None,
     ) -> dict[str, int]:
-        """Return what the first resolver says.
-
-        Not collective.
-
-        Parameters
-        ----------
-        task_type : str, optional
-            Of the task.
-        task_id : int, optional
-            Of the task.
-        config_proto : object, optional
-            Accepted for tf.distribute's sake.
-
-        Returns
-        -------
-        dict of str to int
-            Such as ``{"GPU": 2}``.
-        """
         # As in tf.distribute: no sum over the clusters.
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
     def environment(self) -> str:
-        """Name of the first resolver's environment."""
         return self._resolvers[0].environment
 
 
 def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:
-    # Numbers of lists are places, which change; numbers of mappings were given.
+    # Places in lists are counted anew; numbers of mappings were given and stay.
     if all(isinstance(part, list) for part in parts):
         return dict(enumerate(address for part in parts for address in part))  # type: ignore[misc]
     tasks: dict[int, str] = {}

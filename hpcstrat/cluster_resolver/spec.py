@@ -56,7 +56,7 @@ class ClusterSpec:
         return {
             job: dict(tasks)
             if len(tasks) <= max(tasks, default=-1)
-            else self._list(job)
+            else list(tasks.values())
             for job, tasks in self._jobs.items()
         }
 
@@ -156,9 +156,6 @@ class ClusterSpec:
         """
         tasks = self._tasks(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
-
-    def _list(self, job_name: str) -> list[str]:
-        return list(self._jobs[job_name].values())
 
     def _tasks(self, job_name: str) -> dict[int, str]:
         if job_name not in self._jobs:

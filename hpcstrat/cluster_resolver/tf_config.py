@@ -16,7 +16,9 @@ __all__ = ["TFConfigClusterResolver"]
 class TFConfigClusterResolver(ClusterResolver):
     """Reads ``TF_CONFIG``: JSON with ``cluster`` and ``task``.
 
-    The variable is read at each call; without it there is no cluster.
+    The variable is read at each call, which raises a ValueError if it is no JSON
+    object; without it there is no cluster. A single task has an empty address, and
+    ``session_master`` of ``TF_CONFIG`` comes before all others.
 
     Parameters
     ----------
@@ -74,20 +76,6 @@ class TFConfigClusterResolver(ClusterResolver):
         return section
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks and their addresses.
-
-        Not collective.
-
-        Returns
-        -------
-        ClusterSpec
-            Without jobs where ``TF_CONFIG`` names none.
-
-        Raises
-        ------
-        ValueError
-            If ``TF_CONFIG`` is no JSON object.
-        """
         return ClusterSpec(self._section("cluster"))
 
     def master(
@@ -96,30 +84,6 @@ class TFConfigClusterResolver(ClusterResolver):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of a task.
-
-        Not collective.
-
-        Parameters
-        ----------
-        task_type : str, optional
-            Default: this process's job.
-        task_id : int, optional
-            Default: this process.
-        rpc_layer : str, optional
-            Default: the resolver's.
-
-        Returns
-        -------
-        str
-            Empty where there is at most one task; ``session_master`` of ``TF_CONFIG``
-            where that is given.
-
-        Raises
-        ------
-        ValueError
-            If there is no such task.
-        """
         session = self._config().get("session_master")
         if session is not None:
             return str(session)
@@ -131,6 +95,5 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """Name of the environment; empty for one's own machines."""
         found = self._environment or self._config().get("environment", "")
         return str(found)
