@@ -21,10 +21,10 @@ from hpcstrat.variables.variable import apply_into, scatter_into
 class CentralVariable(MirroredVariable):
     """A variable that lies once in the memory of each worker, for all its replicas.
 
-    What a `CentralStorageStrategy` makes of every `Variable`. It is used as a mirrored
-    one; but every update is collective over the strategy's replicas, in every context:
-    each writes a slice, when all have come and before any goes on. So a replica that
-    reads sees whole updates.
+    A `CentralStorageStrategy` makes one for every `Variable`. It is used as a mirrored
+    variable is, but every update is collective over the strategy's replicas, in every
+    context: each replica writes a slice after all have come and before any goes on. So
+    a replica never reads half of an update.
     """
 
     _kind = "central"
@@ -53,7 +53,10 @@ class CentralVariable(MirroredVariable):
         return self._laid_out(array, what, sends=sends)
 
     def _laid_out(self, array: Array, what: str, *, sends: bool) -> Array:
-        """Return a copy in memory that the worker shares; collective."""
+        """Return a copy in memory that the worker shares.
+
+        Collective over the strategy's replicas.
+        """
         collectives = self._strategy.collectives
         channel = collectives.channel
         if channel is None:
@@ -66,7 +69,7 @@ class CentralVariable(MirroredVariable):
         return made[0]
 
     def _made(self) -> None:
-        # Only several workers have copies that can be compared.
+        # A single worker has no copies to compare.
         if self._strategy.topology.num_workers > 1:
             super()._made()
 
@@ -95,8 +98,8 @@ class CentralVariable(MirroredVariable):
         return self._component.copy()
 
     def _apart(self, array: Array) -> Array:
-        """Return values that do not change while ranks write."""
-        # A rank that is early would read what another has written already.
+        """Return values that do not change while ranks write the variable."""
+        # Otherwise a rank could read elements that another one has already written.
         shares = np.may_share_memory(array, self._component)
         return array.copy() if shares else array
 
@@ -108,14 +111,15 @@ class CentralVariable(MirroredVariable):
             write(slice(0, count))
             return
         comm = channel.topology.worker_comm
-        # A slice each: ranks that all wrote everything would race.
         own = functools.partial(write, slice_of(count, comm.rank, comm.size))
         call = describe_call(f"{method} of variable {self.name!r}")
         steps = write_between(own, call, channel)
         channel.drive(steps, call, collectives.timeout_seconds)
 
     def _copied(self) -> Array:
-        """Return memory of the worker; collective over the strategy's replicas."""
+        """Return a copy in the worker's memory; collective over the strategy's
+        replicas.
+        """
         what, lay = f"copy of variable {self.name!r}", self._laid_out
         own: Array = self._strategy.collectives.call(
             what, functools.partial(lay, self._component, what, sends=False)

@@ -18,11 +18,11 @@ __all__ = [
 
 
 class Partitioner(ABC):
-    """Says into how many parts a variable is cut along each of its dimensions."""
+    """Returns the number of parts of a variable along each of its dimensions."""
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return how many parts there are along each dimension: 1 but for ``axis``."""
+        """Return the number of parts along each dimension: 1 except for ``axis``."""
 
 
 class FixedShardsPartitioner(Partitioner):
@@ -130,7 +130,6 @@ class MaxSizePartitioner(Partitioner):
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
         length = shape[axis] if shape else 1
-        # Size of one index of the axis: shards are cut between indices only.
         row_bytes = math.prod(shape) * np.dtype(dtype).itemsize // max(1, length)
         rows = max(1, self._largest // max(1, row_bytes))
         wanted = max(1, -(-length // rows))
@@ -149,6 +148,6 @@ def _positive(name: str, value: int) -> int:
 def _parts(shape: Sequence[int], axis: int, wanted: int) -> list[int]:
     parts = [1] * len(shape)
     if shape:
-        # An empty shard would be a server that is asked for nothing.
+        # No shard is empty.
         parts[axis] = max(1, min(wanted, shape[axis]))
     return parts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,38 +37,37 @@ _ALONE = ObjectCollectives(None)
 
 
 class DistributedVariable(Variable, DistributedValues):
-    """A variable with one component per replica; this process holds those of its own.
+    """A variable with one component per replica; a process holds those of its replicas.
 
-    Of a mirrored one all are equal: one array serves all replicas of a process.
+    One array serves all replicas of a process for a mirrored variable, whose components
+    are equal.
     """
 
     _is_distributed = True
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         what, make = f"creation of variable {self.name!r}", super()._initialize
-        collectives = self._strategy.collectives
+        collectives: Any = self._strategy.collectives
 
         def shared() -> Any:
             own = make(initial_value, dtype)
             self._require_type(own.dtype)
-            # The library's own state is equal on all replicas already: no call is made.
+            # The library's own state is equal on all replicas: nothing is sent.
             if type(initial_value) is HostValue and initial_value.is_own:
                 return own
             if type(initial_value) is not Adopted:
                 return collectives.broadcast(own, 0, what)
-            # The value is written into the owner's memory, which it goes on to use.
+            # The owner of the memory goes on to use it, so the value is written there.
             if not initial_value.is_equal:
                 np.copyto(own, collectives.broadcast(own, 0, what))
             return own
 
-        # An entry: Ctrl-C in a callable ends the calls of the other replicas, too.
-        # `AnnouncesInitErrors` does not announce an error a second time that was
-        # announced here.
+        # As a collective call, so that Ctrl-C in a callable ends it on all replicas.
         component: Array = collectives.call(what, shared)
         return component
 
     def _require_type(self, dtype: np.dtype[Any]) -> None:
-        """Refuse a type for which the variable's aggregation means nothing."""
+        """Refuse a type that the variable's aggregation cannot combine."""
         rule = rule_of(self.aggregation)
         problem = None if rule is None else rule.type_problem(dtype)
         if problem is not None:
@@ -88,11 +88,11 @@ class DistributedVariable(Variable, DistributedValues):
 
     @property
     def collectives(self) -> ObjectCollectives:
-        """The calls between replicas that a use of the variable makes here.
+        """The calls between replicas that a use of the variable makes in this context.
 
         For the library's own modules.
         """
-        # By this name `channel.entries` finds what an entry of any object calls.
+        # `channel.entries` looks for this name.
         return self._strategy.collectives if self._communicates() else _ALONE
 
     def _communicates(self) -> bool:
@@ -109,7 +109,7 @@ class DistributedVariable(Variable, DistributedValues):
         if entry is None:
             return _CROSS
         if entry.strategy is not self._strategy:
-            # The default strategy is none that a program has chosen to mix in.
+            # A program does not choose the default strategy, so it mixes none.
             if entry.strategy.is_default:
                 return _CROSS
             raise RuntimeError(
@@ -121,7 +121,7 @@ class DistributedVariable(Variable, DistributedValues):
         return _UPDATE if entry.updating else _CROSS
 
     def _as_mirrored(self, result: Any) -> Any:
-        # As in tf.distribute, where one replica gives bare values.
+        # As in tf.distribute, one replica gives bare values.
         if result is None or self._strategy.num_replicas_in_sync == 1:
             return result
         return self._strategy.replicas.mirrored(result)
@@ -130,11 +130,11 @@ class DistributedVariable(Variable, DistributedValues):
 class MirroredVariable(DistributedVariable, Mirrored):
     """A variable whose components are kept equal."""
 
-    # Words for messages: its kind, and what happens without an aggregation.
+    # For messages: the kind of variable, and the danger without an aggregation.
     _kind, _danger = "mirrored", "its copies could come to differ"
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
-        # AUTO means this here.
+        # The meaning of AUTO for this class.
         self.synchronization = VariableSynchronization.ON_WRITE
         return super()._initialize(initial_value, dtype)
 
@@ -165,11 +165,15 @@ class MirroredVariable(DistributedVariable, Mirrored):
     @collective
     def _update(self, method: str, value: Any, read_value: bool) -> Any:
         mode = self._mode()
-        if mode is _REPLICA and self._strategy.meetings is not None:
-            return self._update_once(method, value, read_value)
+        if mode is _REPLICA and self._combines():
+            self._require_aggregation(method)
+
+            def apply(array: Array) -> Any:
+                return self._apply(method, self._converted(method, array), read_value)
+
+            own = self._converted(method, value)
+            return self._apply_combined(method, own, apply, read_value)
         if mode is _REPLICA:
-            if self._strategy.num_replicas_in_sync > 1:
-                value = self._aggregated(method, value)
             return self._apply(method, self._converted(method, value), read_value)
         if mode is _UPDATE:
             return self._apply(method, self._one_value(method, value), read_value)
@@ -178,21 +182,33 @@ class MirroredVariable(DistributedVariable, Mirrored):
             result = self._apply(method, self._one_value(method, value), read_value)
         return self._as_mirrored(result)
 
-    def _update_once(self, method: str, value: Any, read_value: bool) -> Any:
-        """Update the array that the replicas of this process share, for all of them."""
-        strategy, what = self._strategy, f"{method} of variable {self.name!r}"
-        self._require_aggregation(method)
+    def _combines(self) -> bool:
+        """Whether an update in replica context combines values of several replicas."""
+        strategy = self._strategy
+        return strategy.num_replicas_in_sync > 1 or strategy.meetings is not None
 
-        def act(values: list[Array]) -> list[Any]:
-            combined = self._converted(method, self._combined(values, what))
-            self._apply(method, combined, False)
-            return values
+    def _apply_combined(
+        self,
+        method: str,
+        own: Any,
+        apply: Callable[[Any], Any],
+        read_value: bool = True,
+    ) -> Any:
+        """Combine the replicas' values by the aggregation, and apply the result."""
+        what, meetings = f"{method} of variable {self.name!r}", self._strategy.meetings
+        if meetings is None:
+            return apply(self._combined([own], what))
 
-        strategy.meetings.meet(what, act, self._converted(method, value))
+        # Logical replicas of a process share one array, which changes once for all.
+        def act(parts: list[Any]) -> list[Any]:
+            apply(self._combined(parts, what))
+            return parts
+
+        meetings.meet(what, act, own)
         return self._component.copy() if read_value else None
 
     def _one_value(self, method: str, value: Any) -> Array:
-        """Refuse values that differ between replicas."""
+        """Convert a value; refuse one that differs between replicas."""
         if type(value) is PerReplica:
             raise ValueError(
                 f"expected one value in {method} of {self._kind} variable "
@@ -200,13 +216,6 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 f"which {self._danger}; {ONE_OF_MANY}"
             )
         return self._converted(method, value)
-
-    def _aggregated(self, method: str, value: Any) -> Array:
-        """Combine the replicas' values by the variable's aggregation."""
-        self._require_aggregation(method)
-        what = f"{method} of variable {self.name!r}"
-        combined: Array = self._combined([self._converted(method, value)], what)
-        return combined
 
     def _require_aggregation(self, method: str) -> None:
         if self.aggregation is _NONE:
@@ -229,30 +238,19 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 self._require_meaning(method)
                 result = self._scatter_own(method, rows)
             return self._as_mirrored(result)
-        if self._strategy.meetings is not None:
-            return self._scatter_once(method, rows)
-        if self._strategy.num_replicas_in_sync > 1:
-            rows = self._aggregated_rows(method, rows)
-        else:
+        if not self._combines():
             self._require_meaning(method)
-        return self._scatter_own(method, rows)
-
-    def _scatter_once(self, method: str, rows: IndexedSlices) -> Any:
-        """As `_update_once`, for rows."""
-        strategy, what = self._strategy, f"{method} of variable {self.name!r}"
+            return self._scatter_own(method, rows)
         self._require_aggregation(method)
         self._require_meaning(method)
-
-        def act(parts: list[IndexedSlices]) -> list[Any]:
-            self._scatter_own(method, self._combined(parts, what))
-            return parts
-
         own = IndexedSlices(self._rows(method, rows), rows.indices, self.shape)
-        strategy.meetings.meet(what, act, own)
-        return self._component.copy()
+        apply = functools.partial(self._scatter_own, method)
+        return self._apply_combined(method, own, apply)
 
     def _require_meaning(self, method: str) -> None:
-        """Refuse methods that mean nothing with the aggregation; in every context."""
+        """Refuse methods that have no meaning with the aggregation, in every
+        context.
+        """
         rule = rule_of(self.aggregation)
         if rule is not None and method in rule.refused_methods:
             raise NotImplementedError(
@@ -262,25 +260,16 @@ class MirroredVariable(DistributedVariable, Mirrored):
                 "give all rows on replica 0: those of other replicas are passed over"
             )
 
-    def _aggregated_rows(self, method: str, rows: IndexedSlices) -> IndexedSlices:
-        self._require_aggregation(method)
-        self._require_meaning(method)
-        own = IndexedSlices(self._rows(method, rows), rows.indices, self.shape)
-        what = f"{method} of variable {self.name!r}"
-        combined: IndexedSlices = self._combined([own], what)
-        return combined
-
 
 class SyncOnReadVariable(DistributedVariable):
-    """A variable whose components are updated apart, and combined when read."""
+    """A variable whose components are updated separately, and combined when read."""
 
     def _keep(self, component: Array) -> None:
         more = range(len(self._strategy.local_replicas) - 1)
         self._components = [component, *(component.copy() for _ in more)]
         self._views = [view_of(own) for own in self._components]
 
-    # The value of the replica that runs; in cross-replica context that of the first
-    # replica of this process.
+    # Of the running replica; in cross-replica context the first of this process.
     @property
     def _component(self) -> Array:  # type: ignore[override]
         return self._components[own_index() or 0]
@@ -291,7 +280,6 @@ class SyncOnReadVariable(DistributedVariable):
 
     @property
     def components(self) -> Sequence[Array]:
-        """The arrays of this process's replicas, in their order."""
         return self._components
 
     @property
@@ -339,7 +327,7 @@ class SyncOnReadVariable(DistributedVariable):
         return read_all([self])[0]
 
     def _lasting(self) -> Array | None:
-        # NumPy keeps only the variable alive, so a temporary array must not be given.
+        # NumPy would not keep a temporary array alive.
         return self._view if self._mode() is not _CROSS else None
 
     @collective
@@ -353,7 +341,7 @@ class SyncOnReadVariable(DistributedVariable):
         return array.copy() if method == "assign" else self.read_value()
 
     def _assign_share(self, method: str, value: Any) -> Array:
-        """Give this replica its share of a value that all of them are given."""
+        """Give each replica of this process its share of a value that all are given."""
         if type(value) is PerReplica:
             raise TypeError(
                 f"expected one value in {method} of variable {self.name!r} in "
@@ -395,11 +383,11 @@ def has_logical_replicas(variable: Variable) -> bool:
 
 
 def class_for_state(*, on_read: bool = True) -> type[Variable]:
-    """Return the class of the library's own state, such as totals and counters.
+    """Return the class for the library's own state, such as totals and counters.
 
-    Under every strategy that distributes, each replica has a component of its own: it
-    is never in central storage, nor on servers. Else the class of the strategy's own
-    variables.
+    Each replica has its own component, under every strategy that distributes: such
+    state is never in central storage or on servers. Without such a strategy it is a
+    plain variable.
     """
     entry = current()
     if entry is None or not entry.strategy.distributes:
@@ -410,14 +398,15 @@ def class_for_state(*, on_read: bool = True) -> type[Variable]:
 def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[Array]:
     """Return the logical value of each variable, in one call for each aggregation.
 
-    Collective over the replicas of the variables' strategy, if any of them is a
-    SyncOnRead variable; they are of one strategy, in the same order on every replica.
-    Plain and mirrored variables give this replica's component, read-only, no copy;
-    SyncOnRead ones the aggregate, or with aggregation ``NONE`` all components, of shape
-    (num_replicas, ...): with ``own_rows`` this replica's, no copy, and of logical
-    replicas all components of every SyncOnRead variable.
+    Collective over the replicas of the variables' strategy, if any is a SyncOnRead
+    variable; they are of one strategy, in the same order on every replica. Plain and
+    mirrored variables give this replica's component, read-only, no copy. SyncOnRead
+    variables give the aggregate, or with aggregation ``NONE`` all components, of shape
+    (num_replicas, ...). With ``own_rows`` aggregation ``NONE`` gives this replica's
+    component instead, no copy, and with logical replicas every SyncOnRead variable
+    gives all components.
     """
-    # Not by `Variable.value`, which makes a collective call for each variable.
+    # Not by `Variable.value`, which would make a call for each variable.
     results: list[Any] = [
         variable.value() if variable.is_remote else variable._view
         for variable in variables

@@ -1,8 +1,8 @@
-"""Variables of which each rank has a part, and the exchange of such parts.
+"""Sharded variables: each rank has a part of the elements, which ranks can exchange.
 
-The elements of each variable are divided evenly between the ranks, in C order: the
-state of an optimizer then takes 1/N of the memory, as in ZeRO stage 1 (Rajbhandari et
-al. 2020, https://arxiv.org/abs/1910.02054).
+The elements of a variable are divided evenly between the ranks, in C order. The state
+of an optimizer then takes 1/N of the memory, as in ZeRO stage 1 (Rajbhandari et al.
+2020, https://arxiv.org/abs/1910.02054).
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from hpcstrat.engine.values import HostValue
 from hpcstrat.variables.replicated import DistributedVariable
 from hpcstrat.variables.variable import apply_into
 
-# Smaller arrays travel side by side; larger ones from where they are to where they go.
+# Smaller arrays are packed into one message; larger ones are sent in place.
 _SMALL_BYTES = 64 << 10
 _LARGE_BYTES = 1 << 30
 
 
 def part_of_rank(size: int, strategy: Replicas, rank: int | None = None) -> slice:
-    """Return which elements of a variable belong to a rank; default: this one."""
+    """Return the elements of a variable that belong to a rank; default: this one."""
     rank = strategy.rank if rank is None else rank
     ranks = strategy.num_ranks
     return slice(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 class ShardedVariable(DistributedVariable):
-    """A variable of which each rank has a part of the elements, flat.
+    """A flat part of a variable on each rank, for the state of optimizers.
 
-    To read or assign its value is collective over the strategy's replicas. For the
-    library's own modules: the state of optimizers.
+    Reading or assigning the value is collective over the strategy's replicas.
     """
 
     is_sharded = True
@@ -56,7 +55,7 @@ class ShardedVariable(DistributedVariable):
         self.part = part_of_rank(math.prod(whole.shape), self._strategy)
         length = self.part.stop - self.part.start
         if not any(whole.strides) and whole.size:
-            # `whole` repeats one element: a view of the whole would be copied in full.
+            # `whole` repeats one element; copying a slice of it would make it whole.
             return np.full(length, whole.flat[0], whole.dtype)
         return np.array(whole.reshape(-1)[self.part])
 
@@ -65,17 +64,16 @@ class ShardedVariable(DistributedVariable):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the value, of which this rank has a part."""
+        """Shape of the whole value."""
         return self._shape
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
         return len(self._shape)
 
     @property
     def size(self) -> int:
-        """Number of elements, of all ranks together."""
+        """Number of elements on all ranks together."""
         return math.prod(self._shape)
 
     def own_part(self, value: Array) -> Array:
@@ -84,7 +82,7 @@ class ShardedVariable(DistributedVariable):
 
     @collective
     def value(self) -> Array:
-        """Return the value, put together from the parts of all ranks: a fresh array.
+        """Return the whole value from the parts of all ranks: a fresh array.
 
         Collective over the strategy's replicas.
         """
@@ -121,10 +119,10 @@ def read_sharded(variables: Sequence[Any]) -> list[Array]:
 def exchange_parts(
     strategy: Replicas, arrays: Sequence[Array], what: str, seconds: float | None
 ) -> None:
-    """Give all ranks the parts of arrays that each of them has written, in place.
+    """Give all ranks the parts that each rank has written of some arrays, in place.
 
     Collective over ``topology.replica_comm``. The arrays are contiguous, and divided as
-    `part_of_rank` says; ``seconds`` is how long to wait for late ranks.
+    in `part_of_rank`; ``seconds`` is how long to wait for late ranks.
     """
     channel: Any = strategy.collectives.channel
     if channel is None:
@@ -166,6 +164,6 @@ def _exchange_large(comm: Any, strategy: Replicas, flat: Array) -> None:
         sizes = [(span.stop - span.start) * width for span in spans]
         comm.Allgatherv(comm.mpi.IN_PLACE, [whole, sizes, comm.mpi.BYTE])
         return
-    # Displacements past 2**31 - 1 bytes are beyond many MPIs: one rank after the other.
+    # Many MPIs have no displacements above 2**31 - 1 bytes: one rank after the other.
     for rank, span in enumerate(spans):
         comm.cast_array(whole[span.start * width : span.stop * width], rank)

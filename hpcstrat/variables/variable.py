@@ -36,7 +36,7 @@ from hpcstrat.engine.values import (
 )
 
 _OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
-# Attributes that arrays of any library have, and numbers of Python have not.
+# Arrays of any library have one of these attributes; numbers of Python have none.
 _MARKS = ("dtype", "__dlpack__", "__array__", "__cuda_array_interface__")
 _SCATTER = {
     "scatter_add": "add",
@@ -46,35 +46,33 @@ _SCATTER = {
     "scatter_min": "minimum",
     "scatter_max": "maximum",
 }
-# These updates cannot be summed or averaged over replicas.
+# Updates that cannot be summed or averaged over replicas.
 NOT_SUMMABLE = ("scatter_min", "scatter_max", "scatter_update")
 
 
 class Variable(AnnouncesInitErrors, ArrayOperators):
     """An array with a name that a program updates in place.
 
-    Inside the scope of a strategy that distributes variables, this makes a
+    In the scope of a strategy that distributes variables, this makes a
     `MirroredVariable` (synchronization ``AUTO`` or ``ON_WRITE``) or a
-    `SyncOnReadVariable` (``ON_READ``), all of whose components start with replica 0's
-    initial value; that is collective over the strategy's replicas. In the scope of a
-    `CentralStorageStrategy` it makes a `CentralVariable`. Elsewhere it makes a plain
-    variable.
+    `SyncOnReadVariable` (``ON_READ``). All components start with replica 0's initial
+    value, which is collective over the strategy's replicas. A `CentralStorageStrategy`
+    makes a `CentralVariable`. Outside of such scopes it makes a plain variable.
 
     Parameters
     ----------
     initial_value : array_like of any shape, or callable
         The first value; a callable is called once. Arrays keep their type, Python
         floats become float32, Python integers int32. An array on a GPU makes a variable
-        on the program's current GPU; with the setting ``device="gpu"`` all do.
+        on the program's current GPU; with the setting ``device="gpu"`` all values do.
     trainable : bool, optional
-        Whether optimizers are meant to change it; default: True, and False for
-        ``ON_READ``.
+        Whether optimizers may change it; default: True, and False for ``ON_READ``.
     name : str, optional
         For messages, and for optimizers' state in checkpoints.
     dtype : dtype, optional
         Type of the value, which must hold it.
     synchronization : VariableSynchronization or str
-        ``AUTO``, ``ON_WRITE`` or ``ON_READ``; plain variables pass it over.
+        ``AUTO``, ``ON_WRITE`` or ``ON_READ``; plain variables ignore it.
     aggregation : VariableAggregation or str
         How replicas' values are combined.
 
@@ -83,15 +81,15 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     is_remote : bool
         Whether other ranks hold the value, so that ``component`` is a copy.
     is_sharded : bool
-        Whether ``component`` is a part of the elements, of which each rank has another.
+        Whether each rank holds only its part of the elements as ``component``.
 
     Raises
     ------
     RuntimeError
         Inside ``run``, with logical replicas.
     ValueError
-        In a scope for synchronization ``NONE``, and for ``MEAN`` of a type that is not
-        floating; for a value that is no array.
+        For a value that is no array; in a scope for synchronization ``NONE``, and for
+        ``MEAN`` of a type that is not floating.
     """
 
     is_remote = False
@@ -106,11 +104,11 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if entry is not None and (cls is Variable or cls._is_distributed):
             strategy = entry.strategy
         if cls is Variable and strategy is not None:
-            # `__init__` parses it again, and tells all replicas of a wrong argument.
+            # `__init__` parses them again, and announces a wrong one to all replicas.
             options = VariableOptions()
             with contextlib.suppress(ValueError):
                 options = _options(*args[1:2], **kwargs)
-            # Here, as the class must be known before `__init__` runs.
+            # The class must be known before `__init__` runs.
             kind = strategy.variable_class(options)
         self = object.__new__(kind)
         self._strategy = None if kind is Variable else strategy
@@ -150,19 +148,19 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         trainable: bool = True,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> Variable:
-        """Make a variable over memory that another library owns and updates.
+        """Make a variable in memory that another library owns and updates.
 
-        Collective over the replicas of the strategy in whose scope it is called: it
-        makes a mirrored variable there, and writes replica 0's value into the memory of
-        all. Elsewhere it makes a plain variable, and writes nothing. The variable is
-        saved, restored in place, compared between replicas and updated like any other;
-        what the owner writes is its value at once. That all replicas write the same is
-        the owner's task. For the library's own modules.
+        In a strategy's scope it makes a mirrored variable, and writes replica 0's value
+        into the memory of all: collective over the strategy's replicas. Outside it
+        makes a plain variable, and writes nothing. The variable is saved, restored in
+        place, compared and updated like any other, and has at once what the owner
+        writes; the owner must write the same on all replicas. For the library's own
+        modules.
         """
         return Variable(Adopted(array), trainable, name=name, aggregation=aggregation)
 
     def _require_place(self) -> None:
-        """Refuse a variable that one of the replicas of a rank makes for itself."""
+        """Refuse a variable that a single logical replica makes inside ``run``."""
         entry = current()
         inside = entry is not None and entry.replica_context is not None
         if inside and self._strategy.logical:
@@ -173,12 +171,12 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
             )
 
     def _keep(self, component: Array) -> None:
-        """Make an array the component, or the first value of several."""
+        """Make an array the component, or the first of several components."""
         self._component = component
         self._view = view_of(component)
 
     def _made(self) -> None:
-        """Do what is left when the component is there."""
+        """Finish the variable, once its component is there."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         value = self._first_value(initial_value)
@@ -186,19 +184,18 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
             return _require_lendable(value.array, self.name)
         stays = type(value) is HostValue
         array = as_array(value.array if stays else value, dtype)
-        # A plain variable has no strategy, but may be made in the scope of one.
+        # A plain variable belongs to no strategy, but may be made in a scope.
         entry = current()
         strategy = self._strategy
         if strategy is None and entry is not None:
             strategy = entry.strategy
         if strategy is not None and strategy.puts_on_gpu and not stays:
             array = to_device(array)
-        # A copy: what the program gave stays the program's.
-        own: Array = array_module(array).array(array, order="C")
-        return own
+        copied: Array = array_module(array).array(array, order="C")
+        return copied
 
     def _first_value(self, initial_value: Any) -> Any:
-        """Return what an initial value stands for: an array, or what holds one."""
+        """Return an initial value, of which a callable is called."""
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, PerReplica):
             raise ValueError(
@@ -209,12 +206,12 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
     @property
     def component(self) -> Array:
-        """This replica's own array, live and writable; writing it is unchecked."""
+        """This replica's own array, live and writable; no writes to it are checked."""
         return self._component
 
     @property
     def components(self) -> Sequence[Array]:
-        """The arrays of this process's replicas, in their order, as `component`."""
+        """The arrays of this process's replicas, in their order."""
         return (self._component,)
 
     @property
@@ -261,16 +258,15 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Returns
         -------
         ndarray
-            Read-only; valid until the next update. CuPy has no such mark for arrays: a
-            write into one on a GPU changes this replica's copy unnoticed.
+            Read-only; valid until the next update. Arrays on a GPU cannot be protected:
+            a write into one changes this replica's copy unnoticed.
         """
         return self._view
 
     def read_value(self) -> Array:
         """Return a copy of the value.
 
-        Collective over the strategy's replicas for a SyncOnRead variable in
-        cross-replica context, else not collective.
+        Collective over the strategy's replicas as `value` is.
 
         Returns
         -------
@@ -282,9 +278,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     def numpy(self) -> Array:
         """Return a copy of the value as an array of NumPy.
 
-        Collective over the strategy's replicas for a SyncOnRead variable in
-        cross-replica context, else not collective. Waits for the GPU of a variable that
-        is on one.
+        Collective over the strategy's replicas as `value` is. Waits for the variable's
+        GPU.
 
         Returns
         -------
@@ -334,14 +329,12 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     def assign_add(self, value: Any, read_value: bool = True) -> Any:
         """Add to the value.
 
-        Collective over the strategy's replicas as `assign` is; and for a SyncOnRead
-        variable in cross-replica context, unless ``read_value`` is False.
+        Collective over the strategy's replicas as `assign` is; for a SyncOnRead
+        variable also in cross-replica context, unless ``read_value`` is False.
 
         Parameters
         ----------
-        value : array_like of the variable's shape
-            As for `assign`.
-        read_value : bool
+        value, read_value : array_like, bool
             As for `assign`.
 
         Returns
@@ -364,20 +357,13 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
         Parameters
         ----------
-        value : array_like of the variable's shape
-            As for `assign`.
-        read_value : bool
-            As for `assign`.
+        value, read_value : array_like, bool
+            As for `assign_add`, whose errors it raises.
 
         Returns
         -------
         ndarray, Mirrored or None
             As for `assign`.
-
-        Raises
-        ------
-        ValueError
-            As for `assign_add`.
         """
         return self._update("assign_sub", value, read_value)
 
@@ -389,9 +375,9 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            Rows of the variable's dtype and other dimensions; one that comes several
-            times counts several times. In replica context the replicas' rows are put
-            one after the other; with ``MEAN`` they are divided by their number first.
+            Rows of the variable's dtype and other dimensions; a row that comes several
+            times counts several times. In replica context the rows of all replicas are
+            joined; with ``MEAN`` they are divided by the number of replicas first.
 
         Returns
         -------
@@ -466,17 +452,13 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_add`.
+            As for `scatter_add`; with aggregation ``SUM`` or ``MEAN`` it raises
+            NotImplementedError.
 
         Returns
         -------
         ndarray
             The new value.
-
-        Raises
-        ------
-        NotImplementedError
-            With aggregation ``SUM`` or ``MEAN``.
         """
         return self._scatter("scatter_min", sparse_delta)
 
@@ -488,17 +470,12 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_add`.
+            As for `scatter_min`.
 
         Returns
         -------
         ndarray
             The new value.
-
-        Raises
-        ------
-        NotImplementedError
-            With aggregation ``SUM`` or ``MEAN``.
         """
         return self._scatter("scatter_max", sparse_delta)
 
@@ -510,22 +487,19 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_add`.
+            As for `scatter_min`.
 
         Returns
         -------
         ndarray
             The new value.
-
-        Raises
-        ------
-        NotImplementedError
-            With aggregation ``SUM`` or ``MEAN``.
         """
         return self._scatter("scatter_update", sparse_delta)
 
     def _require_alone(self, method: str) -> None:
-        """Refuse to aggregate over replicas that have a plain variable each."""
+        """Refuse an aggregation over replicas that each have their own plain
+        variable.
+        """
         entry = current()
         if (
             entry is not None
@@ -545,7 +519,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._apply(method, self._converted(method, value), read_value)
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
-        # Always in place: `_view`, which was given away, goes on to show the value.
+        # In place, so that views which programs have got show the new value.
         apply_into(self._component, method, array)
         return self._component.copy() if read_value else None
 
@@ -564,7 +538,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     def _rows(self, method: str, rows: IndexedSlices) -> Array:
         """Check rows against this variable and return them."""
         dtype = self._component.dtype
-        # A quotient that is cut to an integer would be wrong unnoticed.
+        # An integer variable would cut quotients to integers without a message.
         if method == "scatter_div" and dtype.kind in "biu":
             raise ValueError(
                 f"expected a floating variable for scatter_div, found {self.name!r} of "
@@ -594,11 +568,11 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     def _typed(self, method: str, value: Any) -> Array:
         """Return a value as an array of this variable's dtype.
 
-        The one rule for all that updates variables: arrays must have the dtype, and
-        numbers of Python take it, if it holds them.
+        All updates of variables follow this rule: arrays must have the dtype; numbers
+        of Python are converted, if the dtype holds them.
         """
         dtype = self._component.dtype
-        # The usual case: to look for the marks takes longer.
+        # The usual case needs no look at attributes, which takes longer.
         array = value if type(value) is np.ndarray else None
         if array is None:
             is_array = any(hasattr(value, mark) for mark in _MARKS)
@@ -616,7 +590,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if isinstance(value, ArrayOperators):
             value = value._operand()
         array = self._typed(method, value)
-        # NumPy would broadcast: a scalar that fills a matrix is mostly a mistake.
+        # NumPy would broadcast, which mostly hides a mistake.
         if array.shape != self._component.shape:
             raise ValueError(
                 f"expected shape {self._component.shape} in {method} of variable "
@@ -654,7 +628,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return int(kind), int(number)
 
     def _copied(self) -> Array:
-        """Return memory of its own with the component's value, for a copy."""
+        """Return the component's value in new memory, for a copy of the variable."""
         own: Array = self._component.copy()
         return own
 
@@ -698,7 +672,7 @@ def _options(
     """Parse arguments of a variable; ValueError for a wrong one."""
     aggregation = VariableAggregation.parse(aggregation)
     on = VariableSynchronization.parse(synchronization)
-    # As in tf.distribute: parts of a total have no gradient.
+    # As in tf.distribute: the replicas' parts of a total have no gradient.
     default = on is not VariableSynchronization.ON_READ
     return VariableOptions(
         on, aggregation, default if trainable is None else bool(trainable)
@@ -711,7 +685,7 @@ def apply_into(component: Array, method: str, array: Array) -> None:
     if operation is None:
         np.copyto(component, array)
     elif is_device(component):
-        # CuPy gives no warnings, and calls Python code.
+        # CuPy gives no warnings, and `call_without_fp_warnings` is for NumPy alone.
         operation(component, array, out=component)
     else:
         call_without_fp_warnings(operation, component, array, component)
@@ -726,7 +700,7 @@ def scatter_into(component: Array, method: str, indices: Array, values: Array) -
 
 
 def _require_lendable(array: Any, name: str) -> Array:
-    """Refuse arrays whose memory cannot be a component; return others as they are."""
+    """Refuse arrays whose memory cannot be a component."""
     found = ""
     if not (isinstance(array, np.ndarray) or is_device(array)):
         found = f"{type(array).__name__}; pass a view of it, as tensor.numpy() is"
@@ -746,7 +720,7 @@ def _require_lendable(array: Any, name: str) -> Array:
 
 
 def view_of(component: Array) -> Array:
-    """Return the array that programs read; CuPy's cannot be locked."""
+    """Return the read-only view for programs; CuPy cannot make one."""
     view = component.view()
     if not is_device(component):
         view.flags.writeable = False
@@ -754,7 +728,7 @@ def view_of(component: Array) -> Array:
 
 
 def _advice(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-    """Say what to do about a type; to cast a value may change it."""
+    """Return advice for a value of another dtype; a cast may change the value."""
     whole = wanted.kind in "iub"
     if found.kind == "c" and wanted.kind != "c":
         return "take the value's real part, if that is meant"
