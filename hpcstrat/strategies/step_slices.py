@@ -11,7 +11,8 @@ from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.packing import Bucket, Run, plan, spans_of, wire_dtype
 from hpcstrat.engine.channel.call import describe_call, signature_text
-from hpcstrat.engine.collectives.slices import SlicedPiece, reduce_slices, slice_of
+from hpcstrat.engine.collectives.slices import SlicedPiece, reduce_slices
+from hpcstrat.engine.collectives.work import slice_of
 from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.variables import Variable

@@ -99,7 +99,7 @@ def test_the_host_waits_for_nothing(crew: Team, transport: Any) -> None:
     warm = reduce_now(crew, transport, reduction)
     reduction.check(crew.topology.replica_comm, warm)
     sources, results = reduction.arrays(crew.rank)
-    work = reduction.work(crew.size, sources, results, waits=True)
+    work = reduction.work(crew.size, sources, results)
     standin.reset()
     steps = reduce_on_device(work, crew.channel, transport)
     crew.channel.drive(steps, work.call)
@@ -124,7 +124,7 @@ def test_large_arrays_of_a_list_are_summed_where_they_lie(
     reduction = Reduction(_LIST, 3, mean=mean, in_place=in_place, piece_bytes=8 << 20)
     reduction.check(crew.topology.replica_comm, reduce_now(crew, transport, reduction))
     sources, results = reduction.arrays(crew.rank)
-    work = reduction.work(crew.size, sources, results, waits=True)
+    work = reduction.work(crew.size, sources, results)
     standin.reset()
     crew.channel.drive(reduce_on_device(work, crew.channel, transport), work.call)
     # The large one by itself; the small ones; those of a half type, as float32.
@@ -455,7 +455,7 @@ def test_one_rank_alone_goes_the_same_way(lane: Lane, mean: bool) -> None:
     kinds = [("float32", 1000), ("float16", 7), ("complex64", 65), ("int8", 9)]
     reduction = Reduction(kinds, 2, mean=mean)
     sources, results = reduction.arrays(0)
-    work = reduction.work(1, sources, results, waits=True)
+    work = reduction.work(1, sources, results)
     channel: Any = None
     _alone(reduce_on_device(work, channel, transport))
     from mpi4py import MPI

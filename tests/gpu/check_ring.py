@@ -84,7 +84,7 @@ def test_bits_are_those_of_all_ranks(crew: Team, transports: Any, limits: str) -
     host[:: 7 + crew.rank] = [np.nan, np.inf, -np.inf, -0.0, 1e38][crew.rank % 5]
     reduction = Reduction([("float32", host.size)], 0)
     source, result = cupy.asarray(host), cupy.empty(host.size, np.float32)
-    work = reduction.work(crew.size, [source], [result], waits=True)
+    work = reduction.work(crew.size, [source], [result])
     steps = reduce_on_device(work, crew.channel, transports[limits])
     crew.channel.drive(steps, work.call)
     comm = crew.topology.replica_comm

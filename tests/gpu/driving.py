@@ -155,15 +155,13 @@ class Reduction:
             results.append(source if same else cupy.empty(kind[1], dtype))
         return sources, results
 
-    def work(self, size: int, sources: Any, results: Any, *, waits: bool) -> Work:
+    def work(self, size: int, sources: Any, results: Any) -> Work:
         """Return the work of it."""
         signatures = [(np.dtype(dtype), (length,)) for dtype, length in self.kinds]
         call = describe_call("test", f"{self.kinds} {self.seed} {self.mean}")
         pieces = tuple(cut(signatures, self.mean, self.piece_bytes))
         divisor = size if self.mean else 0
-        return Work(
-            *(call, pieces, sources, results, self.piece_bytes, divisor), waits=waits
-        )
+        return Work(call, pieces, sources, results, self.piece_bytes, divisor)
 
     def check(self, comm: Any, results: Sequence[Any]) -> None:
         """Compare the results with NumPy's, and their bits with the other ranks'."""
@@ -186,7 +184,7 @@ def reduce_now(
 ) -> list[Any]:
     """Make a call that waits, as `Collectives` does."""
     sources, results = reduction.arrays(team.rank)
-    work = reduction.work(team.size, sources, results, waits=True)
+    work = reduction.work(team.size, sources, results)
     if work.pieces:
         steps = reduce_on_device(work, team.channel, transport, **options)
         team.channel.drive(steps, work.call)
@@ -204,7 +202,7 @@ def reduce_many(
     started: list[tuple[Reduction, Any, Any, list[Any]]] = []
     for reduction in reductions:
         sources, results = reduction.arrays(team.rank)
-        work = reduction.work(team.size, sources, results, waits=False)
+        work = reduction.work(team.size, sources, results)
         if work.pieces:
             begin, end = Mark().record(), Mark()
             steps = reduce_on_device(work, team.channel, transport, begin, end)

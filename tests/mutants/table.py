@@ -28,17 +28,18 @@ def _m(name: str, tests: str, old: str, new: str) -> Mutant:
 MUTANTS = (
     # Sums: algorithms, packing, memory that a worker shares.
     _m(
-        "flat: a mean is not divided",
+        "by MPI: a mean is not divided",
         "3:reductions",
-        """        divide(total, work.divisor)
-        if packed:""",
-        "        if packed:",
+        """    yield comm.Iallreduce(values, total, comm.mpi.SUM)
+    divide(total, divisor)
+""",
+        "    yield comm.Iallreduce(values, total, comm.mpi.SUM)\n",
     ),
     _m(
-        "flat: the buffer of a type is taken though it is too small",
+        "between ranks: the sums of several arrays are not copied out",
         "3:reductions",
-        "kept is None or kept[0].size < run.size",
-        "kept is None",
+        "    drain(run, work.results, total)\n    comm.give_room(room)",
+        "    comm.give_room(room)",
     ),
     _m(
         "repeated: a plan is repeated for arrays of another type",
@@ -127,14 +128,14 @@ MUTANTS = (
     _m(
         "between workers: the own part is added twice",
         "3:all_reduce",
-        "terms = [values[own] if rank == me else came[rank] for",
-        "terms = [came[rank] if rank > 1 and rank != me else values[own] for",
+        "terms = [values[spans[me]] if rank == me else came[rank] for",
+        "terms = [came[rank] if rank > 1 and rank != me else values[spans[me]] for",
     ),
     _m(
         "between workers: the third worker's sum is left out",
         "3:all_reduce",
-        "add_in_order(terms, total[own], terms[1 if me == 0 else 0])",
-        "add_in_order(terms[:2], total[own], terms[1 if me == 0 else 0])",
+        "add_in_order(terms, own, terms[1 if me == 0 else 0])",
+        "add_in_order(terms[:2], own, terms[1 if me == 0 else 0])",
     ),
     _m(
         "halves: the scale of a message is not taken back",

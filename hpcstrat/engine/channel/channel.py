@@ -28,9 +28,9 @@ from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.position import Position
 from hpcstrat.engine.channel.shared_rings import SharedRings
 from hpcstrat.engine.channel.waitable import (
-    HEADER,
     EveryRankError,
     HeaderPayload,
+    HeaderStep,
     Waitable,
     WaitSteps,
 )
@@ -113,8 +113,8 @@ class Channel:
             # Their headers came first, and their data use the same places.
             self.pending.drain()
         header = next(steps)
-        assert header is HEADER
-        self.agree(call, timeout_seconds)
+        assert isinstance(header, HeaderStep)
+        self.agree(call, timeout_seconds, header.carried)
         with self.moving(call):
             for awaited in steps:
                 self.wait(awaited, call)

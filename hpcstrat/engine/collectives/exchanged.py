@@ -1,11 +1,11 @@
-"""Sums over ranks that send each other messages, in the least number of bytes.
+"""Sums over ranks that send each other messages: by parts, or by MPI's all-reduce.
 
-Each rank sums one part of the values: it gets that part of all others, adds all of them
-in the order of the ranks, and sends the sum back to them. So it sends and receives
+By parts each rank sums one part of the values: it receives that part from all others,
+adds them in the order of the ranks, and sends the sum back. So it sends and receives
 ``2 (p - 1) / p`` of the values, the least there is for ``p`` ranks (Patarasuk and Yuan,
 doi:10.1016/j.jpdc.2008.09.002), in two messages to each other rank (the pairwise
 exchange of Thakur, Rabenseifner and Gropp, doi:10.1177/1094342005051521), and the
-result has the same bits on all of them. Several such sums under way at once, see
+result has the same bits on all ranks. Several such sums at once, see
 `hpcstrat.engine.collectives.pipeline`, keep the wire busy while ranks add.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,14 @@ from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.pipeline import Pipeline
-from hpcstrat.engine.collectives.work import Work, add_in_order, divide, drain, fill
+from hpcstrat.engine.collectives.work import (
+    Work,
+    add_in_order,
+    divide,
+    drain,
+    fill,
+    slice_of,
+)
 from hpcstrat.engine.typing import Array
 
 __all__ = [
@@ -34,6 +42,7 @@ __all__ = [
     "exchanged_sum",
     "exchanges",
     "reduce_by_exchange",
+    "reduce_by_mpi",
     "rounded_sum",
 ]
 
@@ -56,31 +65,45 @@ _EXPONENT_BYTES = 8
 _TOP_EXPONENT = 15
 
 
+def reduce_by_mpi(work: Work, channel: Channel) -> WaitSteps:
+    """Sum by the all-reduce of the MPI library, one message for each run of a piece.
+
+    Collective over ``topology.replica_comm``. Large buffers go in pieces: Open MPI
+    loses its cache beyond a few MiB, and older libraries take no count past 2**31 - 1.
+    """
+    comm = channel.interruptible(channel.topology.replica_comm)
+    yield HEADER
+    for run in itertools.chain.from_iterable(work.pieces):
+        yield from _reduce_run(run, work, comm, _sum_by_mpi)
+
+
 def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
-    """Sum over replicas, where each worker has one.
+    """Sum by parts, several pieces at once; for workers of one replica.
 
     Collective over ``topology.replica_comm``.
     """
     comm, pipeline = channel.interruptible(channel.topology.replica_comm), Pipeline()
     yield HEADER
     for run in itertools.chain.from_iterable(work.pieces):
-        yield from pipeline.add(_reduce_run(run, work, comm))
+        yield from pipeline.add(_reduce_run(run, work, comm, exchanged_sum))
     yield from pipeline.end()
 
 
-def _reduce_run(run: Run, work: Work, comm: InterruptibleComm) -> WaitSteps:
+def _reduce_run(
+    run: Run, work: Work, comm: InterruptibleComm, sum_over: Callable[..., WaitSteps]
+) -> WaitSteps:
     index, start, stop, _ = run.spans[0]
     source, result = work.sources[index], work.results[index]
     if len(run.spans) == 1 and source.dtype == run.dtype == result.dtype:
         # NumPy's C long and C long long may be equal, MPI's never are.
         total = result[start:stop]
         values = source[start:stop].view(total.dtype)
-        yield from exchanged_sum(values, total, comm, work.divisor)
+        yield from sum_over(values, total, comm, work.divisor)
         return
     room = comm.take_room(run.size * run.dtype.itemsize)
     total = room.view(run.dtype)
     fill(run, work.sources, total)
-    yield from exchanged_sum(total, total, comm, work.divisor)
+    yield from sum_over(total, total, comm, work.divisor)
     drain(run, work.results, total)
     comm.give_room(room)
 
@@ -93,6 +116,20 @@ def exchanges(nbytes: int, size: int) -> bool:
     return nbytes >= size * next(least, math.inf)
 
 
+def _sum_by_mpi(
+    values: Array, total: Array, comm: InterruptibleComm, divisor: int
+) -> WaitSteps:
+    """Sum as `exchanged_sum` does, by the all-reduce of MPI.
+
+    Never in place: Open MPI then sends all data up and down a tree, in a time that
+    grows with its height, where otherwise each rank sums a part.
+    """
+    if np.may_share_memory(values, total):
+        values = values.copy()
+    yield comm.Iallreduce(values, total, comm.mpi.SUM)
+    divide(total, divisor)
+
+
 def exchanged_sum(
     values: Array, total: Array, comm: InterruptibleComm, divisor: int = 0
 ) -> WaitSteps:
@@ -102,38 +139,38 @@ def exchanged_sum(
     """
     size, me = comm.size, comm.rank
     if not exchanges(total.nbytes, size):
-        # Never in place, see hpcstrat.engine.collectives.flat.
-        if np.may_share_memory(values, total):
-            values = values.copy()
-        yield comm.Iallreduce(values, total, comm.mpi.SUM)
-        divide(total, divisor)
+        yield from _sum_by_mpi(values, total, comm, divisor)
         return
-    bounds = [total.size * part // size for part in range(size + 1)]
-    own = slice(bounds[me], bounds[me + 1])
-    count = own.stop - own.start
-    # Each begins with another one.
-    others = [(me + shift) % size for shift in range(1, size)]
+    spans, others = _parts(total.size, comm)
+    own = total[spans[me]]
     room = comm.take_room((size - 1) * -(-total.size // size) * total.dtype.itemsize)
     rows = room.view(total.dtype)
-    came = {rank: rows[i * count :][:count] for i, rank in enumerate(others)}
+    came = {rank: rows[i * own.size :][: own.size] for i, rank in enumerate(others)}
     yield comm.start(
-        {rank: _bytes(values[bounds[rank] : bounds[rank + 1]]) for rank in others},
-        {rank: _bytes(row) for rank, row in came.items()},
+        {rank: _octets(values[spans[rank]]) for rank in others},
+        {rank: _octets(row) for rank, row in came.items()},
         _PARTS_TAG,
     )
-    terms = [values[own] if rank == me else came[rank] for rank in range(size)]
+    terms = [values[spans[me]] if rank == me else came[rank] for rank in range(size)]
     # Memory of this rank alone, for the sums of the first ones.
-    add_in_order(terms, total[own], terms[1 if me == 0 else 0])
-    divide(total[own], divisor)
+    add_in_order(terms, own, terms[1 if me == 0 else 0])
+    divide(own, divisor)
     comm.give_room(room)
     yield comm.start(
-        dict.fromkeys(others, _bytes(total[own])),
-        {rank: _bytes(total[bounds[rank] : bounds[rank + 1]]) for rank in others},
+        dict.fromkeys(others, _octets(own)),
+        {rank: _octets(total[spans[rank]]) for rank in others},
         _SUMS_TAG,
     )
 
 
-def _bytes(array: Array) -> Array:
+def _parts(count: int, comm: InterruptibleComm) -> tuple[list[slice], list[int]]:
+    """Return the part of each rank, and the other ranks: each begins with another."""
+    spans = [slice_of(count, rank, comm.size) for rank in range(comm.size)]
+    others = [(comm.rank + shift) % comm.size for shift in range(1, comm.size)]
+    return spans, others
+
+
+def _octets(array: Array) -> Array:
     # Types that MPI does not know are bytes, too.
     return array.view(np.uint8)
 
@@ -141,25 +178,23 @@ def _bytes(array: Array) -> Array:
 def rounded_sum(
     values: Array, comm: InterruptibleComm, wire_dtype: np.dtype[Any]
 ) -> WaitSteps:
-    """Sum arrays over the ranks in place, sending half-precision numbers.
+    """Sum arrays over the ranks in place by parts, sending half-precision numbers.
 
-    Collective over ``comm``. The same exchange; what is sent is scaled by a power of
-    two so that the largest value of the part lies just below 2**15, and the sums are
-    made in the type of the values. A value ``x`` of a part whose largest value is ``M``
-    is then off by at most ``u |x| + 2**-39 M`` in each of the two steps, where ``u`` is
-    2**-11 for float16 and 2**-8 for bfloat16: half a unit in the last place, or half of
-    float16's smallest subnormal number.
+    Collective over ``comm``. What is sent is scaled by a power of two so that the
+    largest value of the part lies just below 2**15, and the sums are made in the type
+    of the values. A value ``x`` of a part whose largest value is ``M`` is then off by
+    at most ``u |x| + 2**-39 M`` in each of the two steps, where ``u`` is 2**-11 for
+    float16 and 2**-8 for bfloat16: half a unit in the last place, or half of float16's
+    smallest subnormal number.
     """
-    size, me = comm.size, comm.rank
-    bounds = [values.size * part // size for part in range(size + 1)]
-    parts = [values[bounds[p] : bounds[p + 1]] for p in range(size)]
-    others = [(me + shift) % size for shift in range(1, size)]
+    me, (spans, others) = comm.rank, _parts(values.size, comm)
+    parts = [values[span] for span in spans]
     sizes = [_EXPONENT_BYTES + part.size * wire_dtype.itemsize for part in parts]
     sent = {rank: _encoded(parts[rank], wire_dtype) for rank in others}
     came = {rank: np.empty(sizes[me], np.uint8) for rank in others}
     yield comm.start(sent, came, _PARTS_TAG)
     total = np.zeros_like(parts[me])
-    for rank in range(size):
+    for rank in range(comm.size):
         # The own values stay exact, and in their place in the order.
         term = parts[me] if rank == me else _decoded(came[rank], values, wire_dtype)
         call_without_fp_warnings(np.add, total, term, total)

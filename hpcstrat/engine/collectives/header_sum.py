@@ -2,7 +2,7 @@
 
 Each worker's sum is made by its first rank; all workers get the sums of all others, and
 add them in the order of the workers: the bits are those of a reduction inside each
-worker and then by parts between them, see `hpcstrat.engine.collectives.hierarchical`.
+worker and then by parts between them, see `hpcstrat.engine.collectives.shared_memory`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ def header_bytes(piece: Piece) -> int:
 
 def fits_header(piece: Piece, channel: Channel) -> bool:
     """Whether a header carries a piece; the same on every rank."""
-    headers = channel.wire
-    if headers is None:
+    if channel.wire is None:
         return False
     # The ranks of a worker lay out their values in its memory.
-    most = min(headers.room_bytes, channel.topology.slot_bytes)
+    most = min(channel.wire.room_bytes, channel.topology.slot_bytes)
     return header_bytes(piece) <= most
 
 
 class HeaderSum(Plan):
     """The sum of one piece, in which every array lies whole.
 
-    Its views are made beforehand. To run it is collective over
-    ``topology.replica_comm``. Between the workers it is a `HeaderPayload`.
+    To run it is collective over ``topology.replica_comm``. Between the workers it is a
+    `HeaderPayload`.
     """
 
     def __init__(
@@ -59,22 +58,23 @@ class HeaderSum(Plan):
     ) -> None:
         super().__init__(request, choice, channel)
         assert channel.wire is not None
-        self._channel, self._headers, self._piece = channel, channel.wire, piece
+        self._rings, self._headers, self._piece = channel.rings, channel.wire, piece
         self._rank = channel.topology.worker_comm.rank
-        self.nbytes = nbytes = header_bytes(piece)
-        self._place, self._place_bytes = 0, channel.rings.place_bytes(nbytes)
+        self.nbytes = header_bytes(piece)
+        # For each step: where to, and from where, values that are sent on are copied.
         self._copies: list[tuple[Array, Array]] = []
         # For each run: this worker's values, and those of all in their order.
         self._blocks: list[tuple[Array, list[Array]]] = []
         if self._rank == 0:
-            self._make_blocks(nbytes)
-        # The sums of all workers for each run, and the views, where this rank is alone.
+            self._make_blocks(self.nbytes)
+        # For each run: the values of the worker's ranks, and the sum of all workers.
+        self._rows: list[list[Array]] = []
         self._totals: list[Array] = []
+        # Made once where this rank is alone, as its values always lie in one place.
         self._views: _Views | None = None
-        if channel.topology.worker_comm.size == 1:
-            self._totals = [_part(self._headers.total, run) for run in piece]
-            own = [values for values, _ in self._blocks]
-            self._views = self._make_views(own, self._totals)
+        if channel.wire.alone:
+            self._totals = [_part(channel.wire.total, run) for run in piece]
+            self._views = self._make_views([values for values, _ in self._blocks])
 
     def _make_blocks(self, nbytes: int) -> None:
         headers = self._headers
@@ -94,96 +94,60 @@ class HeaderSum(Plan):
             terms = [_part(block, run) for block in in_order]
             self._blocks.append((terms[me], terms))
 
-    def _make_views(self, own: Sequence[Array], totals: Sequence[Array]) -> _Views:
+    def _make_views(self, own: Sequence[Array]) -> _Views:
         views = []
-        for run, values, total in zip(self._piece, own, totals, strict=True):
+        for run, *pair in zip(self._piece, own, self._totals, strict=True):
             for index, _, stop, at in run.spans:
                 dtype, shape = self.signatures[index]
                 low = at - run.start
-                part, sums = (
-                    array[low : low + stop].reshape(shape) for array in (values, total)
-                )
+                part, sums = (array[low : low + stop].reshape(shape) for array in pair)
                 views.append((index, part, sums, dtype == run.dtype))
         return views
 
-    def _in_place(self) -> _Views:
+    def _in_next_place(self) -> _Views:
         """Return the views of the next place in the worker's memory."""
-        places, me = self._channel.rings, self._rank
-        self._place = place = places.take(self._place_bytes)
-        rows = [places.rows(run, place) for run in self._piece]
-        return self._make_views([r[me] for r in rows], [r[0] for r in rows])
-
-    def run(
-        self,
-        arrays: Sequence[Array],
-        results: Sequence[Array],
-        timeout_seconds: float | None,
-    ) -> None:
-        """Do as `Plan.run`."""
-        channel = self._channel
-        if channel.pending:
-            # Their headers came first, and their data use the same places.
-            channel.pending.drain()
-        views = self._views or self._in_place()
-        _lay_out(views, arrays)
-        channel.agree(self.call, timeout_seconds, self)
-        with channel.moving(self.call):
-            _copy_out(views, results)
+        place = self._rings.take(self._rings.place_bytes(self.nbytes))
+        self._rows = [self._rings.rows(run, place) for run in self._piece]
+        # The place of the first rank, which nobody else has looked at.
+        self._totals = [rows[0] for rows in self._rows]
+        return self._make_views([rows[self._rank] for rows in self._rows])
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
     ) -> WaitSteps:
         """Do as `Plan.steps`."""
         del waits
-        views = self._views or self._in_place()
-        _lay_out(views, arrays)
+        views = self._views or self._in_next_place()
+        for index, part, _, same in views:
+            if same:
+                part[...] = arrays[index]
+            else:
+                call_without_fp_warnings(assign, part, ..., arrays[index])
         yield HeaderStep(self)
-        _copy_out(views, results)
-
-    def _total(self, number: int, run: Run) -> Array:
-        """Return where the sum of a run lies."""
-        if self._views is not None:
-            return self._totals[number]
-        # The place of the worker's first rank, which nobody else has looked at.
-        return self._channel.rings.rows(run, self._place)[0]
+        for index, _, total, same in views:
+            if same:
+                results[index][...] = total
+            else:
+                call_without_fp_warnings(assign, results[index], ..., total)
 
     # Methods that the header calls, on the first rank of a worker.
 
     def gather(self) -> None:
-        """Lay the sum of the worker's values behind the header."""
-        if self._views is not None:
-            # They have been laid there.
-            return
-        for run, (own, _) in zip(self._piece, self._blocks, strict=True):
-            add_in_order(self._channel.rings.rows(run, self._place), own)
+        """Write the sum of the worker's values behind the header."""
+        # There are no rows where the values of a single rank lie there already.
+        for rows, (own, _) in zip(self._rows, self._blocks, strict=False):
+            add_in_order(rows, own)
 
     def take(self, step: int) -> None:
-        """Lay what has come in a step behind what a later one sends."""
+        """Copy what has come in a step to where a later step sends it from."""
         out, came = self._copies[step]
         out[...] = came
 
     def finish(self) -> None:
         """Add the sums of all workers, in the order of the workers."""
-        for number, run in enumerate(self._piece):
-            total = self._total(number, run)
-            add_in_order(self._blocks[number][1], total)
+        for (_, terms), total in zip(self._blocks, self._totals, strict=True):
+            add_in_order(terms, total)
             divide(total, self.divisor)
-
-
-def _lay_out(views: _Views, arrays: Sequence[Array]) -> None:
-    for index, part, _, same in views:
-        if same:
-            part[...] = arrays[index]
-        else:
-            call_without_fp_warnings(assign, part, ..., arrays[index])
-
-
-def _copy_out(views: _Views, results: Sequence[Array]) -> None:
-    for index, _, total, same in views:
-        if same:
-            results[index][...] = total
-        else:
-            call_without_fp_warnings(assign, results[index], ..., total)
 
 
 def _cut(message: Array, count: int, nbytes: int) -> list[Array]:

@@ -11,8 +11,8 @@ __all__ = ["Pipeline"]
 _MOST_UNDER_WAY = 4
 
 
-class _Flow:
-    """One of them; has come when it has ended."""
+class _Flow(Waitable):
+    """One algorithm; has come when it has ended."""
 
     def __init__(self, steps: WaitSteps, pipeline: Pipeline) -> None:
         self._steps, self._pipeline = steps, pipeline
@@ -29,10 +29,6 @@ class _Flow:
         """Whether it has ended; takes all of them further."""
         self._pipeline.advance()
         return self.awaited is None
-
-    def missing(self) -> list[int]:
-        """Return ``[-1]`` until it has ended."""
-        return [] if self.agreed() else [-1]
 
 
 class Pipeline:

@@ -132,7 +132,8 @@ class Plan:
     ) -> WaitSteps:
         """Do the same step by step; see `hpcstrat.engine.channel.waitable`.
 
-        ``waits`` says whether blocking calls of MPI may be made.
+        ``waits`` says whether the call waits for its end, so that nobody writes to the
+        arrays meanwhile.
         """
         sources = [
             (array if is_plain(array) else array.copy("C")).reshape(-1)
@@ -156,7 +157,6 @@ class Plan:
                 results=flats,
                 piece_bytes=self.choice.piece_bytes,
                 divisor=self.divisor,
-                waits=waits,
             )
             algorithm = self.choice.algorithm
             if waits and self._in_mapped_memory is not None:

@@ -22,10 +22,9 @@ from hpcstrat.engine.collectives.exchanged import (
     PART_BYTES,
     exchanges,
     reduce_by_exchange,
+    reduce_by_mpi,
 )
-from hpcstrat.engine.collectives.flat import reduce_by_mpi
 from hpcstrat.engine.collectives.header_sum import IN_HEADER
-from hpcstrat.engine.collectives.hierarchical import reduce_hierarchically
 from hpcstrat.engine.collectives.shared_memory import reduce_in_memory
 from hpcstrat.engine.collectives.work import Choice
 from hpcstrat.engine.options import CommunicationOptions
@@ -155,7 +154,7 @@ def hierarchical(
     piece = _fitting(min(options.bytes_per_pack or most, most), topology)
     wire = options.wire_dtype
     dtype = None if wire is None else wire_type(wire)
-    algorithm = functools.partial(reduce_hierarchically, wire_dtype=dtype)
+    algorithm = functools.partial(reduce_in_memory, wire_dtype=dtype)
     # Size of the segment that a rank sums over the workers.
     segment = min(nbytes, piece) // topology.worker_comm.size
     parts = dtype is not None or exchanges(segment, topology.num_workers)

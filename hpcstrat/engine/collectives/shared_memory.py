@@ -1,4 +1,4 @@
-"""Reduction of replicas through the memory that a worker's ranks share, in pieces.
+"""Reduction through the memory that a worker's ranks share, in pieces.
 
 Each rank copies a piece of its values into its place, sums one segment of the piece
 over all places in the order of the ranks, and copies the sums of all segments out: the
@@ -7,20 +7,30 @@ one piece, the next lies in its place already. `hpcstrat.engine.channel.shared_r
 says when a place may be written, and `hpcstrat.engine.channel.headers` what orders the
 memory.
 
-The compiled kernel does the same faster, where it is there: this is what it is compared
-with. Between workers, and for types that the kernel does not know, it is the only form.
+Where there are several workers, each segment is then summed over the ranks at this
+position of all workers, so that every worker's links are busy and each byte crosses
+them as seldom as it can. As many ranks of each worker take part in that as the smallest
+one has. While the sums of one piece are on their way, the next one is added up inside
+the workers.
+
+The compiled kernel does the same faster inside one worker, where it is there: this is
+what it is compared with.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.packing import Piece, Run
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.shared_rings import SharedRings
 from hpcstrat.engine.channel.waitable import HEADER, Waitable, WaitSteps
+from hpcstrat.engine.collectives.exchanged import exchanged_sum, rounded_sum
 from hpcstrat.engine.collectives.pipeline import Pipeline
 from hpcstrat.engine.collectives.work import (
     Work,
@@ -33,6 +43,56 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["reduce_in_memory"]
 
+# A piece, its place, this rank's segments of it, and what says that these are summed.
+_Behind = tuple[Piece, int, list[Array], list[Waitable]]
+
+
+def reduce_in_memory(
+    work: Work, channel: Channel, wire_dtype: np.dtype[Any] | None = None
+) -> WaitSteps:
+    """Sum by segments: each rank sums one segment of a piece over all places.
+
+    Collective over ``topology.replica_comm``. In ``wire_dtype``, ``float16`` or
+    ``bfloat16`` of ml_dtypes, float32 and float64 travel between workers. Pieces of
+    several workers fill half of the largest place: four of them are in use at once, one
+    of which others may still copy out.
+    """
+    topology, places = channel.topology, channel.rings
+    me, movers = topology.worker_comm.rank, topology.smallest_worker
+    crosses = topology.num_workers > 1
+    place_bytes = places.place_bytes(work.piece_bytes)
+    pieces = iter(work.pieces)
+    piece, place = next(pieces), places.take(place_bytes)
+    _lay_out(piece, place, work, places, me)
+    yield HEADER
+    pipeline = Pipeline()
+    # Pieces whose sums are on their way.
+    behind: deque[_Behind] = deque()
+    while piece:
+        following, after = next(pieces, ()), 0
+        if following:
+            after = places.take(place_bytes)
+            _lay_out(following, after, work, places, me)
+        own, flows = [], []
+        for run, sums in _own_segments(piece, place, channel):
+            own.append(sums)
+            if crosses:
+                steps = _over_workers(run, sums, work, channel, wire_dtype)
+                flows.append(pipeline.begin(steps))
+        behind.append((piece, place, own, flows))
+        # Over a wire, one stays behind the next; else it is still in the cache.
+        num_stay = int(crosses and bool(following))
+        ended = [behind.popleft() for _ in range(len(behind) - num_stay)]
+        for _, _, segments, its_flows in ended:
+            yield from its_flows
+            for segment in segments:
+                divide(segment, work.divisor)
+        yield channel.step(work.call)
+        for done, its_place, _, _ in ended:
+            for run in done:
+                _copy_out(run, work, places.rows(run, its_place), movers)
+        piece, place = following, after
+
 
 def _lay_out(
     piece: Piece, place: int, work: Work, places: SharedRings, me: int
@@ -42,64 +102,35 @@ def _lay_out(
         fill(run, work.sources, places.rows(run, place)[me])
 
 
-# A piece, its place, this rank's segments of it, and what says that these are summed.
-_Behind = tuple[Piece, int, list[Array], list[Waitable]]
-
-
-def reduce_in_memory(
-    work: Work,
-    channel: Channel,
-    cross: Callable[[Run, Array], WaitSteps] | None = None,
-) -> WaitSteps:
-    """Sum by segments: each rank sums one segment of a piece over all places.
-
-    Collective over ``topology.replica_comm``. ``cross`` sums a segment of this rank's
-    over the workers, in place, where there are several: as many ranks of each worker
-    have segments as the smallest one has. Pieces then fill half of the largest place:
-    four of them are in use at once, one of which others may still copy out.
-    """
+def _own_segments(
+    piece: Piece, place: int, channel: Channel
+) -> Iterator[tuple[Run, Array]]:
+    """Sum this rank's segment of each run over the worker, in its own place."""
     topology, places = channel.topology, channel.rings
     me, movers = topology.worker_comm.rank, topology.smallest_worker
-    place_bytes = places.place_bytes(work.piece_bytes)
-    pieces = iter(work.pieces)
-    piece, place = next(pieces), places.take(place_bytes)
-    _lay_out(piece, place, work, places, me)
-    yield HEADER
-    pipeline = Pipeline()
-    # Steps whose sums are on their way.
-    behind: deque[_Behind] = deque()
-    while piece:
-        following, after = next(pieces, ()), 0
-        if following:
-            after = places.take(place_bytes)
-            _lay_out(following, after, work, places, me)
-        own, flows = [], []
-        for run in piece if me < movers else ():
-            low, high = segment_of(run.size, run.dtype, me, movers)
-            if low < high:
-                terms = [row[low:high] for row in places.rows(run, place)]
-                add_in_order(terms, terms[me], places.scratch(run.dtype))
-                own.append(terms[me])
-                if cross is not None:
-                    flows.append(pipeline.begin(cross(run, terms[me])))
-        behind.append((piece, place, own, flows))
-        # Over a wire, one stays behind the next; else it is still in the cache.
-        num_stay = int(cross is not None and bool(following))
-        ended = [behind.popleft() for _ in range(len(behind) - num_stay)]
-        yield from _come(ended, work.divisor)
-        yield channel.step(work.call)
-        for done, its_place, _, _ in ended:
-            for run in done:
-                _copy_out(run, work, places.rows(run, its_place), movers)
-        piece, place = following, after
+    for run in piece if me < movers else ():
+        low, high = segment_of(run.size, run.dtype, me, movers)
+        if low < high:
+            terms = [row[low:high] for row in places.rows(run, place)]
+            add_in_order(terms, terms[me], places.scratch(run.dtype))
+            yield run, terms[me]
 
 
-def _come(behind: Sequence[_Behind], divisor: int) -> WaitSteps:
-    """Wait for the sums of this rank's segments, and divide them."""
-    for _, _, segments, flows in behind:
-        yield from flows
-        for segment in segments:
-            divide(segment, divisor)
+def _over_workers(
+    run: Run,
+    segment: Array,
+    work: Work,
+    channel: Channel,
+    wire_dtype: np.dtype[Any] | None,
+) -> WaitSteps:
+    """Sum a segment over the ranks at this position, in place."""
+    comm = channel.interruptible(channel.topology.cross_worker_comm)
+    # The mean of integers is summed in float64.
+    source = work.sources[run.spans[0][0]].dtype
+    exact = source.kind in "iu" or segment.dtype.char not in "fd"
+    if wire_dtype is None or exact:
+        return exchanged_sum(segment, segment, comm)
+    return rounded_sum(segment, comm, wire_dtype)
 
 
 def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:

@@ -1,8 +1,8 @@
 """Arrays that lie once in each worker, of which each of its ranks writes a slice.
 
-Each is a generator, see `hpcstrat.engine.channel.waitable`. What is written lies in
-memory that the ranks of a worker share: nobody writes before all have come, and all see
-what was written before anybody goes on.
+Each is a generator, see `hpcstrat.engine.channel.waitable`. The ranks of a worker share
+the memory: nobody writes before all have come, and all see what was written before
+anybody goes on.
 """
 
 from __future__ import annotations
@@ -20,18 +20,11 @@ from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.exchanged import exchanged_sum
 from hpcstrat.engine.collectives.parts import hand_over
 from hpcstrat.engine.collectives.pipeline import Pipeline
-from hpcstrat.engine.collectives.work import add_in_order, divide, fill
+from hpcstrat.engine.collectives.work import add_in_order, divide, fill, slice_of
 from hpcstrat.engine.topology.segment import Segment
 from hpcstrat.engine.typing import Array
 
-__all__ = [
-    "SegmentPool",
-    "SlicedPiece",
-    "lay_out",
-    "reduce_slices",
-    "slice_of",
-    "write_between",
-]
+__all__ = ["SegmentPool", "SlicedPiece", "lay_out", "reduce_slices", "write_between"]
 
 _LINE_BYTES = 64
 _POOL_BYTES = 4 << 20
@@ -116,11 +109,6 @@ def lay_out(
         yield channel.step(call)
 
 
-def slice_of(count: int, number: int, of: int) -> slice:
-    """Return one of several parts of nearly equal lengths."""
-    return slice(count * number // of, count * (number + 1) // of)
-
-
 def reduce_slices(
     pieces: Sequence[SlicedPiece],
     sources: Sequence[Array],
@@ -133,11 +121,11 @@ def reduce_slices(
     """Sum each rank's runs of all pieces over the replicas, on that rank alone.
 
     Collective over ``topology.replica_comm``; run ``r`` of a piece is for rank ``r`` of
-    each worker. Inside a worker the sums are made in the order of its ranks, as in
-    `hpcstrat.engine.collectives.shared_memory`, then over the workers in theirs.
-    ``divisor`` divides them.
+    each worker. Sums are made in the order of a worker's ranks, and then in that of the
+    workers, as by `hpcstrat.engine.collectives.shared_memory`. ``divisor`` divides
+    them.
     """
-    topology, places = channel.topology, channel.rings
+    topology, rows = channel.topology, channel.rings.rows
     me = topology.worker_comm.rank
     cross = channel.interruptible(topology.cross_worker_comm)
     pipeline = Pipeline()
@@ -145,14 +133,14 @@ def reduce_slices(
     def put(sliced: SlicedPiece, place: int) -> None:
         piece, _ = sliced
         for rank, run in enumerate(piece):
-            if rank != me or _near(run, sources) is None:
-                fill(run, sources, places.rows(run, place)[me])
+            if rank != me or _in_source(run, sources) is None:
+                fill(run, sources, rows(run, place)[me])
 
     def take(sliced: SlicedPiece, place: int) -> WaitSteps:
         piece, total = sliced
         if total is None:
             return
-        own, terms = _near(piece[me], sources), places.rows(piece[me], place)
+        own, terms = _in_source(piece[me], sources), rows(piece[me], place)
         if own is not None:
             terms = [*terms[:me], own, *terms[me + 1 :]]
         add_in_order(terms, total)
@@ -167,7 +155,7 @@ def reduce_slices(
     yield from pipeline.end()
 
 
-def _near(run: Run, sources: Sequence[Array]) -> Array | None:
+def _in_source(run: Run, sources: Sequence[Array]) -> Array | None:
     """Return a view of this rank's values of a run; None if it has several parts."""
     if len(run.spans) != 1:
         return None

@@ -30,6 +30,7 @@ __all__ = [
     "drain",
     "fill",
     "segment_of",
+    "slice_of",
 ]
 
 _CACHE_LINE_BYTES = 64
@@ -50,8 +51,6 @@ class Work:
     piece_bytes: int
     # By what to divide the sums; 0 for sums.
     divisor: int = 0
-    # Whether blocking calls of MPI may be made.
-    waits: bool = True
 
 
 Algorithm = Callable[[Work, Channel], WaitSteps]
@@ -139,6 +138,11 @@ def segment_of(
     line = _CACHE_LINE_BYTES // dtype.itemsize
     length = -(-size // (of * line)) * line
     return min(number * length, size), min((number + 1) * length, size)
+
+
+def slice_of(count: int, number: int, of: int) -> slice:
+    """Return one of several parts of nearly equal lengths."""
+    return slice(count * number // of, count * (number + 1) // of)
 
 
 def divide(sums: Array, divisor: int) -> None:

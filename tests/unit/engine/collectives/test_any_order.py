@@ -23,7 +23,7 @@ from hpcstrat.engine.arrays.packing import cut, wire_dtype
 from hpcstrat.engine.channel.call import describe_call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.wire_headers import HEADER_BYTES, room_bytes
-from hpcstrat.engine.collectives.flat import reduce_by_mpi
+from hpcstrat.engine.collectives.exchanged import reduce_by_mpi
 from hpcstrat.engine.collectives.header_sum import IN_HEADER, HeaderSum, header_bytes
 from hpcstrat.engine.collectives.plan import Request
 from hpcstrat.engine.collectives.work import Choice
