@@ -7,17 +7,6 @@ require("torch", "2.4")
 
 # ruff: noqa: E402
 from hpcstrat.integrations.horovod.torch import elastic
-from hpcstrat.integrations.horovod.torch.allreduce_calls import (
-    Operation,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
 from hpcstrat.integrations.horovod.torch.basics import (
     ProcessSet,
     add_process_set,
@@ -47,36 +36,44 @@ from hpcstrat.integrations.horovod.torch.basics import (
     start_timeline,
     stop_timeline,
 )
-from hpcstrat.integrations.horovod.torch.broadcast_calls import (
+from hpcstrat.integrations.horovod.torch.compression import Compression
+from hpcstrat.integrations.horovod.torch.distributed_optimizer import (
+    DistributedOptimizer,
+)
+from hpcstrat.integrations.horovod.torch.horovod_calls import (
+    Operation,
+    allgather,
+    allgather_async,
     allgather_object,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     broadcast_object,
-)
-from hpcstrat.integrations.horovod.torch.call_handles import poll, synchronize
-from hpcstrat.integrations.horovod.torch.compression import Compression
-from hpcstrat.integrations.horovod.torch.distributed_optimizer import (
-    DistributedOptimizer,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+    synchronize,
 )
 from hpcstrat.integrations.horovod.torch.model_state import (
     broadcast_optimizer_state,
     broadcast_parameters,
-)
-from hpcstrat.integrations.horovod.torch.row_calls import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
 )
 from hpcstrat.integrations.horovod.torch.synchronized_norm import SyncBatchNorm
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from hpcstrat.integrations.horovod.torch.allreduce_calls import (
-    Operation,
-    allreduce_async_,
-    require_known,
-)
 from hpcstrat.integrations.horovod.torch.basics import (
     global_process_set,
     require_all_ranks,
 )
-from hpcstrat.integrations.horovod.torch.call_handles import synchronize
 from hpcstrat.integrations.horovod.torch.compression import Compression
-from hpcstrat.integrations.horovod.torch.row_calls import sparse_allreduce_async
+from hpcstrat.integrations.horovod.torch.horovod_calls import (
+    Operation,
+    allreduce_async_,
+    require_known,
+    sparse_allreduce_async,
+    synchronize,
+)
 from hpcstrat.integrations.torch.tensors import takes_hooks
 
 __all__ = ["DistributedOptimizer"]

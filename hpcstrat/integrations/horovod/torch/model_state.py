@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from hpcstrat.integrations.horovod.torch.basics import rank
-from hpcstrat.integrations.horovod.torch.broadcast_calls import (
+from hpcstrat.integrations.horovod.torch.horovod_calls import (
     broadcast_async_,
     broadcast_object,
+    synchronize,
 )
-from hpcstrat.integrations.horovod.torch.call_handles import synchronize
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -1,0 +1,657 @@
+"""Horovod's calls on tensors and objects, with their gradients.
+
+Calls whose name ends in ``async`` are not collective: they submit a request, and return
+a handle. All others, `synchronize` too, are collective over all ranks; so is `poll`
+from its second look at a handle on. Names may come in any order on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from hpcstrat.integrations.horovod.torch import execution
+from hpcstrat.integrations.horovod.torch.basics import (
+    global_process_set,
+    rank,
+    require_all_ranks,
+    size,
+    submissions,
+)
+from hpcstrat.integrations.horovod.torch.compression import Compression
+from hpcstrat.integrations.horovod.torch.submissions import Submission
+from hpcstrat.integrations.torch.reduction_kinds import Reduction
+
+__all__ = [
+    "Operation",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "require_known",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+_ALL = global_process_set
+_PLAIN = torch.contiguous_format
+_Tensors = Sequence[torch.Tensor]
+
+
+class Operation(Enum):
+    """The operation of a reduction; its value is torch's name."""
+
+    Average = "AVG"
+    Sum = "SUM"
+    Adasum = "ADASUM"
+    Min = "MIN"
+    Max = "MAX"
+    Product = "PRODUCT"
+
+
+def require_known(op: Operation | None) -> Operation:
+    """Return the operation, by default the average; refuse Adasum."""
+    if op is Operation.Adasum:
+        raise NotImplementedError(
+            "expected Average, Sum, Min, Max or Product, found Adasum; use Average, "
+            "and a learning rate for the global batch"
+        )
+    return op or Operation.Average
+
+
+def synchronize(handle: Submission) -> Any:
+    """Wait for the end of a call, and return its result.
+
+    Collective over all ranks.
+
+    Calls are made here: all ranks that wait compare the names of what they have
+    submitted, and make the calls that all of them have, in one order.
+
+    Parameters
+    ----------
+    handle : handle
+        What a call whose name ends in ``async`` has returned.
+
+    Returns
+    -------
+    torch.Tensor, or what the call returns
+        In place for calls in place.
+
+    Raises
+    ------
+    CollectiveError
+        If ranks have submitted different calls under its name, or each waits for a name
+        that another one has not submitted. ``hvd.HorovodInternalError`` is this class.
+        On every rank that has submitted it.
+    """
+    return submissions().wait(handle)
+
+
+def poll(handle: Submission) -> bool:
+    """Return whether a call has ended.
+
+    Collective over all ranks, from the second time on; the first time it only looks.
+
+    Calls are made by ranks that wait, and none while a program computes. So that a
+    program ends that does nothing but poll, polling again waits until the other ranks
+    wait or poll, too.
+
+    Parameters
+    ----------
+    handle : handle
+        What a call whose name ends in ``async`` has returned.
+
+    Returns
+    -------
+    bool
+        Whether `synchronize` has its result at once.
+    """
+    return submissions().poll(handle)
+
+
+class _Differentiable(torch.autograd.Function):
+    """A call on tensors, with another one as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, gradient: Any, *tensors: Any) -> Any:
+        ctx.gradient = gradient
+        return tuple(call(tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *ctx.gradient(*gradients)
+
+
+def _differentiable(call: Any, gradient: Any, tensors: Sequence[Any]) -> list[Any]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return list(_Differentiable.apply(call, gradient, *tensors))
+    return list(call(tensors))
+
+
+def _compressed(call: Any, gradient: Any, tensors: Any, compression: Any) -> list[Any]:
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = _differentiable(call, gradient, [wire for wire, _ in pairs])
+    return [
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, pairs, strict=True)
+    ]
+
+
+def _first(results: Sequence[Any]) -> Any:
+    return results[0]
+
+
+def _described(tensors: _Tensors, *, lengths: bool = True) -> str:
+    """Describe tensors; without lengths where each rank may have another one."""
+    return ", ".join(_words(tensor, lengths) for tensor in tensors)
+
+
+def _words(tensor: torch.Tensor, lengths: bool) -> str:
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"expected a dense tensor, found layout {tensor.layout}; call to_dense(), "
+            "or hvd.sparse_allreduce_async"
+        )
+    shape = [":" if not lengths and i == 0 else n for i, n in enumerate(tensor.shape)]
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind}[{', '.join(map(str, shape))}]{place}"
+
+
+def _require_rows(tensors: _Tensors) -> None:
+    if any(not tensor.dim() for tensor in tensors):
+        raise ValueError(
+            "expected tensors with rows, found one that is a number; call reshape(1)"
+        )
+
+
+def _submit_reduction(
+    kind: str,
+    tensors: _Tensors,
+    name: str | None,
+    op: Operation | None,
+    factors: tuple[float, float],
+    *,
+    process_set: Any,
+    conclude: Any,
+    in_place: bool = False,
+) -> Submission:
+    """Submit tensors, to be reduced in their own memory, in copies, or into parts."""
+    require_all_ranks(process_set)
+    op, scatters = require_known(op), kind.endswith("reducescatter")
+    words = f"{op.name} of {_described(tensors)}"
+    if factors != (1, 1):
+        words += f", times {factors[0]} before and {factors[1]} after"
+    if scatters:
+        _require_rows(tensors)
+    # Refuses types that cannot be added, and the like.
+    kinds = [Reduction(op.value, tensor, size()) for tensor in tensors]
+    outs = list(tensors)
+    if not in_place and not (scatters and factors[0] == 1):
+        # In copies: the program's own tensors stay as they are.
+        outs = [t.detach().clone(memory_format=_PLAIN) for t in tensors]
+    reduced = [
+        execution.Reduced(out.detach(), reduction, *factors)
+        for out, reduction in zip(outs, kinds, strict=True)
+    ]
+    return submissions().submit(
+        kind,
+        name,
+        words,
+        execution.reduce_scatter if scatters else execution.all_reduce,
+        reduced,
+        conclude=lambda parts: conclude(parts if scatters else outs),
+    )
+
+
+# All-reduce.
+
+
+def _start_allreduce(  # noqa: PLR0917 - Horovod's order
+    kind: str,
+    tensors: _Tensors,
+    conclude: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Operation | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = _ALL,
+    **more: Any,
+) -> Submission:
+    if op is not None and average is not None:
+        raise ValueError(
+            "The op parameter supersedes average. Please provide only one of them."
+        )
+    op = Operation.Sum if average is False else op
+    more |= {"process_set": process_set, "conclude": conclude}
+    factors = prescale_factor, postscale_factor
+    return _submit_reduction(kind, tensors, name, op, factors, **more)
+
+
+def allreduce_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
+    """Submit `allreduce`, with its arguments but for ``compression``."""
+    return _start_allreduce("allreduce", [tensor], _first, *args, **options)
+
+
+def allreduce_async_(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
+    """Submit `allreduce_`, with its arguments."""
+    return allreduce_async(tensor, *args, in_place=True, **options)
+
+
+def allreduce_(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Reduce a tensor in its own memory; `allreduce_async` has the arguments."""
+    return synchronize(allreduce_async_(tensor, *args, **options))
+
+
+def grouped_allreduce_async(
+    tensors: _Tensors, *args: Any, **options: Any
+) -> Submission:
+    """Submit `grouped_allreduce`, with its arguments but for ``compression``."""
+    return _start_allreduce("grouped_allreduce", tensors, list, *args, **options)
+
+
+def grouped_allreduce_async_(
+    tensors: _Tensors, *args: Any, **options: Any
+) -> Submission:
+    """Submit `grouped_allreduce_`, with its arguments."""
+    return grouped_allreduce_async(tensors, *args, in_place=True, **options)
+
+
+def grouped_allreduce_(tensors: _Tensors, *args: Any, **options: Any) -> Any:
+    """Reduce tensors in their own memory; see `grouped_allreduce_async`."""
+    return synchronize(grouped_allreduce_async_(tensors, *args, **options))
+
+
+def _allreduce(
+    kind: str, tensors: _Tensors, compression: Any, *options: Any
+) -> list[Any]:
+    average, _, *others = options
+
+    def call(wires: Any) -> Any:
+        return synchronize(_start_allreduce(kind, wires, list, *options))
+
+    def gradient(*gradients: Any) -> Any:
+        unnamed = average, None, *others
+        return _allreduce(kind, gradients, Compression.none, *unnamed)
+
+    return _compressed(call, gradient, tensors, compression)
+
+
+def allreduce(  # noqa: PLR0917 - Horovod's order
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Operation | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = _ALL,
+) -> torch.Tensor:
+    """Return the average of the ranks' tensors, or what else ``op`` says."""
+    options = average, name, op, prescale_factor, postscale_factor, process_set
+    return _allreduce("allreduce", [tensor], compression, *options)[0]
+
+
+def grouped_allreduce(  # noqa: PLR0917
+    tensors: _Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Operation | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = _ALL,
+) -> list[torch.Tensor]:
+    """Reduce several tensors together."""
+    options = average, name, op, prescale_factor, postscale_factor, process_set
+    return _allreduce("grouped_allreduce", tensors, compression, *options)
+
+
+# All-gather.
+
+
+def _start_allgather(
+    kind: str,
+    tensors: _Tensors,
+    conclude: Any,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> Submission:
+    require_all_ranks(process_set)
+    _require_rows(tensors)
+    words = _described(tensors, lengths=False)
+    own, gather = [t.detach() for t in tensors], execution.all_gather
+    return submissions().submit(kind, name, words, gather, own, conclude=conclude)
+
+
+def allgather_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
+    """Submit `allgather`, with its arguments."""
+    return _start_allgather("allgather", [tensor], _first, *args, **options)
+
+
+def grouped_allgather_async(
+    tensors: _Tensors, *args: Any, **options: Any
+) -> Submission:
+    """Submit `grouped_allgather`, with its arguments."""
+    return _start_allgather("grouped_allgather", tensors, list, *args, **options)
+
+
+def _allgather(
+    kind: str, tensors: _Tensors, name: str | None, process_set: Any
+) -> list[torch.Tensor]:
+    def call(own: Any) -> Any:
+        return synchronize(_start_allgather(kind, own, list, name, process_set))
+
+    def gradient(*gradients: Any) -> Any:
+        means = grouped_allreduce(gradients)
+        # The rows of this rank begin behind those of the ranks before, whose numbers of
+        # rows may differ.
+        lengths = allgather(torch.tensor([[len(tensor) for tensor in tensors]]))
+        starts = lengths[: rank()].sum(0).tolist()
+        return [
+            mean[start : start + len(tensor)]
+            for mean, start, tensor in zip(means, starts, tensors, strict=True)
+        ]
+
+    return _differentiable(call, gradient, tensors)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: Any = _ALL
+) -> torch.Tensor:
+    """Return the rows of all ranks' tensors, which may be more on some."""
+    return _allgather("allgather", [tensor], name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: _Tensors, name: str | None = None, process_set: Any = _ALL
+) -> list[torch.Tensor]:
+    """Return the rows of all ranks' tensors, of several at a time."""
+    return _allgather("grouped_allgather", tensors, name, process_set)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: Operation, process_set: Any = _ALL
+) -> Callable[[], torch.Tensor]:
+    """Submit a sparse tensor; returns a function that waits for the sum or average."""
+    require_known(op)
+    indices = tensor._indices().t().contiguous()
+    parts = [
+        allgather_async(indices, f"{name}.indices", process_set),
+        allgather_async(tensor._values(), f"{name}.values", process_set),
+    ]
+
+    def handle() -> torch.Tensor:
+        places, values = map(synchronize, parts)
+        if op is Operation.Average:
+            values = values / size()
+        return torch.sparse_coo_tensor(
+            places.t(), values, tensor.shape, check_invariants=False
+        )
+
+    return handle
+
+
+# Reduce-scatter.
+
+
+def _start_reducescatter(  # noqa: PLR0917 - Horovod's order
+    kind: str,
+    tensors: _Tensors,
+    conclude: Any,
+    name: str | None = None,
+    op: Operation | None = None,
+    process_set: Any = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Submission:
+    factors = prescale_factor, postscale_factor
+    more = {"process_set": process_set, "conclude": conclude}
+    return _submit_reduction(kind, tensors, name, op, factors, **more)
+
+
+def reducescatter_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
+    """Submit `reducescatter`, with its arguments but for ``compression``."""
+    return _start_reducescatter("reducescatter", [tensor], _first, *args, **options)
+
+
+def grouped_reducescatter_async(
+    tensors: _Tensors, *args: Any, **options: Any
+) -> Submission:
+    """Submit `grouped_reducescatter`, with its arguments but for ``compression``."""
+    kind = "grouped_reducescatter"
+    return _start_reducescatter(kind, tensors, list, *args, **options)
+
+
+def _reducescatter(
+    kind: str, tensors: _Tensors, compression: Any, *options: Any
+) -> list[Any]:
+    _, op, process_set, before, after = options
+
+    def call(wires: Any) -> Any:
+        return synchronize(_start_reducescatter(kind, wires, list, *options))
+
+    def gradient(*gradients: Any) -> Any:
+        factor = before * after * (size() if op is Operation.Sum else 1)
+        scaled = [gradient * factor for gradient in gradients]
+        return grouped_allgather(scaled, process_set=process_set)
+
+    return _compressed(call, gradient, tensors, compression)
+
+
+def reducescatter(  # noqa: PLR0917
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Operation | None = None,
+    process_set: Any = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Return this rank's rows of the reduced tensor."""
+    options = name, op, process_set, prescale_factor, postscale_factor
+    return _reducescatter("reducescatter", [tensor], compression, *options)[0]
+
+
+def grouped_reducescatter(  # noqa: PLR0917
+    tensors: _Tensors,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Operation | None = None,
+    process_set: Any = _ALL,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Return this rank's rows of each of the reduced tensors."""
+    options = name, op, process_set, prescale_factor, postscale_factor
+    return _reducescatter("grouped_reducescatter", tensors, compression, *options)
+
+
+# All-to-all.
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> Submission:
+    """Submit `alltoall`; its result is always both, the rows and their numbers."""
+    require_all_ranks(process_set)
+    _require_rows([tensor])
+    lengths, kind = _lengths(tensor, splits)
+
+    def conclude(result: Any) -> Any:
+        rows, received = result
+        return rows, torch.tensor(received, dtype=kind)
+
+    words, payload = _described([tensor], lengths=False), (tensor.detach(), lengths)
+    move = execution.all_to_all
+    return submissions().submit(
+        "alltoall", name, words, move, payload, conclude=conclude
+    )
+
+
+def _lengths(tensor: torch.Tensor, splits: Any) -> tuple[list[int], Any]:
+    """Return how many rows go to each rank, and the type of these numbers."""
+    chosen = torch.as_tensor([] if splits is None else splits)
+    kind = torch.int32 if splits is None or isinstance(splits, list) else chosen.dtype
+    if not chosen.numel():
+        if len(tensor) % size():
+            raise ValueError(
+                f"expected a multiple of {size()} rows where there are no splits, "
+                f"found {len(tensor)}; pass splits"
+            )
+        return [len(tensor) // size()] * size(), torch.int32
+    if chosen.is_floating_point() or chosen.shape != (size(),):
+        raise ValueError(
+            f"expected {size()} integers as splits, found {chosen.dtype} of shape "
+            f"{tuple(chosen.shape)}; pass one for each rank, of torch.int32"
+        )
+    lengths = chosen.tolist()
+    if min(lengths) < 0 or sum(lengths) > len(tensor):
+        raise ValueError(
+            f"expected splits of {len(tensor)} rows at most, found {lengths}; pass "
+            "fewer"
+        )
+    return lengths, kind
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> Any:
+    """Send rows to each rank; return those received, with ``splits`` also from whom."""
+
+    def call(own: Any) -> Any:
+        [given] = own
+        return synchronize(alltoall_async(given, splits, name, process_set))
+
+    def gradient(own: Any, _: Any) -> Any:
+        sent, _ = alltoall(own, received)
+        # Rows that were sent to nobody have no gradient.
+        left = tensor.new_zeros((len(tensor) - len(sent), *tensor.shape[1:]))
+        return [torch.cat([sent, left])]
+
+    rows, received = _differentiable(call, gradient, [tensor])
+    return rows if splits is None else (rows, received)
+
+
+# Broadcast, objects, barrier.
+
+
+def _start_broadcast(
+    tensor: torch.Tensor,
+    out: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> Submission:
+    require_all_ranks(process_set)
+    return submissions().submit(
+        "broadcast",
+        name,
+        f"{_described([tensor])} from rank {_valid(root_rank)}",
+        execution.broadcast,
+        (tensor.detach(), out.detach(), root_rank),
+        key=f"{root_rank:08d}",
+        conclude=lambda _: out,
+    )
+
+
+def _valid(root_rank: int) -> int:
+    if not 0 <= root_rank < size():
+        raise ValueError(
+            f"expected a root_rank from 0 to {size() - 1}, found {root_rank}; change it"
+        )
+    return root_rank
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any
+) -> Submission:
+    """Submit `broadcast`, with its arguments."""
+    out = torch.empty_like(tensor, requires_grad=False)
+    return _start_broadcast(tensor, out, root_rank, *args, **options)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any
+) -> Submission:
+    """Submit `broadcast_`, with its arguments."""
+    return _start_broadcast(tensor, tensor, root_rank, *args, **options)
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) -> Any:
+    """Write the root's tensor into that of each rank; see `broadcast`."""
+    return synchronize(broadcast_async_(tensor, root_rank, *args, **options))
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = _ALL,
+) -> torch.Tensor:
+    """Return the root's tensor."""
+
+    def call(own: Any) -> Any:
+        [given] = own
+        return [synchronize(broadcast_async(given, root_rank, name, process_set))]
+
+    def gradient(own: Any) -> Any:
+        mean = allreduce(own)
+        return [mean if rank() == root_rank else torch.zeros_like(mean)]
+
+    return _differentiable(call, gradient, [tensor])[0]
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = _ALL
+) -> Any:
+    """Return the root's object, of any kind that can be pickled."""
+    require_all_ranks(process_set)
+    words, move = f"from rank {_valid(root_rank)}", execution.broadcast_objects
+    job, payload = submissions(), (obj, root_rank)
+    return job.wait(job.submit("broadcast_object", name, words, move, payload))
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks."""
+    job, move = submissions(), execution.all_gather_objects
+    return job.wait(job.submit("allgather_object", name, "", move, obj))
+
+
+def barrier(process_set: Any = _ALL) -> None:
+    """Wait for all ranks."""
+    require_all_ranks(process_set)
+    job = submissions()
+    job.wait(job.submit("barrier", None, "", execution.meet))
