@@ -106,13 +106,13 @@ def prepare(stored: np.dtype[Any], wire: np.dtype[Any]) -> None:
     _kernel("add", wire.name, wire.name)
 
 
-class _Launch(NamedTuple):
+class _SpanGroup(NamedTuple):
     """The spans of one launch."""
 
     # The array of each span, and the span's first element in it.
     indices: list[int]
     offsets: Array
-    # First element in the buffer, and number of elements.
+    # The first element of the group in the buffer, and its number of elements.
     start: int
     size: int
     # Argument of the kernel, without the addresses.
@@ -128,9 +128,9 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _launches(spans: tuple[Span, ...]) -> list[_Launch]:
+def _span_groups(spans: tuple[Span, ...]) -> list[_SpanGroup]:
     """Return the launches that serve some spans, the same in each step."""
-    launches = []
+    groups = []
     for first in range(0, len(spans), _MOST_SPANS):
         some = spans[first : first + _MOST_SPANS]
         begin, end = some[0][3], some[-1][3] + some[-1][2] - some[-1][1]
@@ -140,8 +140,8 @@ def _launches(spans: tuple[Span, ...]) -> list[_Launch]:
             *(at - begin for *_, at in some),
             end - begin,
         ]
-        launches.append(
-            _Launch(
+        groups.append(
+            _SpanGroup(
                 [index for index, *_ in some],
                 np.array([start for _, start, _, _ in some], np.uint64),
                 begin - spans[0][3],
@@ -149,7 +149,7 @@ def _launches(spans: tuple[Span, ...]) -> list[_Launch]:
                 table,
             )
         )
-    return launches
+    return groups
 
 
 def pack(spans: Sequence[Span], sources: Sequence[Any], out: Any, stream: Any) -> None:
@@ -158,12 +158,12 @@ def pack(spans: Sequence[Span], sources: Sequence[Any], out: Any, stream: Any) -
     Sources and buffer are contiguous; the arrays of the spans are of one type.
     """
     size = out.itemsize
-    for launch in _launches(tuple(spans)):
-        stored = sources[launch.indices[0]].dtype
+    for group in _span_groups(tuple(spans)):
+        stored = sources[group.indices[0]].dtype
         kernel = _kernel("pack", stored.name, out.dtype.name)
-        table = launch.with_addresses(sources, stored.itemsize)
-        address = out.data.ptr + launch.start * size
-        _start(kernel, (table, address), launch.size, size, stream)
+        table = group.with_addresses(sources, stored.itemsize)
+        address = out.data.ptr + group.start * size
+        _start(kernel, (table, address), group.size, size, stream)
 
 
 def unpack(
@@ -183,12 +183,12 @@ def unpack(
     the type of the wire. Integers and half types are not divided.
     """
     size = dtype.itemsize
-    for launch in _launches(tuple(spans)):
-        stored = results[launch.indices[0]].dtype
+    for group in _span_groups(tuple(spans)):
+        stored = results[group.indices[0]].dtype
         kernel = _kernel("unpack", stored.name, dtype.name)
-        table = launch.with_addresses(results, stored.itemsize)
-        place = address + launch.start * size
-        _start(kernel, (table, place, divisor), launch.size, size, stream)
+        table = group.with_addresses(results, stored.itemsize)
+        place = address + group.start * size
+        _start(kernel, (table, place, divisor), group.size, size, stream)
 
 
 def add(one: Any, other: Any, out: Any, stream: Any) -> None:

@@ -12,9 +12,9 @@ waits for it, and it for the lane, by events. All memory is XLA's. Its allocator
 memory out again in the order of the same stream, so nothing has to be kept until the
 device has read it; arrays over the memory are gone when the handler returns.
 
-XLA captures no handler in a CUDA graph that does not declare itself fit for it. For one
-that postpones its end it waits in the calling thread (`Invoke` in
-``xla/ffi/invoke.cc``), so those are for CPUs only.
+XLA captures a handler in a CUDA graph only if the handler declares itself fit for it.
+It waits in the calling thread for a handler that ends later (`Invoke` in
+``xla/ffi/invoke.cc``), so handlers end later on CPUs only.
 """
 
 from __future__ import annotations
@@ -51,116 +51,59 @@ _NAMES |= {15: "complex64", 16: "bfloat16", 18: "complex128"}
 DTYPES = {number: jax.numpy.dtype(name) for number, name in _NAMES.items()}
 
 
-# First fields of most structures.
-_HEAD: list[Any] = [("size", c_size_t), ("extension", c_void_p)]
+def _structure(**fields: Any) -> Any:
+    """Return a structure of C with some fields."""
+    return type("Structure", (ctypes.Structure,), {"_fields_": [*fields.items()]})
 
 
-class _Extension(ctypes.Structure):
-    _fields_ = [("size", c_size_t), ("type", c_int), ("next", c_void_p)]
+def _headed(**fields: Any) -> Any:
+    """Return a structure that begins as most of XLA's do."""
+    return _structure(size=c_size_t, extension=c_void_p, **fields)
 
 
-class _Version(ctypes.Structure):
-    _fields_ = [*_HEAD, ("major", c_int), ("minor", c_int)]
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = [
-        *_HEAD,
-        ("dtype", c_int),
-        ("data", c_void_p),
-        ("rank", c_int64),
-        ("dims", POINTER(c_int64)),
-    ]
-
-
-class _Buffers(ctypes.Structure):
-    _fields_ = [
-        *_HEAD,
-        ("length", c_int64),
-        ("types", c_void_p),
-        ("items", POINTER(POINTER(_Buffer))),
-    ]
-
-
-class _Scalar(ctypes.Structure):
-    _fields_ = [("dtype", c_int), ("value", POINTER(c_int64))]
-
-
-class _Attributes(ctypes.Structure):
-    _fields_ = [
-        *_HEAD,
-        ("length", c_int64),
-        ("types", c_void_p),
-        ("names", c_void_p),
-        ("items", POINTER(POINTER(_Scalar))),
-    ]
-
-
-class _ErrorArguments(ctypes.Structure):
-    _fields_ = [*_HEAD, ("message", c_char_p), ("code", c_int)]
-
-
-class _StreamArguments(ctypes.Structure):
-    _fields_ = [*_HEAD, ("context", c_void_p), ("stream", c_void_p)]
-
-
-class _Api(ctypes.Structure):
-    _fields_ = [
-        *_HEAD,
-        ("version", _Version),
-        ("internal", c_void_p),
-        ("error_create", ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments))),
-        ("others", c_void_p * 3),
-        ("stream_get", ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArguments))),
-    ]
-
-
-class _FutureArguments(ctypes.Structure):
-    _fields_ = [*_HEAD, ("future", c_void_p), ("error", c_void_p)]
-
-
+_Extension = _structure(size=c_size_t, type=c_int, next=c_void_p)
+_Version = _headed(major=c_int, minor=c_int)
+_Buffer = _headed(dtype=c_int, data=c_void_p, rank=c_int64, dims=POINTER(c_int64))
+_Buffers = _headed(length=c_int64, types=c_void_p, items=POINTER(POINTER(_Buffer)))
+_Scalar = _structure(dtype=c_int, value=POINTER(c_int64))
+_Attributes = _headed(
+    length=c_int64, types=c_void_p, names=c_void_p, items=POINTER(POINTER(_Scalar))
+)
+_ErrorArguments = _headed(message=c_char_p, code=c_int)
+_StreamArguments = _headed(context=c_void_p, stream=c_void_p)
+_Api = _headed(
+    version=_Version,
+    internal=c_void_p,
+    error_create=ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments)),
+    others=c_void_p * 3,
+    stream_get=ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArguments)),
+)
+_FutureArguments = _headed(future=c_void_p, error=c_void_p)
 _OfFutures = ctypes.CFUNCTYPE(c_void_p, POINTER(_FutureArguments))
-
-
-class _LongApi(ctypes.Structure):
-    """The interface of versions whose handlers may end after they have returned."""
-
-    _fields_ = [
-        ("known", _Api),
-        ("more", c_void_p * 8),
-        ("future_create", _OfFutures),
-        ("future_set_available", _OfFutures),
-        ("future_set_error", _OfFutures),
-    ]
-
-
-class _Frame(ctypes.Structure):
-    _fields_ = [
-        *_HEAD,
-        ("api", POINTER(_Api)),
-        ("context", c_void_p),
-        ("stage", c_int),
-        ("arguments", _Buffers),
-        ("results", _Buffers),
-        ("attributes", _Attributes),
-    ]
-
-
-class _LongFrame(ctypes.Structure):
-    _fields_ = [("known", _Frame), ("future", c_void_p)]
-
-
-class _Metadata(ctypes.Structure):
-    _fields_ = [("size", c_size_t), ("version", _Version), ("traits", c_uint32)]
-
-
-class _MetadataExtension(ctypes.Structure):
-    _fields_ = [("base", _Extension), ("metadata", POINTER(_Metadata))]
+# The interface of versions whose handlers may end after they have returned.
+_LongApi = _structure(
+    known=_Api,
+    more=c_void_p * 8,
+    future_create=_OfFutures,
+    future_set_available=_OfFutures,
+    future_set_error=_OfFutures,
+)
+_Frame = _headed(
+    api=POINTER(_Api),
+    context=c_void_p,
+    stage=c_int,
+    arguments=_Buffers,
+    results=_Buffers,
+    attributes=_Attributes,
+)
+_LongFrame = _structure(known=_Frame, future=c_void_p)
+_Metadata = _structure(size=c_size_t, version=_Version, traits=c_uint32)
+_MetadataExtension = _structure(base=_Extension, metadata=POINTER(_Metadata))
 
 
 # A function that XLA's program calls by its key. The first argument returns arguments
-# and results of the program; the second one lets XLA wait for the end; the third one is
-# XLA's stream, if the program is one of a GPU.
+# and results of the program; the second lets XLA wait for the end; the third is XLA's
+# stream, if the program is one of a GPU.
 _Exchange = Callable[
     [
         Callable[[], tuple[list[Array], list[Array]]],
@@ -252,17 +195,16 @@ def _arrays(
     buffers: Any, array: Callable[[int, tuple[int, ...], Any], Array]
 ) -> list[Array]:
     """Return XLA's arguments or results as arrays, without the token that orders."""
-    arrays = []
-    for index in range(buffers.length):
-        buffer = buffers.items[index].contents
-        if buffer.dtype != _TOKEN:
-            shape = tuple(buffer.dims[: buffer.rank])
-            arrays.append(array(buffer.data or 0, shape, DTYPES[buffer.dtype]))
-    return arrays
+    found = [buffers.items[index].contents for index in range(buffers.length)]
+    return [
+        array(one.data or 0, tuple(one.dims[: one.rank]), DTYPES[one.dtype])
+        for one in found
+        if one.dtype != _TOKEN
+    ]
 
 
 def _answer(frame: Any) -> bool:
-    """Answer XLA's question for the version; whether there was one."""
+    """Answer XLA if it asks for the version; return whether it did."""
     if not frame.extension:
         return False
     base = ctypes.cast(frame.extension, POINTER(_Extension)).contents

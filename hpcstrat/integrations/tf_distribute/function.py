@@ -11,9 +11,9 @@ __all__ = ["function"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-
-_EXPERIMENTAL = frozenset(
-    f"experimental_{word}"
+# The arguments of tf.function, with their defaults.
+_DEFAULTS = {"autograph": True, "jit_compile": None, "reduce_retracing": False} | {
+    f"experimental_{word}": ...
     for word in (
         "implements",
         "autograph_options",
@@ -22,39 +22,22 @@ _EXPERIMENTAL = frozenset(
         "compile",
         "follow_type_hints",
     )
-)
+}
 
 
 @overload
 def function(
-    func: _Function,
-    input_signature: Any = ...,
-    autograph: bool = ...,
-    jit_compile: bool | None = ...,
-    reduce_retracing: bool = ...,
-    **experimental: Any,
+    func: _Function, input_signature: Any = ..., **options: Any
 ) -> _Function: ...
 
 
 @overload
 def function(
-    func: None = ...,
-    input_signature: Any = ...,
-    autograph: bool = ...,
-    jit_compile: bool | None = ...,
-    reduce_retracing: bool = ...,
-    **experimental: Any,
+    func: None = ..., input_signature: Any = ..., **options: Any
 ) -> Callable[[_Function], _Function]: ...
 
 
-def function(
-    func: Any = None,
-    input_signature: Any = None,
-    autograph: bool = True,
-    jit_compile: bool | None = None,
-    reduce_retracing: bool = False,
-    **experimental: Any,
-) -> Any:
+def function(func: Any = None, input_signature: Any = None, **options: Any) -> Any:
     """Return the function as it is: there are no graphs.
 
     Not collective. In place of ``tf.function``, so that programs keep their decorators;
@@ -66,14 +49,8 @@ def function(
         The function; without it, a decorator is returned.
     input_signature : object, optional
         Not used.
-    autograph : bool
-        Not used.
-    jit_compile : bool, optional
-        Not used.
-    reduce_retracing : bool
-        Not used.
-    **experimental : object
-        Not used: ``experimental_...``, as tf.function has them.
+    **options : object
+        Not used: the other arguments of ``tf.function``, by name.
 
     Returns
     -------
@@ -83,7 +60,7 @@ def function(
     Raises
     ------
     TypeError
-        For what cannot be called, and for an argument that tf.function has not.
+        If ``func`` cannot be called, or tf.function has no such argument.
 
     Examples
     --------
@@ -94,20 +71,15 @@ def function(
     >>> double(3)
     6
     """
-    unknown = sorted(experimental.keys() - _EXPERIMENTAL)
+    unknown = sorted(options.keys() - _DEFAULTS.keys())
     if unknown:
         raise TypeError(
             f"expected arguments of tf.function, found {', '.join(unknown)}; leave "
             "them out"
         )
-    given = {
-        "input_signature": input_signature is not None,
-        "autograph": not autograph,
-        "jit_compile": jit_compile is not None,
-        "reduce_retracing": reduce_retracing,
-        **dict.fromkeys(experimental, True),
-    }
-    ignored = [name for name, is_given in given.items() if is_given]
+    ignored = [n for n, value in _DEFAULTS.items() if options.get(n, value) != value]
+    if input_signature is not None:
+        ignored.insert(0, "input_signature")
     if ignored:
         get_logger("function").debug(
             "hs.function compiles nothing, and ignores %s", ", ".join(ignored)

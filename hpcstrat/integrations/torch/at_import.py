@@ -3,11 +3,55 @@
 A module of its own, which the reference leaves out where torch is not installed.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from hpcstrat.engine.options import CommunicationOptions
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.errors import TopologyError
 from hpcstrat.integrations.torch.environment import use_for_env
-from hpcstrat.integrations.torch.process_group import register
+from hpcstrat.integrations.torch.process_group import BACKEND, HpcstratProcessGroup
+from hpcstrat.strategies import MultiWorkerMirroredStrategy
+from hpcstrat.strategies.connection import subset
 
 __all__: list[str] = []
 
-# Its backend "hpcstrat", and what env:// finds under mpirun.
-register()
+
+def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
+    """Make a group, on all of its ranks; torch calls this."""
+    del backend_options
+    world, ranks = Topology.world(), list(options.global_ranks_in_group or ())
+    if ranks:
+        found = ranks[options.group_rank], world.size
+    else:
+        found = options.group_rank, options.group_size
+    if found != (world.rank, world.size):
+        raise TopologyError(
+            f"expected the ranks of MPI, {world.rank} of {world.size} here, found "
+            f"rank {found[0]} of {found[1]}; start the program by mpirun or srun, and "
+            "unset RANK and WORLD_SIZE, or use hpcstrat torch"
+        )
+    comm = subset(ranks) if ranks and ranks != list(range(world.size)) else None
+    seconds = None
+    if options.timeout is not None and options.timeout != default_pg_timeout:
+        seconds = options.timeout.total_seconds()
+    limits = CommunicationOptions(timeout_seconds=seconds)
+    strategy = MultiWorkerMirroredStrategy(comm=comm, communication_options=limits)
+    return HpcstratProcessGroup(strategy, options.group_id, comm)
+
+
+if not dist.is_available():
+    raise ImportError(
+        f"expected torch with torch.distributed, found {torch.__version__} without "
+        "it; install a build that has it"
+    )
+if not hasattr(dist.Backend, BACKEND.upper()):
+    dist.Backend.register_backend(
+        BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
+    )
 use_for_env()

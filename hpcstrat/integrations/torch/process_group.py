@@ -1,12 +1,12 @@
 """The backend ``hpcstrat`` of torch.distributed: a process group over MPI.
 
 Every call of the group is one of the library's own, whose header compares what the
-ranks call. All have ended when they return; only send and recv go on, and where a
-hook asks for all_reduce, that ends with the backward pass.
+ranks call. All have ended when they return, but for send, recv, and an all_reduce in a
+hook, which ends with the backward pass.
 
 Tensors on GPUs stay there in all_reduce (of sums and means), broadcast, all_gather and
-reduce_scatter, see `hpcstrat.integrations.torch.device_tensors`; all else of them goes
-through the host. In a hook of a backward pass torch's current stream is the one in
+reduce_scatter, see `hpcstrat.integrations.torch.device_tensors`; all other calls copy
+them to the host. In a hook of a backward pass torch's current stream is the one in
 which the bucket of gradients was filled, so the sum that is started there waits for
 these kernels only; NCCL sums while the backward pass goes on. At its end torch lets the
 stream of its caller wait for all others (``GraphTask::exec_post_processing``), makes it
@@ -25,16 +25,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from hpcstrat.engine.arrays.kinds import is_device
 from hpcstrat.engine.collectives.mapped_memory import MappedMemory
-from hpcstrat.engine.options import CommunicationOptions, ReduceOp
+from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.reduction.exchanges import Exchanges
 from hpcstrat.engine.reduction.messages import Messages
-from hpcstrat.engine.topology.topology import Topology
 from hpcstrat.engine.typing import Array
-from hpcstrat.errors import CollectiveError, TopologyError
+from hpcstrat.errors import CollectiveError
 from hpcstrat.integrations.torch import device_tensors
 from hpcstrat.integrations.torch.device_tensors import DeviceTensors
 from hpcstrat.integrations.torch.host_tensors import HostTensors
@@ -43,10 +41,8 @@ from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.integrations.torch.shared_storages import share_storage
 from hpcstrat.integrations.torch.tensors import torchs_stream
 from hpcstrat.integrations.torch.works import ReceivedWork, TransferWork, done
-from hpcstrat.strategies import MultiWorkerMirroredStrategy
-from hpcstrat.strategies.connection import subset
 
-__all__ = ["BACKEND", "HpcstratProcessGroup", "register"]
+__all__ = ["BACKEND", "HpcstratProcessGroup"]
 
 BACKEND = "hpcstrat"
 _logger = logging.getLogger("hpcstrat")
@@ -90,7 +86,7 @@ def _recorded(what: str) -> Any:
 class HpcstratProcessGroup(dist.ProcessGroup):
     """The ranks of a strategy as a process group; collective over them, as its calls.
 
-    Old and new names of torch's calls are here: versions differ in which they make.
+    Versions of torch differ in the names of the calls, so each has all its names.
     """
 
     def __init__(self, strategy: Any, group_name: str, comm: Any = None) -> None:
@@ -167,7 +163,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _arrays_of(
         self, tensors: Sequence[Any], reduction: Reduction | None = None
     ) -> HostTensors | DeviceTensors:
-        """Return what gives the arrays of tensors for a call, where it can be made."""
+        """Return what gives the arrays of tensors, on the GPU or on the host."""
         adds = reduction is None or reduction.adds
         if adds and self._stay_on_gpu(tensors):
             return DeviceTensors()
@@ -185,6 +181,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     # Reductions.
 
+    def _sum_of(
+        self, tensors: Any, reduction: Reduction
+    ) -> tuple[HostTensors | DeviceTensors, list[Array], ReduceOp]:
+        """Return the arrays of tensors to be summed in place, and the operation."""
+        held = self._arrays_of(tensors, reduction)
+        op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
+        return held, [held.write(tensor) for tensor in tensors], op
+
     @_operation("all_reduce", postponed=True)
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce tensors in place, on all ranks, in as few messages as fit."""
@@ -194,11 +198,9 @@ class HpcstratProcessGroup(dist.ProcessGroup):
                 self._reduce_sparse(tensor, opts)
             return done(tensors)
         reduction = Reduction(opts, tensors[0], self._size)
-        held = self._arrays_of(tensors, reduction)
-        arrays = [held.write(tensor) for tensor in tensors]
+        held, arrays, op = self._sum_of(tensors, reduction)
         if reduction.function is np.add:
-            op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
-            given: Any = arrays[0] if len(arrays) == 1 else arrays
+            given = _alone_or_all(arrays)
             self.collectives.batch_reduce(op, given, "all_reduce", out=given)
         else:
             for array in arrays:
@@ -220,24 +222,24 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def start_sum(
         self, tensors: Any, opts: Any = None, timeout: Any = None
     ) -> Callable[[], Any] | None:
-        """Start `allreduce`; None for what cannot be started, on all ranks alike."""
+        """Start `allreduce`, and return what ends it.
+
+        None for calls that cannot be started, on all ranks alike.
+        """
         tensors = _listed(tensors)
         if any(tensor.is_sparse for tensor in tensors):
             return None
         reduction = Reduction(opts, tensors[0], self._size)
         if reduction.function is not np.add:
             return None
-        held = self._arrays_of(tensors, reduction)
 
         def begin() -> Any:
-            arrays = [held.write(tensor) for tensor in tensors]
-            op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
-            given: Any = arrays[0] if len(arrays) == 1 else arrays
-            start = self.collectives.start_in_call
-            return start(op, given, "all_reduce", out=given, part=True), arrays
+            held, arrays, op = self._sum_of(tensors, reduction)
+            given, start = _alone_or_all(arrays), self.collectives.start_in_call
+            return held, arrays, start(op, given, "all_reduce", out=given, part=True)
 
         with torch.no_grad(), _recorded("all_reduce"), torchs_stream():
-            started, arrays = self.collectives.call("all_reduce", begin)
+            held, arrays, started = self.collectives.call("all_reduce", begin)
 
         def end() -> Any:
             with torch.no_grad(), torchs_stream():
@@ -278,19 +280,13 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self, tensors: Any, opts: Any = 0, op: Any = None, timeout: Any = None
     ) -> Any:
         """Reduce tensors in place, on one rank."""
-        tensors, host = _listed(tensors), HostTensors()
-        root = _root(opts)
+        tensors, host, root = _listed(tensors), HostTensors(), _root(opts)
         for tensor in tensors:
             given = opts if hasattr(opts, "reduceOp") else op
             reduction = Reduction(given, tensor, self._size)
-            array = host.write(tensor)
-            self._exchanges.reduce_to(
-                reduction.function,
-                array,
-                root,
-                f"reduce({reduction.name})",
-                divisor=reduction.divisor,
-            )
+            array, what = host.write(tensor), f"reduce({reduction.name})"
+            function, divisor = reduction.function, reduction.divisor
+            self._exchanges.reduce_to(function, array, root, what, divisor=divisor)
             if self._rank == root:
                 reduction.conclude(array)
         host.written()
@@ -300,16 +296,12 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> Any:
         """Reduce a list of tensors; each rank gets the one of its number."""
         for out, parts in zip(_listed(outs), ins, strict=True):
-            reduction = Reduction(opts, out, self._size)
-            held = self._arrays_of([out, *parts], reduction)
-            arrays = [held.read(part) for part in parts]
-            self._scatter_sums(held.write(out), arrays, reduction)
-            held.written()
+            self._scatter_sums(out, parts, opts)
         return done(outs)
 
     @_operation("reduce_scatter_tensor")
     def reduce_scatter_single(self, out: Any, whole: Any, opts: Any = None) -> Any:
-        """Reduce a tensor, of which each rank gets the part of its number."""
+        """Reduce a tensor; each rank gets the part of its number."""
         self.reduce_scatter_single_coalesced([out], [whole], opts)
         return done([out])
 
@@ -319,32 +311,31 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outs: Any, ins: Any, opts: Any = None
     ) -> Any:
-        """Do this with several tensors."""
+        """Reduce several tensors; each rank gets a part of each."""
         for out, whole in zip(outs, ins, strict=True):
-            reduction = Reduction(opts, out, self._size)
-            held = self._arrays_of([out, whole], reduction)
-            rows = self._rows(held.read(whole), "reduce_scatter_tensor")
-            self._scatter_sums(held.write(out), rows, reduction)
-            held.written()
+            self._scatter_sums(out, [whole], opts)
         return done(outs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _scatter_sums(
-        self, out: Array, parts: Sequence[Array], reduction: Reduction
-    ) -> None:
-        if is_device(out):
-            op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
-            device_tensors.reduce_scatter(self.collectives, op, parts, out, self._rank)
-            return
-        self._exchanges.reduce_scatter(
-            reduction.function,
-            parts,
-            out,
-            f"reduce_scatter({reduction.name})",
-            divisor=reduction.divisor,
-        )
-        reduction.conclude(out)
+    def _scatter_sums(self, out: Any, parts: Sequence[Any], opts: Any) -> None:
+        """Reduce one tensor for each rank, or one tensor that has all of these."""
+        reduction = Reduction(opts, out, self._size)
+        held = self._arrays_of([out, *parts], reduction)
+        arrays, array = [held.read(part) for part in parts], held.write(out)
+        if len(arrays) == 1:
+            arrays = self._rows(arrays[0], "reduce_scatter")
+        function, divisor = reduction.function, reduction.divisor
+        if is_device(array):
+            op = ReduceOp.MEAN if divisor else ReduceOp.SUM
+            rank, calls = self._rank, self.collectives
+            device_tensors.reduce_scatter(calls, op, arrays, array, rank)
+        else:
+            what = f"reduce_scatter({reduction.name})"
+            scatter = self._exchanges.reduce_scatter
+            scatter(function, arrays, array, what, divisor=divisor)
+            reduction.conclude(array)
+        held.written()
 
     # Operations that move tensors as they are.
 
@@ -394,7 +385,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("all_gather_into_tensor")
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        """Do this with several tensors."""
+        """Give all ranks the tensors of all, side by side in one, of several."""
         what = "all_gather_into_tensor"
         for out, own in zip(outs, ins, strict=True):
             held = self._arrays_of([out, own])
@@ -416,9 +407,8 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             outs, ins = [outs], [ins]
         host, root = HostTensors(), _root(opts)
         for index, own in enumerate(ins):
-            parts = None
-            if self._rank == root:
-                parts = [host.write(part) for part in outs[index]]
+            here = self._rank == root
+            parts = [host.write(part) for part in outs[index]] if here else None
             self._exchanges.gather(host.read(own), parts, root, "gather")
         host.written()
         return done(outs)
@@ -430,16 +420,15 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             outs, ins = [outs], [ins]
         host, root = HostTensors(), _root(opts)
         for index, out in enumerate(outs):
-            parts = None
-            if self._rank == root:
-                parts = [host.read(part) for part in ins[index]]
+            here = self._rank == root
+            parts = [host.read(part) for part in ins[index]] if here else None
             self._exchanges.scatter(parts, host.write(out), root, "scatter")
         host.written()
         return done(outs)
 
     @_operation("all_to_all")
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        """Send a tensor to each rank, and receive one of each."""
+        """Send a tensor to each rank, and receive one from each."""
         host = HostTensors()
         sends = [host.read(tensor) for tensor in ins]
         receives = [host.write(tensor) for tensor in outs]
@@ -457,7 +446,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
-        """Send some rows of a tensor to each rank, and receive some of each."""
+        """Send rows of a tensor to each rank, and receive rows from each."""
         host, what = HostTensors(), "all_to_all_single"
         sends = self._cut(host.read(whole), in_sizes, what)
         receives = self._cut(host.write(out), out_sizes, what)
@@ -468,7 +457,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _rows(self, whole: Array, what: str) -> list[Array]:
-        """Cut an array into equal parts, one for each rank."""
+        """Cut an array into flat parts of one size, one for each rank."""
         if whole.size % self._size:
             raise ValueError(
                 f"expected a number of elements that {self._size} ranks divide for "
@@ -500,7 +489,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self.collectives.barrier("barrier")
         return done([])
 
-    # Messages between two ranks, of which no other one knows.
+    # Messages between two ranks.
 
     @torch.compiler.disable
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
@@ -528,7 +517,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     # The end.
 
     def shutdown(self) -> None:
-        """Free what the group holds; collective over its ranks.
+        """Close the group; collective over its ranks.
 
         Ranks that have left the program already are no error: all work is done.
         """
@@ -542,7 +531,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             if self._comm is not None:
                 self._comm.Free()
         except CollectiveError as error:
-            # It may be on its way out by an error of its own, which counts.
+            # The program may be ending by another error, which must not be hidden.
             _logger.warning("the process group was not closed: %s", error)
 
     def abort(self) -> None:
@@ -556,46 +545,9 @@ def _listed(tensors: Any) -> Any:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
+def _alone_or_all(arrays: list[Array]) -> Any:
+    return arrays[0] if len(arrays) == 1 else arrays
+
+
 def _root(options: Any) -> int:
     return int(getattr(options, "rootRank", options))
-
-
-def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
-    """Make a group, on all of its ranks; for torch."""
-    del backend_options
-    world, ranks = Topology.world(), list(options.global_ranks_in_group or ())
-    expected = world.rank, world.size
-    if not ranks:
-        found = options.group_rank, options.group_size
-    else:
-        found = ranks[options.group_rank], world.size
-    if found != expected:
-        raise TopologyError(
-            f"expected the ranks of MPI, {expected[0]} of {expected[1]} here, found "
-            f"rank {found[0]} of {found[1]}; start the program by mpirun or srun, and "
-            "unset RANK and WORLD_SIZE, or use hpcstrat torch"
-        )
-    comm = None
-    if ranks and ranks != list(range(world.size)):
-        comm = subset(ranks)
-    seconds = None
-    if options.timeout is not None and options.timeout != default_pg_timeout:
-        seconds = options.timeout.total_seconds()
-    strategy = MultiWorkerMirroredStrategy(
-        comm=comm,
-        communication_options=CommunicationOptions(timeout_seconds=seconds),
-    )
-    return HpcstratProcessGroup(strategy, options.group_id, comm)
-
-
-def register() -> None:
-    """Make the backend known to torch; a second call does nothing."""
-    if not dist.is_available():
-        raise ImportError(
-            f"expected torch with torch.distributed, found {torch.__version__} without "
-            "it; install a build that has it"
-        )
-    if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(
-            BACKEND, _create, extended_api=True, devices=["cpu", "cuda"]
-        )

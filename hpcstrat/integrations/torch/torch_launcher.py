@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcstrat.integrations.frameworks import run_program
 from hpcstrat.integrations.torch.environment import init_env
-from hpcstrat.integrations.torch.process_group import BACKEND, register
+from hpcstrat.integrations.torch.process_group import BACKEND
 
 __all__ = ["replace_backend"]
 
@@ -33,7 +33,6 @@ def replace_backend(name: str) -> None:
             "expected a torch whose groups are made by _new_process_group_helper, "
             f"found {torch.__version__}; name the backend {BACKEND!r} in the program"
         )
-    register()
 
     @functools.wraps(found)
     def helper(

@@ -16,7 +16,7 @@ from torch import nn
 import hpcstrat as hs
 import hpcstrat.integrations.torch
 from hpcstrat.engine.collectives.mapped_memory import MappedMemory
-from hpcstrat.integrations.torch import process_group
+from hpcstrat.integrations.torch import at_import
 from hpcstrat.integrations.torch.shared_storages import share_storage
 from tests.mpi.ranks.outcomes import outcome
 
@@ -345,7 +345,7 @@ def workers(monkeypatch: Any) -> Any:
     """Return a group of all ranks, each of which is a worker of its own."""
     alone = functools.partial(hs.MultiWorkerMirroredStrategy, replicas_per_worker=1)
     with monkeypatch.context() as patch:
-        patch.setattr(process_group, "MultiWorkerMirroredStrategy", alone)
+        patch.setattr(at_import, "MultiWorkerMirroredStrategy", alone)
         return dist.new_group(backend="hpcstrat")
 
 

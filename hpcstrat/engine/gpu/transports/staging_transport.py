@@ -97,7 +97,7 @@ class StagingTransport:
             parts = [part for run, array in packed for part in self._parts(run, array)]
             # One part ahead: the copy of the next runs while the host sums this one.
             ahead = self._copied_down(parts)
-            down = next(ahead, None)
+            down: Any = next(ahead, None)
             for run, part in parts:
                 (host, done), down = down, next(ahead, None)
                 yield done
