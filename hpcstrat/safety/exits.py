@@ -1,14 +1,14 @@
 """No way of leaving on one rank leaves the others waiting.
 
-An uncaught exception ends the job (`hpcstrat.safety.uncaught`). A
-rank that ends in any other way, by a plain return or ``sys.exit``, announces that on
-every open channel before ``MPI_Finalize``, and waits there for the others: a rank that
-makes a call instead raises a CollectiveError that names who has left.
+An uncaught exception ends the job (`hpcstrat.safety.uncaught`). A rank that ends in any
+other way, by a plain return or ``sys.exit``, announces that on every open channel
+before ``MPI_Finalize``, and waits there for the others: a rank that makes a call
+instead raises a CollectiveError that names who has left.
 
-Before that its GPU has done all it was given, since kernels of the others may wait for
-its own, and NCCL is freed by all ranks together when all have left: its communicators
-would otherwise be destroyed, one by one, as Python ends, where a rank that comes first
-waits for the others for ever (github.com/vllm-project/vllm/pull/39846).
+Before that its GPU finishes its work, since kernels of the others may wait for its own.
+When all have left, they free NCCL together: Python would otherwise destroy its
+communicators one by one as it ends, where a rank that comes first waits for the others
+for ever (github.com/vllm-project/vllm/pull/39846).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hpcstrat.safety.watchdog import watchdog
 __all__ = ["install", "register", "unregister"]
 
 _LONGEST_NAP_SECONDS = 0.01
-# So long a rank waits for others to print first.
+# Time that a rank gives others to print first.
 _SECONDARY_SECONDS = 0.5
 _CLOCKS_SECONDS = 5.0
 
@@ -52,10 +52,7 @@ def register(channel: Channel) -> None:
 
 
 def install() -> None:
-    """Let an uncaught exception of this process end the job, from now on.
-
-    Not collective.
-    """
+    """Let an uncaught exception of this process end the job, from now on."""
     uncaught.install()
     if not _Leaving.process:
         _Leaving.process = os.getpid()
@@ -64,7 +61,7 @@ def install() -> None:
         atexit.register(_leave)
         # A program may call MPI.Finalize itself: it first runs this (MPI-4.1 11.2.4).
         mpi = start_mpi()
-        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_at_finalize), 0)
+        mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_leave), 0)
 
 
 def unregister(channel: Channel) -> None:
@@ -73,11 +70,7 @@ def unregister(channel: Channel) -> None:
         _channels.remove(channel)
 
 
-def _at_finalize(*_: Any) -> None:
-    _leave()
-
-
-def _leave() -> None:
+def _leave(*_: Any) -> None:
     """Announce the end of this rank, and wait for the others."""
     mpi = running_mpi()
     if mpi is None or _Leaving.left or os.getpid() != _Leaving.process:
@@ -122,7 +115,7 @@ def _finish_on_gpu(channel: Channel) -> None:
                 _end_with(channel.steps.dead())
             time.sleep(_LONGEST_NAP_SECONDS)
     except Exception as error:
-        abort(f"hpcstrat: {place()} ends the job: its GPU has failed: {error}", 1)
+        _end_job(f"its GPU has failed: {error}")
 
 
 def _sum_up() -> None:
@@ -147,7 +140,7 @@ def _still_waiting(channels: list[Channel]) -> list[Channel]:
             outcome = channel.poll_leave()
         except Exception as error:
             # Under a launcher that lets the others live, this is how a death shows.
-            abort(f"hpcstrat: {place()} ends the job: {error}", 1)
+            _end_job(str(error))
             raise
         if outcome is None:
             missing.append(channel)
@@ -160,29 +153,24 @@ def _still_waiting(channels: list[Channel]) -> list[Channel]:
 
 def _give_up(channel: Channel) -> None:
     """End the job where this rank has left a call half-made."""
-    if "left the program" in channel.failures.broken:
-        return
-    abort(
-        f"hpcstrat: {place()} ends the job: its strategy is broken, because "
-        f"{channel.failures.broken}",
-        1,
-    )
+    broken = channel.failures.broken
+    if "left the program" not in broken:
+        _end_job(f"its strategy is broken, because {broken}")
 
 
 def _check_alive(waiting: list[Channel]) -> None:
     for channel in waiting:
         dead = channel.steps.dead()
         # A rank that has answered every channel may be gone already.
-        missing = set(channel.headers.missing())
-        if missing.intersection(dead):
+        if set(dead).intersection(channel.headers.missing()):
             _end_with(dead)
 
 
 def _end_with(dead: list[int]) -> None:
     """End the job where ranks have died for which this one waits."""
     if dead:
-        abort(
-            f"hpcstrat: {place()} ends the job: the processes of ranks {dead} have "
-            "died; look for their last output",
-            1,
-        )
+        _end_job(f"the processes of ranks {dead} have died; look for their last output")
+
+
+def _end_job(reason: str) -> None:
+    abort(f"hpcstrat: {place()} ends the job: {reason}", 1)

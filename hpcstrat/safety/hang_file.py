@@ -1,7 +1,7 @@
 """A file with the states of the ranks when some were late, or an error ended the job.
 
-Nothing is written, and no file made, as long as all is well. Each event is a line of
-JSON, which the rank that saw it adds; ``hpcstrat hang`` explains them.
+A job without trouble writes nothing. Each event is a line of JSON, which the rank that
+saw it adds; ``hpcstrat hang`` explains them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcstrat.engine.logs import place
 
 __all__ = ["add_event", "keep_in", "path_of"]
 
-# A file server that is away must not keep a job from its end.
+# A file server that does not answer must not keep a job from its end.
 _SECONDS = 2.0
 # Variables by which launchers and batch systems name a job, the same in all its ranks.
 _SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
@@ -29,7 +29,7 @@ _OTHERS = ("PMI_JOBID", "HYDRA_JOBID")
 
 
 class _Kept:
-    """The folder of the file, and what returns the ranks' states now."""
+    """The folder of the file, and the function that returns the ranks' states now."""
 
     folder = ""
     states: Callable[[], list[dict[str, Any]]] | None = None
@@ -47,9 +47,9 @@ def path_of(folder: str) -> str:
 
 
 def keep_in(folder: str, states: Callable[[], list[dict[str, Any]]]) -> None:
-    """Write events into a folder from now on; with the states of ranks that are known.
+    """Write events into a folder from now on, each with what ``states`` returns.
 
-    Not collective. An empty folder is none.
+    An empty folder turns this off.
     """
     _Kept.folder, _Kept.states = folder, states
 

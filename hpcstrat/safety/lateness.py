@@ -18,7 +18,7 @@ __all__ = ["conclude", "forget", "watch"]
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_SECONDS = 10.0
-# The other ranks of a worker have so long to show their newest numbers.
+# Time in which the other ranks of a worker show their newest numbers.
 _ANSWER_SECONDS = 0.3
 
 # Statistics of open strategies, each with the name in its final summary.
@@ -33,10 +33,7 @@ def watch(arrivals: Arrivals, settings: Settings) -> None:
 
 
 def forget(arrivals: Arrivals) -> None:
-    """Take a channel's arrivals out again.
-
-    A second call does nothing.
-    """
+    """Take a channel's arrivals out again; a second call does nothing."""
     _watched.pop(arrivals, None)
 
 
@@ -67,7 +64,7 @@ class _Listening:
 
 
 def _listen(number: int) -> None:
-    """Serve a signal, if nobody else does: by default it would end the process."""
+    """Serve a signal, unless the program does: by default it would end the process."""
     if threading.current_thread() is not threading.main_thread():
         return
     _Listening.process = os.getpid()

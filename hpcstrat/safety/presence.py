@@ -1,10 +1,10 @@
 """Finds the ranks of a job on this host, and their state, without MPI.
 
-Each process that a launcher started has a page in a file of ``/dev/shm`` that belongs
-to its job, from ``import hpcstrat`` on; so it is there before the first collective call
-of MPI, and the watchdog can say who is missing in it. A process holds a lock on its
-page as long as it lives, whatever ends it. The file is unlinked by the rank that comes
-last; where some never come, by the next job that finds no lock on it.
+From ``import hpcstrat`` on, each process that a launcher started has a page in a file
+of ``/dev/shm`` that belongs to its job: before the first collective call of MPI, so
+that the watchdog can say who is missing in it. A process holds a lock on its page as
+long as it lives, whatever ends it. The rank that comes last unlinks the file; where
+some never come, the next job does that finds no lock on it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ CREATES = "creates"
 MADE = "made"
 FAILED = "failed"
 LEFT = "left"
-"""What a rank says of itself: that it has imported the library; waits for MPI to start;
-waits in the creation of a strategy; has made it; was left by an error; has ended."""
+"""What a rank says of itself: it has imported the library; waits for MPI to start;
+waits in the creation of a strategy; has made it; has failed; has ended."""
 
 _FOLDER = "/dev/shm"
 _NAME = "hpcstrat-start-"
@@ -55,8 +55,8 @@ _CHECK = struct.Struct("=IH")
 # struct flock of Linux with 64 bits.
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
-# Processes that start a job's ranks on a host, one for each job; names are cut as the
-# kernel cuts them.
+# Processes that start a job's ranks on a host, one for each job, by the names that the
+# kernel shows, which are cut.
 _DAEMONS = (
     "hydra_pmi_proxy",
     "pmi_proxy",
@@ -89,9 +89,9 @@ class LaunchRegistry:
         return self._handle >= 0 and self.process == os.getpid()
 
     def open(self) -> bool:
-        """Take this rank's page; False where that cannot be, or it is taken.
+        """Take this rank's page; False where that fails, or another process has it.
 
-        A child of the rank's process finds it taken.
+        In a child of the rank's process, the parent has it.
         """
         for _ in range(_ATTEMPTS):
             handle = os.open(
@@ -139,7 +139,7 @@ class LaunchRegistry:
             self._write(self._handle)
 
     def _write(self, handle: int) -> None:
-        # Written at once, with a checksum, because readers take no lock.
+        # One write, with a checksum, because readers take no lock.
         data = _encoded(self.page)
         if len(data) > _PAGE_BYTES - _CHECK.size:
             data = _encoded({**self.page, "text": "", "reason": ""})
@@ -171,7 +171,7 @@ class LaunchRegistry:
         return None
 
     def present(self) -> Iterator[int]:
-        """Yield the ranks that may have a page, in order, without a look at all."""
+        """Yield the ranks that may have a page, in order, without reading all pages."""
         place = _PAGE_BYTES
         while self.is_open:
             try:
@@ -183,7 +183,7 @@ class LaunchRegistry:
             place += _PAGE_BYTES - place % _PAGE_BYTES
 
     def claims(self, text: str) -> bool:
-        """Claim a report; whether no other rank of this host has claimed it."""
+        """Claim a report; return whether no other rank of this host has claimed it."""
         if not self.is_open:
             return True
         mark = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
@@ -201,7 +201,7 @@ class LaunchRegistry:
     def close(self) -> None:
         """Let go of the page, which stays for the others to see how it ended.
 
-        Not collective. Of an unknown number of ranks the last one removes the file.
+        Where the number of ranks is unknown, the last one removes the file.
         """
         if not self.is_open:
             return
@@ -213,18 +213,18 @@ class LaunchRegistry:
         os.close(handle)
 
 
-class _OwnBoard:
-    """The board of this process."""
+class _OwnRegistry:
+    """The registry of this process."""
 
-    board: LaunchRegistry | None = None
+    registry: LaunchRegistry | None = None
 
 
 def own_registry() -> LaunchRegistry | None:
-    """Return this job's board; None without a launcher, and in a child of a rank.
+    """Return this job's registry; None without a launcher, and in a child of a rank.
 
     The first call takes this process's page.
     """
-    own = _OwnBoard.board
+    own = _OwnRegistry.registry
     if own is None:
         launch = launch_from_environment()
         name = _job_name(os.environ) if launch.size > 1 else ""
@@ -238,7 +238,7 @@ def own_registry() -> LaunchRegistry | None:
                 return None
         except OSError:
             return None
-        _OwnBoard.board = own
+        _OwnRegistry.registry = own
         atexit.register(_leave, own)
     return own if own.is_open else None
 
@@ -257,15 +257,14 @@ def _leave(own: LaunchRegistry) -> None:
 
 @contextlib.contextmanager
 def _gate(handle: int) -> Iterator[None]:
-    """Lock the gate, so that no other process looks at the whole file."""
+    """Lock the first page, so that no other process looks at the whole file."""
     deadline = time.monotonic() + _GATE_SECONDS
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, _PAGE_BYTES, 0)
             break
         except OSError:
-            # A process that is stopped while it holds the gate must not stop the
-            # others.
+            # A process that is stopped while it holds the lock must not stop others.
             if time.monotonic() > deadline:
                 raise
             time.sleep(_NAP_SECONDS)
@@ -276,7 +275,7 @@ def _gate(handle: int) -> Iterator[None]:
 
 
 def _is_locked(handle: int, start: int, length: int) -> bool:
-    """Whether another process has a lock there; a length of 0: to the end."""
+    """Return whether another process has a lock there; a length of 0 is to the end."""
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     answer = fcntl.fcntl(handle, fcntl.F_GETLK, asked)
     return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
@@ -302,7 +301,7 @@ def _sweep(own: str) -> None:
 
 
 def _num_local(launch: Launch) -> int | None:
-    """Return the number of ranks on this host; None where that is not said."""
+    """Return the number of ranks on this host; None where the launcher does not say."""
     env = os.environ
     for name in (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -322,8 +321,8 @@ def _num_local(launch: Launch) -> int | None:
 
 def _job_name(env: Mapping[str, str]) -> str:
     """Return a key that only the ranks of this job share; empty if unknown."""
-    # A requeued job has the same name, and process numbers are used again; number and
-    # start time of the launcher's process are not.
+    # A requeued job has the same name, and process numbers are used again. Number and
+    # start time of the launcher's process together are unique.
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = [env.get(name, "") for name in ("PMIX_NAMESPACE", *slurm)]
     key = [*names, _daemon()[0]]
@@ -335,8 +334,8 @@ def _job_name(env: Mapping[str, str]) -> str:
 def _daemon() -> tuple[str, bool]:
     """Return the process that started the ranks of this host, if it can be seen.
 
-    And whether it is this one's parent: then the end of this process is that of its
-    rank, and not of a step of a script, or of a child.
+    Also return whether it is the parent of this process: then the end of this process
+    is the end of its rank, and not of a step of a script, or of a child.
     """
     parent = pid = os.getppid()
     for _ in range(_ANCESTORS):

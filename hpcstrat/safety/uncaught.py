@@ -1,7 +1,7 @@
 """An uncaught exception on one rank ends the job, from ``import hpcstrat`` on.
 
-Of several ranks that raise the same error, or one that another rank has caused, one
-shows its traceback, the others a line each.
+Where several ranks raise the same error, or one that another rank has caused, one shows
+its traceback, the others a line each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpcstrat.safety.presence import FAILED, own_registry
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
 
-# So long a rank waits for others to print first.
+# Times that a rank gives others to print first.
 _STAGGER_SECONDS = 0.03
 _SECONDARY_SECONDS = 0.5
 _FORWARD_SECONDS = 0.1
@@ -37,18 +37,18 @@ _before_abort: list[Callable[[], None]] = []
 
 
 class _Hooks:
-    """The hooks that were there before, so that a program's own still run."""
+    """The hooks that were set before ours, which still run."""
 
     process = 0
     before: list[Any] = []  # noqa: RUF012 - one for the process
-    # A program's hook may call the one before it, which is this one.
+    # How many hooks call each other now: a program's may call ours, which it replaced.
     depth = 0
 
 
 def install() -> None:
     """Let an uncaught exception of this process end the job, once MPI runs.
 
-    Not collective. Comes before a hook that the program has set meanwhile.
+    Comes before a hook that the program has set meanwhile.
     """
     if sys.excepthook is not _end_job:
         _Hooks.process = os.getpid()
@@ -73,7 +73,7 @@ def running_mpi() -> Any:
 def _show(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Show an error by the hook that was there before."""
+    """Show an error by the hook that was set before ours."""
     _Hooks.depth += 1
     try:
         earlier = len(_Hooks.before) - _Hooks.depth
@@ -154,7 +154,7 @@ def _site(trace: TracebackType | None) -> str:
 
 
 def _note(kind: type[BaseException], error: BaseException, **more: Any) -> None:
-    """Tell the ranks of this host, which may wait in MPI."""
+    """Tell the ranks of this host, which may wait in MPI, why this one ends."""
     board = own_registry()
     if board is not None:
         reason = f"{kind.__name__}: {_words(error)}"
@@ -193,5 +193,5 @@ def _abort_quietly(mpi: Any, code: int) -> None:
     except (AttributeError, OSError):
         return
     if end(ctypes.c_int(code), b"", None, ctypes.c_size_t(0)) == 0:
-        # So long the launcher has to end this process.
+        # Gives the launcher time to end this process.
         time.sleep(_ENDING_SECONDS)

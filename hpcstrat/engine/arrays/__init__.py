@@ -1,1 +1,1 @@
-"""Arrays: what they are, in which library, whose memory, and how they are packed."""
+"""Arrays: their kinds and libraries, shared memory between them, and packing."""

@@ -1,8 +1,8 @@
 """Memory of other libraries, kept until the GPU has read it.
 
-CuPy's pool hands memory out again in the order of the stream. Other libraries, such as
-JAX, do so on streams of their own, as soon as nothing holds the array: while work that
-was given to the GPU here is still to read it.
+CuPy's pool reuses memory in the order of the stream. Other libraries, such as JAX,
+reuse it on streams of their own, as soon as nothing holds the array, while work that
+was given to the GPU here has still to read it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Borrowed:
         self._event = cuda.Event(disable_timing=True)
 
     def __del__(self) -> None:
-        """Note where the stream is; any thread may be the one that collects arrays."""
+        """Note how far the stream is; any thread may collect arrays."""
         try:
             # The null stream is that of the thread's device.
             with self._device:
@@ -61,16 +61,16 @@ def _give_back() -> None:
         _giving_back.release()
 
 
-# While the libraries that own the memory are still there.
+# Let go while the libraries that own the memory are still loaded.
 atexit.register(_returned.clear)
 
 
 def borrow(array: Array) -> Array:
     """Return an array over memory of another library, which keeps it as long as needed.
 
-    Does not wait. Once nothing holds the result, nor a view of it, the memory goes back
-    when the current stream of this call has come to that point: then, or when memory is
-    next borrowed or let go of.
+    Does not wait. Once nothing holds the result, nor a view of it, the memory is given
+    back when the current stream of this call has come to that point: then, or at the
+    next call.
     """
     import cupy
 

@@ -1,8 +1,8 @@
 """Casts of values to a type, by one rule and without floating-point warnings.
 
-A value takes another type only where it is a plain number, or where its type was asked
+A value takes another type only where it is a plain number, or where that type was asked
 for; and only if the type holds it. Integers and text stay what they are, finite numbers
-stay finite, fractions are no integers. Rounding is no loss.
+stay finite, fractions do not become integers. Rounding is no loss.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ without_fp_warnings = np.errstate(all="ignore")
 """Decorates functions whose own arithmetic gives no floating-point warnings.
 
 A sum that overflows to infinity is a value like any other: with warnings as errors, or
-numpy.seterr, it would take one rank out of a call that the others are in. What the
-program gives us to call keeps the program's settings, so that it is not called in here.
+numpy.seterr, it would take one rank out of a call that the others are in. Do not call
+functions of the program inside: they keep the program's settings.
 """
 # NumPy's own frames call the functions that it decorates.
 pass_over(os.path.dirname(np.__file__))
@@ -89,7 +89,7 @@ assign: Any = operator.setitem
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """Whether a type is a half-precision float: float16, or ml_dtypes' bfloat16."""
+    """Return whether a type is a half-precision float: float16 or bfloat16."""
     if dtype.num < FIRST_FOREIGN_TYPE:
         return dtype.char == "e"
     # The name is slow to find.
@@ -99,8 +99,8 @@ def is_half(dtype: np.dtype[Any]) -> bool:
 def cast(array: Array, dtype: np.dtype[Any]) -> Array:
     """Return an array in a type that holds its values; ValueError if it does not.
 
-    The array itself where it has the type. Values on a GPU, for which the host would
-    have to wait, are not looked at.
+    The array itself where it has the type. Values on a GPU are not checked, as the host
+    would have to wait for them.
     """
     if array.dtype == dtype:
         return array
@@ -165,7 +165,7 @@ def from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
 
     By default floats become float32 and integers int32; arrays among them keep their
     type. ValueError if the default type does not hold a number; TypeError or
-    OverflowError if the type wanted does not hold one, or it is none.
+    OverflowError if the given type does not hold one, or it is not a number.
     """
     try:
         array = np.asarray(value)
@@ -177,7 +177,7 @@ def from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
         for leaf in leaves:
             typed = typed or hasattr(unmasked(leaf), "dtype")
         if array.dtype.kind == "f" and leaves and all(type(n) is int for n in leaves):
-            # NumPy's, for integers of which some are above those of int64.
+            # NumPy makes floats of integers if some do not fit int64.
             array = np.asarray(value, object)
     if dtype is not None:
         try:

@@ -1,9 +1,9 @@
 """Numbers in half precision, made of float32 by instructions that take many at once.
 
 NumPy converts them one by one, which takes longer than they save on a wire of 1 Gbit/s.
-The bits of a float32 that was multiplied by a power of two, so that its exponent counts
-from where that of the narrow type does, are those of the narrow number and some more
-digits, by which it is rounded to nearest, ties to even: subnormal numbers, too.
+A float32 is multiplied by a power of two, so that its exponent has the bias of the
+narrow type. Its bits are then those of the narrow number and some more digits, by which
+it is rounded to nearest, ties to even; this holds for subnormal numbers, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def narrowed(
 ) -> Array:
     """Return the bits of ``values * 2**exponent`` as uint16.
 
-    Of float32, all finite, and as products less than the largest of ``dtype``, which is
-    float16 or bfloat16. ``magnitudes``, which are without signs, are overwritten.
+    The values are float32, all finite, and their products are less than the largest of
+    ``dtype``, which is float16 or bfloat16. ``magnitudes``, the values without signs,
+    are overwritten.
     """
     digits, bias = _KINDS[dtype.name]
     _scale(magnitudes, exponent - bias)
@@ -44,9 +45,9 @@ def narrowed(
 
 
 def widened(bits: Array, exponent: int, dtype: np.dtype[Any]) -> Array:
-    """Return what `narrowed` was given, rounded; float32.
+    """Return the float32 values that `narrowed` was given, rounded.
 
-    Other numbers than finite ones become wrong ones.
+    Numbers that were not finite become wrong ones.
     """
     digits, bias = _KINDS[dtype.name]
     wide = bits.astype(np.uint32)
@@ -60,6 +61,6 @@ def widened(bits: Array, exponent: int, dtype: np.dtype[Any]) -> Array:
 
 
 def _scale(values: Array, exponent: int) -> None:
-    """Multiply by a power of two; by two factors, each of which float32 has."""
+    """Multiply by a power of two, in two factors, each of which float32 has."""
     for part in (exponent // 2, exponent - exponent // 2):
         values *= np.float32(2.0**part)

@@ -42,7 +42,7 @@ _REFUSALS = (BufferError, RuntimeError, TypeError)
 
 
 def is_device(value: Any) -> bool:
-    """Whether a value is an array in the memory of a GPU: one of CuPy's.
+    """Return whether a value is an array in the memory of a GPU: one of CuPy's.
 
     Costs little, and never loads CuPy. False for the device arrays of other libraries,
     which `as_array` converts.
@@ -60,17 +60,14 @@ def array_module(value: Any) -> Any:
 def place_of(array: Array) -> str:
     """Return the name of the memory that an array is in: ``GPU:0`` or ``CPU:0``.
 
-    GPUs by the number that CUDA gives them in this process.
+    The number of a GPU is that of CUDA in this process.
     """
     device: Any = array.device
     return f"GPU:{device.id}" if is_device(array) else "CPU:0"
 
 
 def to_host(array: Array) -> Array:
-    """Return an array in host memory; NumPy's as they are.
-
-    Waits for a GPU that is still computing it.
-    """
+    """Return an array in host memory, waiting for its GPU; one of NumPy as it is."""
     if not is_device(array):
         return array
     host: Array = sys.modules["cupy"].asnumpy(array)
@@ -78,7 +75,7 @@ def to_host(array: Array) -> Array:
 
 
 def to_device(array: Array) -> Array:
-    """Return an array on this thread's current GPU; CuPy's as they are.
+    """Return an array on this thread's current GPU; one of CuPy as it is.
 
     Copies are made in the order of the program's current stream. Loads CuPy.
     """
@@ -91,7 +88,7 @@ def to_device(array: Array) -> Array:
 
 
 def _as_foreign(value: Any) -> Array | None:
-    """Return a device array of another library as one of CuPy's; None for the rest."""
+    """Return a device array of another library as one of CuPy's; None for all else."""
     if type(value) is np.ndarray or isinstance(value, (np.generic, *PLAIN)):
         return None
     where = getattr(type(value), "__dlpack_device__", None)
@@ -109,7 +106,7 @@ def _as_foreign(value: Any) -> Array | None:
 
 
 def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
-    """Return the error for an array that another library does not give away.
+    """Return the error for an array that another library does not share.
 
     Errors of a GPU, and hpcstrat's own, are raised as they are.
     """
@@ -124,7 +121,7 @@ def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
 
 
 def _from_list(value: Any) -> Array | None:
-    """Return a list that begins with an array on a GPU as an array; None for the rest.
+    """Return a list that begins with an array on a GPU as one array; None for all else.
 
     For example rows of a data set that are read one by one.
     """
@@ -142,10 +139,10 @@ def _from_list(value: Any) -> Array | None:
 def as_array(value: ArrayLike, dtype: Any = None) -> Array:
     """Return a value as an array, without a copy where that is possible.
 
-    CuPy's for arrays on a GPU, of whatever library; NumPy's own class for all else, in
-    native byte order. Arrays keep their type, Python floats become float32, Python
-    integers int32; a type that is given must hold the values. ValueError where it does
-    not, for what holds no numbers, and for a mask; TypeError for types that hold
+    Arrays on a GPU, of any library, become CuPy's; all else becomes NumPy's own class,
+    in native byte order. Arrays keep their type, Python floats become float32, Python
+    integers int32; a given type must hold the values. ValueError where it does not, for
+    values that are no numbers, and for a mask; TypeError for types that hold
     references, which mean nothing to another process.
     """
     wanted = None if dtype is None else np.dtype(dtype)

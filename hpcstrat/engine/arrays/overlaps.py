@@ -22,13 +22,13 @@ _MOST_WORK = 10_000
 _FEW = 8
 
 _Place = tuple[int, int, int]
-"""Start and end in memory, and which array."""
+"""Start and end in memory, and index of the array."""
 
 
 def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
     """Find two outs that share memory, in which a result would be lost; or None.
 
-    Where what is reduced is one array twice, its result may be, too.
+    Outs of the same array, reduced twice, may be one array, too.
     """
     places = [(*_extent(outs[index]), index) for index in _not_surely_apart(outs)]
     # The last one ends the group before it.
@@ -69,10 +69,10 @@ def _shared(
 
 
 def _first_again(group: list[_Place], outs: list[Any]) -> int | None:
-    """Return which of a group is the first in memory that an earlier one has.
+    """Return the first array of a group that shares memory with another before.
 
-    Each piece of memory is marked once, since comparing every two arrays of many, such
-    as the columns of a matrix, would take too long.
+    Each piece of memory is marked once: comparing every two of many arrays, such as the
+    columns of a matrix, would take too long.
     """
     low, high = group[0][0], max(end for _, end, _ in group)
     views = [_in_host_terms(outs[index]) for _, _, index in group]
@@ -110,7 +110,7 @@ def _not_surely_apart(outs: list[Any]) -> list[int]:
 
 
 def _share(one: Any, other: Any) -> bool:
-    """Whether two arrays share memory."""
+    """Return whether two arrays share memory."""
     # NumPy's stub knows two values of it only.
     exactly: Any = np.shares_memory
     views = _in_host_terms(one), _in_host_terms(other)
@@ -137,9 +137,9 @@ def _in_host_terms(array: Any) -> Array:
 
 
 def lies_apart(array: Any) -> bool:
-    """Whether no element of an array shares memory with another of it.
+    """Return whether no two elements of an array share memory.
 
-    True for all but what functions such as ``as_strided`` make.
+    True for all arrays but those of functions such as ``as_strided``.
     """
     if array.flags.c_contiguous or not array.size:
         return True
@@ -155,7 +155,7 @@ def lies_apart(array: Any) -> bool:
 def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
     """Copy the arrays over which another array's result would be written.
 
-    Where the results go, ``outs`` says, in the same order.
+    ``outs`` are the places of the results, in the same order.
     """
     extents = [_extent(array) for array in arrays]
     ends = [(start, end, -1 - i) for i, (start, end) in enumerate(extents)]

@@ -1,8 +1,7 @@
 """Plans that group arrays into pieces, and the copies that follow them.
 
 A broadcast packs the arrays of one type into one buffer. A reduction never holds such a
-buffer: it cuts the arrays, one behind the other, into pieces that fit a cache, whose
-way through the algorithm is both the packing and the unpacking.
+buffer: it cuts the arrays, one behind the other, into pieces that fit a cache.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ class Run:
     dtype: np.dtype[Any]
     start: int
     size: int
-    # Index of the array, its first element and the one behind its last, in C order, and
-    # the place of the first in the piece; all in elements.
+    # Index of the array; its first element and the one behind its last, in C order; the
+    # place of the first in the piece. All in elements.
     spans: tuple[tuple[int, int, int, int], ...]
 
 
@@ -112,9 +111,9 @@ def cut(
 def spans_of(
     bucket: Bucket, low: int, high: int, shift: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the parts of a bucket's arrays between two of its elements.
+    """Return the spans, as `Run` has them, of a bucket's arrays between two elements.
 
-    As a run has them; ``shift`` leads from an element of the bucket to its place.
+    An element of the bucket, plus ``shift``, is its place.
     """
     starts = [start for start, _, _ in bucket.parts]
     spans = []
@@ -174,7 +173,7 @@ def side_by_side(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 def wire_dtype(dtype: np.dtype[Any], means: bool) -> tuple[np.dtype[Any], bool]:
     """Return the type in which values are added, and whether the sum is cast back."""
-    # Half types have too few digits to be added up in.
+    # Half types have too few digits for sums.
     if is_half(dtype):
         return np.dtype(np.float32), True
     if dtype.kind in "iu" and means:

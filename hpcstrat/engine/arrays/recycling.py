@@ -95,9 +95,9 @@ class DeviceRecycler:
     """Makes arrays on this thread's GPU, and keeps hold of up to ``limit_bytes``.
 
     CuPy's pool has memory at hand, but making an array takes a microsecond or two, and
-    a model has hundreds of gradients. Arrays of a call that nobody holds any longer are
-    the results of its next repetition: they are written in the order of the program's
-    stream, after what was done with them before.
+    a model has hundreds of gradients. Arrays of a call that nobody holds any longer
+    become the results of its next repetition. They are written in the order of the
+    program's stream, after all earlier work on them.
     """
 
     def __init__(self, limit_bytes: int = _LIMIT_DEVICE_BYTES) -> None:
@@ -117,8 +117,8 @@ class DeviceRecycler:
     ) -> list[Array]:
         """Return arrays with any content, in C order, for the call that ``key`` names.
 
-        The kinds are the same for the same key. The arrays are their caller's alone,
-        for as long as it, or a view, holds them. ``module`` is ``cupy``.
+        The kinds are the same for the same key. The arrays belong to their caller alone
+        as long as it, or a view, holds them. ``module`` is ``cupy``.
         """
         # Memory is used again in the order of the stream that used it before.
         key = key, module.cuda.get_current_stream().ptr

@@ -15,7 +15,7 @@ def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
     """Add up the rows that come several times, in their order; fresh, and ascending.
 
     Rows on a GPU go through host memory: CuPy adds them in any order, with other bits
-    each time. NumPy adds at indices slowly, so only what comes again.
+    each time. NumPy's addition at indices is slow, so that only repeated rows take it.
     """
     if is_device(values):
         own = summed_rows(to_host(indices), to_host(values))
@@ -30,7 +30,7 @@ def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
 
 
 def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
-    """Apply a function of NumPy to rows in place; to some several times, if they recur.
+    """Apply a function of NumPy to rows in place; several times to rows that recur.
 
     On a GPU in the order of the rows, as in host memory, so that all replicas get the
     same bits, which CuPy's own form does not give; waits for the indices, and takes a
@@ -52,9 +52,9 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
 
 
 def replace_at(array: Array, indices: Array, values: Array) -> None:
-    """Replace rows in place; of those that come several times, the last counts.
+    """Replace rows in place; the last of several values of a row counts.
 
-    On a GPU, too, where it waits for the indices. All arrays are of one library.
+    On a GPU it waits for the indices. All arrays are of one library.
     """
     if not is_device(array):
         array[indices] = values

@@ -1,4 +1,4 @@
-"""The calls between logical replicas, for code that runs as one of them."""
+"""Calls between logical replicas, for code that runs as one of them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ __all__ = ["EndedReduction", "Listener", "Meetings", "joined", "run_listened"]
 
 
 class Listener(Protocol):
-    """Something with state of its own for each replica that takes its turn.
+    """An object that has a state for each replica, and follows their turns.
 
     ``index`` counts the replicas of this rank.
     """
 
     def start(self) -> None:
-        """Begin a run; in the thread that has called it."""
+        """Begin a run, in the thread that has called it."""
 
     def begin(self, index: int) -> None:
-        """Begin a replica's function; in its thread, as the next two."""
+        """Begin a replica's function, in its thread."""
 
     def pause(self, index: int) -> None:
-        """Leave the turn to others."""
+        """Leave the turn to others, in the replica's thread."""
 
     def resume(self, index: int) -> None:
-        """Have the turn again."""
+        """Have the turn again, in the replica's thread."""
 
     def end(self) -> None:
         """End a run."""
@@ -52,7 +52,7 @@ class EndedReduction:
         self._result = result
 
     def test(self) -> bool:
-        """Whether it has ended: always."""
+        """Return True: the reduction has ended."""
         return True
 
     def wait(self) -> Tree:
@@ -68,7 +68,7 @@ class Meetings:
     between ranks, and ``cross_entry`` is the context in which they are made.
     """
 
-    # There is none here: channels belong to ranks, not to replicas.
+    # Channels belong to ranks, not to replicas.
     channel = None
     overlaps = False
 
@@ -103,39 +103,32 @@ class Meetings:
         return self._ranks.timeout_seconds
 
     def take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call a function for each replica of this rank; returns what they returned."""
+        """Call a function for each replica of this rank; return their results."""
         self.runs += 1
         try:
-            return self._take_turns(functions)
+            if len(self.block) == 1:
+                return [function() for function in functions]
+            names = [f"replica {number}" for number in self.block]
+            turns = self._kept.pop() if self._kept else Turns(names, self._ranks.fail)
+            self._running.append(turns)
+            try:
+                return turns.run(functions)
+            finally:
+                self._running.remove(turns)
+                self._kept.append(turns)
         finally:
             self.runs -= 1
-
-    def _take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        if len(self.block) == 1:
-            return [function() for function in functions]
-        names = [f"replica {number}" for number in self.block]
-        turns = self._kept.pop() if self._kept else Turns(names, self._tell)
-        self._running.append(turns)
-        try:
-            return turns.run(functions)
-        finally:
-            self._running.remove(turns)
-            self._kept.append(turns)
 
     def close(self) -> None:
         """End the threads of the replicas."""
         for turns in self._kept:
             turns.close()
 
-    def _tell(self, what: str, error: BaseException) -> None:
-        """Tell the other ranks, which wait in a call that is not made here."""
-        self._ranks.fail(what, error)
-
     def meet(self, what: str, act: Act, argument: Any) -> Any:
-        """Make a call once, for all replicas of this rank; returns this one's result.
+        """Make a call once, for all replicas of this rank; return this one's result.
 
         Collective over the strategy's replicas. ``act`` takes the arguments of the
-        replicas of this rank, in their order, and returns a result for each. It is
+        replicas of this rank, in their order, and returns a result for each; it is
         called in cross-replica context. CollectiveError if replicas make another call.
         """
         entry = current()
@@ -163,7 +156,7 @@ class Meetings:
         argument: Any,
         then: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Come to a call for the replica whose turn it is, in any thread; returns.
+        """Come to a call for the replica whose turn it is, in any thread; do not wait.
 
         As `meet`; ``then`` is called with the replica's result, or an error, once it
         has its turn again.
@@ -321,7 +314,7 @@ class Meetings:
         return result
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Do nothing: the others learn of it where they wait for this replica."""
+        """Do nothing: the other replicas get the error where they wait for this one."""
 
     @contextmanager
     def all_raise(self, what: str) -> Iterator[None]:
@@ -330,7 +323,7 @@ class Meetings:
         yield
 
     def section(self, what: str) -> AbstractContextManager[None]:
-        """Return what does nothing: `run` ends in the section of its rank."""
+        """Return a context that does nothing: `run` ends in the section of its rank."""
         del what
         return nullcontext()
 
@@ -349,7 +342,7 @@ def run_listened(
 ) -> list[Any]:
     """Call functions of replicas by ``run``, and tell listeners which of them runs.
 
-    None calls one after the other.
+    A ``run`` of None calls one after the other.
     """
     if not listeners and run is None:
         return [function() for function in functions]
@@ -399,22 +392,19 @@ def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:
             results.append(leaves[0])
             continue
         arrays = [as_array(leaf) for leaf in leaves]
-        first, bad = arrays[0], None
+        first = arrays[0]
         if not 0 <= axis < first.ndim:
             results.append(first)
             continue
         for number, array in zip(block, arrays, strict=True):
             if _apart(array, axis) != _apart(first, axis):
-                bad = number
-                break
-        if bad is not None:
-            raise CollectiveError(
-                f"expected arrays in {what} that differ along axis {axis} alone, found "
-                f"{first.dtype}{list(first.shape)} on replica {block[0]} and "
-                f"{array.dtype}{list(array.shape)} on replica {bad}; gather the same "
-                "on all",
-                [block[0], bad],
-            )
+                raise CollectiveError(
+                    f"expected arrays in {what} that differ along axis {axis} alone, "
+                    f"found {first.dtype}{list(first.shape)} on replica {block[0]} and "
+                    f"{array.dtype}{list(array.shape)} on replica {number}; gather the "
+                    "same on all",
+                    [block[0], number],
+                )
         results.append(array_module(first).concatenate(arrays, axis))
     return unflatten(flats[0][1], results)
 

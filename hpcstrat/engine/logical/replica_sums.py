@@ -1,4 +1,4 @@
-"""Sums over logical replicas, made by the ranks that have them."""
+"""Sums over logical replicas, which the ranks that hold them make."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PIECE_BYTES = 4 << 20
 # Arrays up to a size are copied side by side, so that NumPy is called once for many.
 _SMALL_BYTES = 32 << 10
 _PACK_BYTES = 256 << 10
-# Up to this size every rank adds all roots itself.
+# Up to this size, every rank adds all roots itself.
 _GATHERED_BYTES = 8 << 10
 
 
@@ -62,11 +62,11 @@ class ReplicaSums:
     ) -> Tree:
         """Combine one tree of arrays of each replica of this rank over all replicas.
 
-        Collective over ``topology.replica_comm``. As ``Collectives.reduce_in_call``,
-        whose arguments it takes. With ``are_roots`` the trees are sums, one for each of
-        `TreeOrder.roots`, which may be overwritten. The results have the same bits on
-        any number of ranks. CollectiveError if replicas disagree on structure, shape or
-        dtype; on all ranks.
+        Collective over ``topology.replica_comm``; arguments as of
+        ``Collectives.reduce_in_call``. With ``are_roots`` the trees are sums, one for
+        each of `TreeOrder.roots`, which may be overwritten. The results have the same
+        bits on any number of ranks. CollectiveError, on all ranks, if replicas disagree
+        on structure, shape or dtype.
         """
         how = {"out": out, "are_roots": are_roots}
         reduce = functools.partial(self._reduce, op, trees, what, options, **how)

@@ -11,18 +11,18 @@ __all__ = ["fix_threads", "let_xla_wait", "xla_problem"]
 _XLA = "NPROC"
 _TENSORFLOW = "TF_NUM_INTRAOP_THREADS"
 _DEVICES = "jax_num_cpu_devices"
-# The value of the variable that XLA reads when it begins to compute.
+# Value of the variable that XLA reads when it begins to compute.
 _of_xla = [os.environ.get(_XLA, "")]
 # The most replicas of a strategy that was made before XLA began to compute.
 _most_replicas = [0]
 
 
 def fix_threads(count: int, num_replicas: int) -> Any:
-    """Let BLAS, OpenMP, PyTorch, XLA and TensorFlow compute with so many threads.
+    """Let BLAS, OpenMP, PyTorch, XLA and TensorFlow compute with ``count`` threads.
 
-    Sums inside of a matrix product are made by parts, one for each thread, so that
-    their bits depend on the number. Returns what keeps the limit; RuntimeError where
-    JAX or TensorFlow has begun to compute with another number, which it keeps.
+    Sums inside a matrix product are made in parts, one for each thread, so that their
+    bits depend on the number. Returns an object that keeps the limit. RuntimeError
+    where JAX or TensorFlow has begun to compute with another number, which it keeps.
     """
     from threadpoolctl import threadpool_limits
 
@@ -72,9 +72,9 @@ def _xla_has_begun() -> bool:
 def let_xla_wait() -> None:
     """Give XLA threads in which the programs of logical replicas wait for each other.
 
-    Not collective; does nothing once JAX has computed. A program that waits keeps one
-    thread of XLA's that computes nothing. XLA has one of them for each device of a CPU,
-    and as many devices as it is asked for, which share the threads that compute.
+    Does nothing once JAX has computed. A program that waits keeps one thread of XLA's
+    that computes nothing. XLA has one such thread for each CPU device, and as many
+    devices as it is asked for; the threads that compute are shared.
     """
     jax: Any = sys.modules.get("jax")
     if not _most_replicas[0] or jax is None or _xla_has_begun():
@@ -84,7 +84,7 @@ def let_xla_wait() -> None:
 
 
 def xla_problem(num_replicas: int) -> str:
-    """Return why so many replicas of a rank cannot wait in XLA; '' if they can."""
+    """Return why this many replicas of a rank cannot wait in XLA; empty if they can."""
     jax: Any = sys.modules["jax"]
     found = len(jax.local_devices(backend="cpu"))
     if num_replicas == 1 or found > num_replicas:

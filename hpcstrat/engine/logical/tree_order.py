@@ -2,7 +2,7 @@
 
 The replicas are the leaves of a balanced binary tree, cut off behind the last of them.
 A sum is that of the tree, so that its bits depend on the number of replicas alone. Each
-rank has a block of replicas in a row; it adds up the largest whole subtrees of its
+rank has a block of consecutive replicas; it adds up the largest whole subtrees of its
 block, whose roots are all that the other ranks need of it.
 """
 
@@ -19,7 +19,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["TreeOrder"]
 
-# Elements that are added at a time, so that what lies between stays in a cache.
+# Elements that are added at a time, so that intermediate sums stay in a cache.
 _BLOCK = 1 << 15
 
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]
@@ -33,8 +33,8 @@ _Node = tuple[int, int]
 class TreeOrder:
     """The tree over ``num_replicas`` leaves, dealt to ``num_ranks`` ranks in blocks.
 
-    Ranks number from 0; there are at least as many replicas as ranks. Sums that
-    overflow warn, unless the caller is `hpcstrat.engine.arrays.casting.quiet`.
+    There are at least as many replicas as ranks. Sums that overflow warn, unless the
+    caller uses `hpcstrat.engine.arrays.casting.without_fp_warnings`.
     """
 
     num_replicas: int
@@ -78,8 +78,8 @@ class TreeOrder:
     def merges(self, rank: int) -> list[int]:
         """Return how many pairs to add when each replica of a rank has come, in order.
 
-        The values are on a stack: a replica's is put on top, then so often the upper
-        two are added. The roots are left.
+        The values are on a stack: a replica's value is put on top, then the upper two
+        are added this many times. The roots are left.
         """
         found: list[int] = []
 
@@ -108,8 +108,8 @@ class TreeOrder:
         """Add up the values of a rank's replicas, to one array for each of its roots.
 
         ``values`` has a contiguous array of each replica, of one type and shape, not
-        modified; a root that is a single replica is its array itself, others are made
-        by ``empty``.
+        modified. The result of a root that is a single replica is that replica's array
+        itself; ``empty`` makes the others.
         """
         first = self.block(rank).start
         leaves = {(0, first + i): value for i, value in enumerate(values)}

@@ -9,6 +9,7 @@ at which two replicas run, and the order in which they do is always the same.
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 import threading
 from _thread import allocate_lock
@@ -47,8 +48,7 @@ class _Seat:
         self.argument: Any = None
         self.answer: Any = None
         self.error: BaseException | None = None
-        # For a replica whose thread does not wait here: called with answer and error
-        # once the replica has its turn again.
+        # See `Turns.meet_later`.
         self.then: Callable[[Any, BaseException | None], None] | None = None
         self.failure: BaseException | None = None
 
@@ -56,9 +56,9 @@ class _Seat:
 class Turns:
     """Threads for the replicas of a rank, which are kept from run to run.
 
-    ``names`` are those of the replicas, in their order. ``tell`` gets what a call was,
-    and an error, where only some of them have come to that call: for the other ranks,
-    which wait in it.
+    ``names`` are those of the replicas, in their order. Where only some replicas have
+    come to a call, ``tell`` is called with the name of the call and an error, to tell
+    the other ranks, which wait in it.
     """
 
     def __init__(
@@ -75,16 +75,15 @@ class Turns:
         self._first: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call a function for each replica, in turns; returns what they returned.
+        """Call a function for each replica, in turns; return their results.
 
-        Each runs in a copy of the caller's context. What the first replica that failed
-        has raised is raised here, once all have ended.
+        Each runs in a copy of the caller's context. Once all have ended, the error of
+        the first replica that failed is raised here.
         """
         seats = self._seats or self._start()
         self._first = None
         for seat, function in zip(seats, functions, strict=True):
-            context = contextvars.copy_context()
-            seat.job = _in_context(context, function)
+            seat.job = functools.partial(contextvars.copy_context().run, function)
             seat.error = seat.failure = seat.answer = None
         try:
             self._go_round(seats)
@@ -93,7 +92,7 @@ class Turns:
                 self._go_round([seat for seat in seats if seat.job is not None])
         except BaseException:
             # After Ctrl-C and the like, the results of the replicas are not needed.
-            self._abandon()
+            self.close()
             raise
         answers = [seat.answer for seat in seats]
         first, self._first = self._first, None
@@ -107,8 +106,8 @@ class Turns:
     def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
         """Wait, in a replica's thread, until all make this call; return its result.
 
-        The last arguments are those of the replica with this number. ``act`` is called
-        once, that of the first replica, in the thread that had called `run`.
+        ``number`` is the replica's, ``argument`` its argument. The ``act`` of the first
+        replica is called once, in the thread that called `run`.
         """
         seat = self._seats[number]
         if seat.thread != get_ident():
@@ -133,18 +132,15 @@ class Turns:
         argument: Any,
         then: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Come to a call for the replica whose turn it is, in any thread; returns.
+        """Come to a call for the replica whose turn it is, in any thread; do not wait.
 
-        For what the replica's own thread waits for, as a compiled function. ``then`` is
-        called with the answer, or an error, when it has its turn again.
+        For a replica whose own thread waits elsewhere, such as in a compiled function:
+        ``then`` is called with the answer, or an error, when the replica has its turn
+        again.
         """
         seat = self._seats[self.current]
         seat.what, seat.act, seat.argument, seat.then = what, act, argument, then
         self._pass_on(seat)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._abandon()
 
     def _start(self) -> list[_Seat]:
         seats = self._seats = [_Seat() for _ in self._names]
@@ -231,10 +227,11 @@ class Turns:
         doing = []
         for name, seat in zip(self._names, seats, strict=True):
             if seat.failure is not None:
+                what = next(seat.what for seat in seats if seat.what is not None)
                 kind = type(seat.failure).__name__
                 return ReplicaError(
-                    f"expected all replicas in {self._call(seats)}, found that {name} "
-                    f"had raised {kind}: {seat.failure}; see its own traceback"
+                    f"expected all replicas in {what}, found that {name} had raised "
+                    f"{kind}: {seat.failure}; see its own traceback"
                 )
             doing.append(f"{name} {'at its end' if seat.what is None else seat.what}")
         return CollectiveError(
@@ -242,30 +239,19 @@ class Turns:
             f"{'; '.join(doing)}; make each call on all replicas, in one order"
         )
 
-    @staticmethod
-    def _call(seats: Sequence[_Seat]) -> str | None:
-        return next(seat.what for seat in seats if seat.what is not None)
-
-    def _abandon(self) -> None:
+    def close(self) -> None:
         """Let the threads end, each when its turn would come."""
         seats, self._seats = self._seats, []
         self._ended = allocate_lock()
         self._ended.acquire()
         for seat in seats:
-            # The replica whose turn it is learns of it at its next call.
+            # The replica whose turn it is stops at its next call.
             if seat.what is not None or not seat.running:
                 seat.error = _Stopped()
                 seat.what = None
                 if seat.then is None:
                     seat.turn.release()
                 else:
-                    # Its thread finds out at its next call.
                     seat.then(
                         None, RuntimeError("expected the run to go on, found it left")
                     )
-
-
-def _in_context(
-    context: contextvars.Context, function: Callable[[], Any]
-) -> Callable[[], Any]:
-    return lambda: context.run(function)

@@ -6,7 +6,8 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 __all__ = ["BINS", "ROW_BYTES", "ArrivalReport", "ReplicaArrivals"]
 
@@ -20,8 +21,8 @@ _MOST_NAMED = 3
 _NOTABLE = 0.2
 _NOTABLE_SECONDS = 0.001
 
-# Replica, host; seconds; calls, waits, waited, longest, its call; the histogram; waits
-# and seconds and longest of the data; who was awaited, and for how long.
+# The fields of `ReplicaArrivals`, in their order: of the awaited replicas first all
+# numbers, then all seconds. Texts are cut.
 _NUMBERS = struct.Struct(f"=q48sdqqdd112s{BINS}Iqdd{_MOST_AWAITED}q{_MOST_AWAITED}d")
 _CHECK = struct.Struct("=I")
 
@@ -39,17 +40,17 @@ class ReplicaArrivals:
     Parameters
     ----------
     replica : int
-        Which replica.
+        Number of the replica.
     host : str
         Where it runs.
     elapsed_seconds : float
-        How long the strategy has been open.
+        Time since the strategy was made.
     calls : int
         Number of collective calls.
     waits : int
-        How many of them it waited in for late replicas, before any data moved.
+        Number of calls in which it waited for late replicas, before any data moved.
     waited_seconds : float
-        How long, in all.
+        Total of these waits.
     longest_seconds : float
         The longest of these waits.
     longest_call : str
@@ -58,9 +59,9 @@ class ReplicaArrivals:
         Number of waits of less than 1 microsecond, of 1, of 2 to 3, of 4 to 7, and so
         on by powers of two.
     data_waits : int
-        How often it waited inside of a call, for data on its way.
+        Number of waits inside of a call, for data on their way.
     data_seconds : float
-        How long, in all.
+        Total of these waits.
     data_longest_seconds : float
         The longest of these waits.
     awaited : tuple of (int, float)
@@ -88,23 +89,12 @@ class ReplicaArrivals:
 
         Not collective. For the library's own modules.
         """
-        some = [*self.awaited, *[(-1, 0.0)] * _MOST_AWAITED][:_MOST_AWAITED]
-        numbers = _NUMBERS.pack(
-            self.replica,
-            _cut(self.host, 48),
-            self.elapsed_seconds,
-            self.calls,
-            self.waits,
-            self.waited_seconds,
-            self.longest_seconds,
-            _cut(self.longest_call, 112),
-            *self.histogram,
-            self.data_waits,
-            self.data_seconds,
-            self.data_longest_seconds,
-            *(replica for replica, _ in some),
-            *(seconds for _, seconds in some),
-        )
+        awaited = [*self.awaited, *[(-1, 0.0)] * _MOST_AWAITED][:_MOST_AWAITED]
+        values: list[Any] = []
+        for value in (*astuple(self)[:-1], *zip(*awaited, strict=True)):
+            text = value.encode(errors="replace") if isinstance(value, str) else value
+            values += text if isinstance(text, tuple) else [text]
+        numbers = _NUMBERS.pack(*values)
         return _CHECK.pack(zlib.crc32(numbers)) + numbers
 
     @classmethod
@@ -116,48 +106,31 @@ class ReplicaArrivals:
         numbers = data[_CHECK.size : ROW_BYTES]
         if _CHECK.unpack_from(data)[0] != zlib.crc32(numbers):
             return None
-        values = _NUMBERS.unpack(numbers)
-        replica, host, elapsed, calls, waits, waited, longest, text = values[:8]
-        histogram, rest = values[8 : 8 + BINS], values[8 + BINS :]
-        data_waits, data_seconds, data_longest = rest[:3]
+        # A text that was cut may end within a character.
+        values: list[Any] = [
+            v.rstrip(b"\0").decode(errors="ignore") if isinstance(v, bytes) else v
+            for v in _NUMBERS.unpack(numbers)
+        ]
+        rest = values[8 + BINS :]
         pairs = zip(rest[3 : 3 + _MOST_AWAITED], rest[-_MOST_AWAITED:], strict=True)
-        return cls(
-            replica=replica,
-            host=_text(host),
-            elapsed_seconds=elapsed,
-            calls=calls,
-            waits=waits,
-            waited_seconds=waited,
-            longest_seconds=longest,
-            longest_call=_text(text),
-            histogram=histogram,
-            data_waits=data_waits,
-            data_seconds=data_seconds,
-            data_longest_seconds=data_longest,
-            awaited=tuple((r, seconds) for r, seconds in pairs if r >= 0),
+        awaited = tuple(
+            (replica, seconds) for replica, seconds in pairs if replica >= 0
         )
-
-
-def _cut(text: str, length: int) -> bytes:
-    return text.encode(errors="replace")[:length]
-
-
-def _text(data: bytes) -> str:
-    # A text that was cut may end within a character.
-    return data.rstrip(b"\0").decode(errors="ignore")
+        values[8:] = [tuple(values[8 : 8 + BINS]), *rest[:3], awaited]
+        return cls(*values)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalReport:
     """The times that replicas have waited for each other; ``str`` gives a table.
 
-    A late replica is known by waiting less than the others: in all, each of them spends
-    the same time on computing and waiting together.
+    A late replica is known by waiting less than the others: computing and waiting
+    together take each of them the same time.
 
     Parameters
     ----------
     replicas : tuple of ReplicaArrivals
-        Of every replica of the strategy, in order; of some, where not all can be asked.
+        Those of all replicas of the strategy, in order, or of those that can be asked.
     """
 
     replicas: tuple[ReplicaArrivals, ...]

@@ -1,7 +1,7 @@
 """Statistics of lateness: how long this rank has waited for the others.
 
-A call in which all ranks meet within the first quick looks costs nothing here. Only a
-rank that waits longer takes the time.
+A call in which all ranks meet within the first quick looks costs nothing here; only a
+rank that waits longer counts its time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["Arrivals"]
 
-# A look at who is missing takes a tenth of a microsecond for each rank: of larger
-# workers it is left to the long waits.
+# A look at who is missing takes a tenth of a microsecond for each rank: in larger
+# workers only long waits look.
 _MOST_LOOKED_AT = 16
 _PUBLISH_SECONDS = 0.1
 _GATHER_SECONDS = 5.0
@@ -54,10 +54,9 @@ class _Waits:
 
 
 class Arrivals:
-    """The waits of one channel's rank.
+    """The waits of one channel's rank. Collective over ``topology.replica_comm``.
 
-    Collective over ``topology.replica_comm``. ``count`` returns the number of
-    collective calls.
+    ``count`` returns the number of collective calls.
     """
 
     def __init__(self, topology: Topology, comm: Any, count: Callable[[], int]) -> None:
@@ -84,9 +83,9 @@ class Arrivals:
         self.publish()
 
     def begin(self, call: str) -> float:
-        """Take note that this rank waits for late ranks; returns the time for `end`."""
+        """Note that this rank begins to wait for others; return the time for `end`."""
         now = time.perf_counter()
-        # There is nothing else to do now, which there will be once all have come.
+        # Publishing costs nothing now, as this rank has to wait.
         if now > self._publish_at:
             self._publish_at = now + _PUBLISH_SECONDS
             self.publish()
@@ -107,7 +106,7 @@ class Arrivals:
         self._data.add(time.perf_counter() - start, call)
 
     def own(self) -> ReplicaArrivals:
-        """Return this replica's numbers up to now, also of a wait that goes on."""
+        """Return this replica's numbers up to now, a wait that goes on included."""
         header, data, now = self._header, self._data, time.perf_counter()
         waited, longest, text = header.seconds, header.longest, header.longest_call
         if self._waiting is not None:
@@ -133,11 +132,11 @@ class Arrivals:
         )
 
     def publish(self) -> None:
-        """Show this replica's numbers to its worker; not collective."""
+        """Show this replica's numbers to its worker."""
         self._page[:] = self.own().packed()
 
     def of_worker(self) -> ArrivalReport:
-        """Return what the worker's replicas have shown.
+        """Return the numbers that the worker's replicas have shown.
 
         A process that was killed while it wrote is left out.
         """
@@ -154,8 +153,8 @@ class Arrivals:
         """Return the numbers of all replicas at the end of the program, on replica 0.
 
         Collective over ``topology.replica_comm``, once all ranks have said that they
-        leave. It gives up after some seconds, and returns None: where a rank has died
-        meanwhile, no other waits here for ever.
+        leave. None after some seconds without an answer, as where a rank has died
+        meanwhile.
         """
         first = self.topology.replica_id == 0
         data = self.own().packed()
@@ -172,7 +171,7 @@ class Arrivals:
         return ArrivalReport(tuple(row for row in found if row is not None))
 
     def close(self) -> None:
-        """Let go of the shared memory; not collective."""
+        """Let go of the shared memory."""
         for page in self._pages:
             page.release()
         self._pages = []

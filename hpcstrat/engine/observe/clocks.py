@@ -35,8 +35,8 @@ def measure_clock(
 
     Collective over ``topology.replica_comm``; only the first replica of each worker
     communicates, one worker after the other. No other message is under way in ``comm``,
-    which has all replicas in the same order. The ``clock`` has nanoseconds. None on the
-    others of a worker, and where there was no answer in time.
+    which has all replicas in the same order. ``clock`` returns nanoseconds. None on the
+    other replicas of a worker, and where there was no answer in time.
     """
     if topology.worker_comm.rank:
         return None
@@ -44,8 +44,7 @@ def measure_clock(
     deadline = time.monotonic() + limit
     if topology.replica_id:
         return _ask(comm, clock, deadline)
-    # Ranks are translated, as the launch decides where workers' first ranks are in
-    # ``comm``.
+    # The launcher decides which ranks of ``comm`` are the first of their workers.
     own, every = topology.cross_worker_comm.Get_group(), comm.Get_group()
     leaders = own.Translate_ranks(None, every)
     own.Free()

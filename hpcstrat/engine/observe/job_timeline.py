@@ -32,10 +32,10 @@ def start(
 ) -> bool:
     """Begin to record, unless this process records already; return whether it did.
 
-    Collective over ``topology.replica_comm``. The files go to the directory, which is
-    made where it is missing; empty for NVTX ranges alone. Without topology and comm it
-    is of a single rank without MPI. ``comm`` has all replicas, for this and nothing
-    else at the time. Raises OSError on every rank, if a file cannot be made.
+    Collective over ``topology.replica_comm``; a single rank without MPI passes neither
+    topology nor ``comm``, which has all replicas and serves nothing else meanwhile. The
+    files go to the directory, which is made where it is missing; an empty one stands
+    for NVTX ranges alone. OSError on every rank, if a file cannot be made.
     """
     records = active.recorder is not None
     # Some ranks may record already, for a strategy of fewer ranks.
@@ -112,10 +112,9 @@ def _new_run(directory: str) -> str:
 
 
 def measure(ranks: Topology | None, limit_seconds: float | None = None) -> None:
-    """Measure the clocks of all workers again, where a timeline is recorded.
+    """Measure the clocks of all workers again, if a timeline of ``ranks`` is recorded.
 
-    Collective over the replicas of the timeline. Nothing is done unless it is that of
-    ``ranks``; it is given up after the limit.
+    Collective over the replicas of the timeline; given up after the limit.
     """
     recorder, topology = active.recorder, _Session.topology
     if recorder is None or recorder.file is None or topology is None:
@@ -136,9 +135,8 @@ def stop(
 ) -> None:
     """End the timeline, if there is one; only if it is that of ``topology``, if given.
 
-    Collective over the replicas of the timeline with ``together``, else not collective:
-    all ranks do so at the same point then, and the clocks are measured again, within
-    the limit.
+    With ``together``, collective over the replicas of the timeline, at the same point
+    of the program: the clocks are measured again, within the limit.
     """
     recorder = active.recorder
     if recorder is None or (topology is not None and _Session.topology is not topology):
@@ -156,5 +154,5 @@ def flush() -> None:
         active.recorder.flush()
 
 
-# Registered before the end of MPI, and so run after it: what nobody has ended.
+# Ends a timeline that is still on; registered before the end of MPI, so run after it.
 atexit.register(stop, together=False)

@@ -1,4 +1,4 @@
-"""Ranks that their launcher has bound to fewer cores than they are."""
+"""Ranks that their launcher has bound to fewer cores than there are ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CrowdedRanks:
     num_others: int
 
     def text(self, host: str, rank_words: str) -> str:
-        """Return what is wrong, and what to do."""
+        """Return a sentence about these ranks, with advice."""
         numbers = ", ".join(map(str, sorted(self.cores)))
         cores = f"core{'s' * (len(self.cores) > 1)} {numbers}"
         others = f"{self.num_others} other core{'s' * (self.num_others > 1)}"

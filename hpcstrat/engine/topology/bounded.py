@@ -28,7 +28,6 @@ def finish(requests: Iterable[Any], deadline: float, *, naps: bool = False) -> b
         if naps:
             time.sleep(_NAP_SECONDS)
         else:
-            # Without a nap, which would lengthen the wait; others may need the core.
             os.sched_yield()
         left = [request for request in left if not request.Test()]
     return True

@@ -10,13 +10,12 @@ from hpcstrat.errors import TopologyError
 
 __all__ = ["is_of_multiprocessing", "refuse_children"]
 
-# Forks inherit it, and have another number.
+# A fork inherits this number, and has another one itself.
 _imported_by = os.getpid()
 
 
 def is_of_multiprocessing() -> bool:
-    """Whether the program made this process by multiprocessing, in whatever way."""
-    # Loaded by now, where it is one.
+    """Return whether the program made this process by multiprocessing, in any way."""
     module = sys.modules.get("multiprocessing.process")
     if module is None:
         return False
@@ -27,10 +26,10 @@ def is_of_multiprocessing() -> bool:
 
 
 def refuse_children() -> None:
-    """Refuse processes that a rank has made: MPI is its own, and cannot be theirs.
+    """Refuse processes that a rank has made: they cannot use the rank's MPI.
 
-    Not collective; before anything that ranks do together. Raises TopologyError in a
-    child of multiprocessing, as the workers of data loaders are, and in a fork.
+    Call it before anything that ranks do together. Raises TopologyError in a child of
+    multiprocessing, such as a worker of a data loader, and in a fork.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     runs = mpi is not None and mpi.Is_initialized()

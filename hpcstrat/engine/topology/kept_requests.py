@@ -20,17 +20,14 @@ _kept: deque[tuple[Any, Any]] = deque()
 def keep(requests: Iterable[Any], memory: Any = None) -> None:
     """Keep the requests that are not complete, and memory that they do not hold.
 
-    Not collective. Requests of mpi4py hold the buffers that they were given. It makes
-    no call of MPI, so that a ``__del__``, which any thread may run, may call it.
+    Requests of mpi4py hold the buffers that they were given. This makes no call of MPI,
+    so that a ``__del__``, which any thread may run, may call it.
     """
     _kept.extend((request, memory) for request in requests if request)
 
 
 def let_go_of_complete() -> None:
-    """Free the memory of the requests that have become complete; does not wait.
-
-    Not collective.
-    """
+    """Free the memory of the requests that have become complete; does not wait."""
     for _ in range(len(_kept)):
         request, _memory = _kept[0]
         complete = True

@@ -1,18 +1,18 @@
 """Measures the speed of messages inside of hosts and between them.
 
 Two ranks send messages there and back, long ones and some of 8 bytes in turn. Half of a
-short trip is the latency; what a long one takes more is put down to its bytes. The
-median counts: of long trips, and of the fastest short trip in each turn. Hosts meet as
-the players of a tournament do, by the circle method (E. Lucas, "Recreations
-mathematiques" 2, 1883, "Les jeux de demoiselles"): in each round a host is busy with
-one other at most, so that two measurements share nothing but what lies between the
-hosts.
+short trip is the latency; the rest of a long trip is put down to its bytes. The median
+counts: of long trips, and of the fastest short trip in each turn. Hosts meet as the
+players of a tournament do, by the circle method (E. Lucas, "Recreations mathematiques"
+2, 1883, "Les jeux de demoiselles"): in each round a host is busy with one other at
+most, so that two measurements share nothing but the network between the hosts.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 import platform
 import statistics
 import time
@@ -29,7 +29,7 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["Link", "Links", "Outlier", "find_outliers", "measure_links", "partner"]
 
 MOST_IN_FULL = 64
-"""Of more workers, not all pairs are measured, which would take minutes."""
+"""With more workers than this, only some pairs are measured: all would take minutes."""
 
 _MIB = 1 << 20
 _NBYTES = 4 * _MIB
@@ -39,10 +39,10 @@ _PROBE_BYTES = _MIB
 _LONG_TRIP_SECONDS = 1.0
 _PAIR_SECONDS = 0.3
 _FEWEST_TRIPS, _MOST_TRIPS = 3, 15
-# Short trips after each long one; only the fastest counts, as others waited for a core.
+# Short trips after each long one. Only the fastest counts: others waited for a core.
 _SHORT_TRIPS = 7
-# A long message's bytes take at least this share of its time; noise may make a short
-# message as slow as a long one.
+# The bytes of a long message take at least this share of its time: noise may make a
+# short message as slow as a long one.
 _LEAST_SHARE = 0.1
 _MOST_SUSPECTS = 8
 # Levels of a network differ by less, and so does noise.
@@ -57,7 +57,7 @@ Row = tuple[float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Measures between two ranks, on one host or on two."""
+    """Latency and bandwidth between two ranks, on one host or on two."""
 
     hosts: tuple[str, str]
     ranks: tuple[int, int]
@@ -69,9 +69,9 @@ class Link:
 class Links:
     """Links of a job; the same on every rank.
 
-    ``inside`` has one for each worker of several ranks, from its first to its last;
-    ``between`` has those from the first rank of a worker to that of another: of all
-    pairs of workers, or, where ``is_sample``, of log2(num_workers) for each worker.
+    ``inside`` has one link for each worker of several ranks, from its first to its
+    last. ``between`` has links from the first rank of a worker to that of another: of
+    all pairs of workers, or, where ``is_sample``, of log2(num_workers) for each worker.
     ``unanswered`` are the ranks of pairs that were not done in time. Long messages had
     ``nbytes``, or 1 MiB where these would have taken seconds.
     """
@@ -84,7 +84,7 @@ class Links:
     nbytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the module json takes: the fields, by their names."""
+        """Return the fields by their names, for the module json."""
         return asdict(self)
 
 
@@ -98,7 +98,7 @@ class Outlier:
 
     @property
     def by_bandwidth(self) -> bool:
-        """Whether long messages lose more by it than short ones."""
+        """Return whether long messages lose more by it than short ones."""
         return self.bandwidth_ratio >= self.latency_ratio
 
     @property
@@ -116,7 +116,7 @@ class Outlier:
 def find_outliers(links: Sequence[Link]) -> list[Outlier]:
     """Return the links that are much slower than the others, the slowest first.
 
-    None of a single link.
+    A single link has no outliers.
     """
     if len(links) < 2:
         return []
@@ -147,8 +147,8 @@ def measure_links(
     """Measure latency and bandwidth inside of workers, and between them.
 
     Collective over ``topology.replica_comm``. Links that look slow are measured once
-    more, one at a time, and the better figures count: one that was disturbed is not
-    slow. It takes the limit at most, and half of it again for slow links. Raises
+    more, one at a time, and the better figures count, as something may have disturbed
+    the first. It takes the limit at most, and half of it again for slow links. Raises
     CollectiveError where some ranks do not come, or do not get on, in time.
     """
     deadline = time.monotonic() + limit_seconds
@@ -167,7 +167,7 @@ def measure_links(
 
 
 def partner(place: int, count: int, turn: int) -> int | None:
-    """Return the partner of a place in a round of a tournament; None: nobody.
+    """Return the partner of a place in a round of a tournament; None if it has none.
 
     All meet each other once in ``count - 1`` rounds, in ``count`` of an odd number.
     """
@@ -199,10 +199,6 @@ def _await(request: Any, deadline: float) -> None:
         )
 
 
-def _ranks(link: Link) -> tuple[int, int]:
-    return link.ranks
-
-
 def _with_better(links: Links, again: Links) -> Links:
     """Return links, some of which were measured again."""
     newer = {link.ranks: link for link in again.between}
@@ -220,7 +216,7 @@ def _with_better(links: Links, again: Links) -> Links:
 class _LinkPairs:
     """The hosts of ranks, and the pairs that measure. Collective over ``comm``.
 
-    A row is: two ranks, latency, bandwidth, which are NaN without an answer.
+    A row has two ranks, latency and bandwidth, which are NaN without an answer.
     """
 
     def __init__(
@@ -248,8 +244,8 @@ class _LinkPairs:
         first, last = int(self._first[self._worker]), int(self._last[self._worker])
         count = len(self._first)
         turns = _turns(count) if rank == first else []
-        # A rank that waits in vain to the end of its round is still awaited in the
-        # next one; half of the time is for links that are very slow.
+        # A rank that waits in vain to the end of a round is late for the next one; half
+        # of the time is for links that are very slow.
         share = 0.3 * limit_seconds / max(1, len(turns))
         for number, turn in enumerate(turns, 1):
             other = partner(self._worker, count, turn)
@@ -292,9 +288,10 @@ class _LinkPairs:
             link = Link(hosts, (one, two), latency, bandwidth)
             (between if two in first else inside).append(link)
         count = len(first)
+        by_ranks = operator.attrgetter("ranks")
         return Links(
-            tuple(sorted(inside, key=_ranks)),
-            tuple(sorted(between, key=_ranks)),
+            tuple(sorted(inside, key=by_ranks)),
+            tuple(sorted(between, key=by_ranks)),
             tuple(sorted(unanswered)),
             count,
             count > MOST_IN_FULL,

@@ -1,7 +1,7 @@
 """Settings of MPI libraries and networks that stop a job before its first line.
 
 The libraries say so themselves, in words that few can read, and then end the process.
-Whatever can be seen beforehand is said here, by the start of MPI and by the doctor.
+The start of MPI and the doctor explain the settings that can be seen beforehand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 __all__ = ["DoubtfulSetting", "doubtful_settings", "has_loaded_gtl"]
 
 _NETWORKS = ("/sys/class/infiniband/*", "/sys/class/net/*")
-# What each transport of UCX, and each provider of libfabric, needs to be there.
+# Devices that transports of UCX and providers of libfabric need.
 _INFINIBAND = "/sys/class/infiniband/*"
 _UCX_OF_INFINIBAND = ("rc", "dc", "ud", "ib")
 _UCX_IN_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "xpmem"}
@@ -42,10 +42,10 @@ def doubtful_settings(
     has_gtl: bool,
     find: Callable[[str], list[str]] = glob.glob,
 ) -> list[DoubtfulSetting]:
-    """Return the settings that do not fit to this machine.
+    """Return the settings that do not fit this machine.
 
-    Not collective. ``library`` is what the MPI library says of itself, ``has_gtl``
-    whether Cray's library for GPUs is loaded, and ``find`` returns paths.
+    ``library`` is the version text of the MPI library, ``has_gtl`` whether Cray's
+    library for GPUs is loaded; ``find`` returns paths.
     """
     texts = {
         "gtl": _gtl(environment, library, has_gtl),
@@ -57,7 +57,7 @@ def doubtful_settings(
 
 
 def has_loaded_gtl() -> bool:
-    """Whether this process has loaded Cray's library for memory of GPUs."""
+    """Return whether this process has loaded Cray's library for memory of GPUs."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             return "libmpi_gtl" in file.read()
@@ -80,7 +80,7 @@ def _gtl(environment: Mapping[str, str], library: str, has_gtl: bool) -> str:
 
 
 def _words(environment: Mapping[str, str], name: str) -> list[str]:
-    """Return the words of a list; none of one that says what is left out."""
+    """Return the words of a list; none where the list names exceptions."""
     text = environment.get(name, "").strip()
     return [] if text.startswith("^") else [word for word in text.split(",") if word]
 

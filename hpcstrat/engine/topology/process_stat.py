@@ -4,14 +4,14 @@ from __future__ import annotations
 
 __all__ = ["FLAGS", "PARENT", "START", "STATE", "process_stat"]
 
-# Places of fields behind the name, as proc_pid_stat(5) numbers them, less three.
+# Places of fields behind the name: the numbers of proc_pid_stat(5) less three.
 STATE, PARENT, FLAGS, START = 0, 1, 6, 19
 
 
 def process_stat(pid: int, proc: str = "/proc") -> tuple[str, list[str]]:
     """Return a process's name, as the kernel cuts it, and the fields behind it.
 
-    Raises OSError where there is no such process. One whose state is Z or X has ended;
+    OSError where there is no such process. A state of Z or X means that it has ended;
     its start, in ticks of the machine, tells a reused number apart.
     """
     with open(f"{proc}/{pid}/stat", encoding="utf-8", errors="replace") as file:

@@ -25,7 +25,7 @@ class Gpu:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """A name that two processes of a host have in common that see the same GPU."""
+        """A name that two processes of a host share if they see the same GPU."""
         return self.pci_bus_id.lower(), self.uuid
 
     def __str__(self) -> str:

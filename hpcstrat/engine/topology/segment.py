@@ -1,8 +1,8 @@
 """Memory that the ranks of one worker share.
 
-A file of ``/dev/shm``, created exclusively, with mode 0600, and unlinked as soon as all
-ranks have mapped it, so that nothing is left behind by a killed job. Where there is no
-such file system, or not enough of it, an MPI window serves.
+It is a file of ``/dev/shm``, created exclusively, with mode 0600, and unlinked as soon
+as all ranks have mapped it, so that a killed job leaves nothing behind. Where there is
+no such file system, or not enough of it, an MPI window serves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Segment:
     """Shared memory of a worker, zero at first.
 
     Collective over ``comm``, which is used here and for freeing a window. ``buffer``
-    holds what is common, rounded up to whole pages, and then ``part_bytes`` for each
+    has the common bytes, rounded up to whole pages, and then ``part_bytes`` for each
     rank, in order. All sizes are the same on every rank; parts are halved, down to one
     page, until all fit the file system. The memory stays readable after a peer's death.
     """
@@ -71,7 +71,7 @@ class Segment:
                 mapped = _map(handle, nbytes, first, own + self.part_bytes)
             everywhere = all(comm.allgather(mapped is not None))
         except BaseException:
-            # The rank that would have unlinked it may be the one that was lost.
+            # Rank 0, which unlinks the file in the end, may have died.
             _unlink(path)
             raise
         if comm.rank == 0:
@@ -97,10 +97,7 @@ class Segment:
         return buffer
 
     def close(self) -> None:
-        """Release the memory.
-
-        Collective over the communicator it was made with.
-        """
+        """Release the memory; collective over the communicator that made it."""
         self.release()
         if self._window is not None:
             self._window.Free()
@@ -109,7 +106,7 @@ class Segment:
     def release(self) -> None:
         """Let go of the memory on this rank, also where others have died.
 
-        Not collective; a window is left to the end of the process.
+        A window is left to the end of the process.
         """
         # The mapping goes with the last view, if somebody still holds one.
         with contextlib.suppress(BufferError):
@@ -120,13 +117,13 @@ class Segment:
 
 
 def _unlink(path: str) -> None:
-    # Another rank may have, that was interrupted where this one was not.
+    # A rank that was interrupted elsewhere may have unlinked it.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def _create(nbytes: int, folder: str) -> str:
-    """Make the file, without memory so far; return an empty path where that fails."""
+    """Make the file, still without memory; return an empty path where that fails."""
     path = os.path.join(folder, f"hpcstrat-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -149,6 +146,6 @@ def _map(handle: int, nbytes: int, start: int, end: int) -> mmap.mmap:
     # Reserving finds a full file system here, not as SIGBUS at the first store.
     if end > start:
         os.posix_fallocate(handle, start, end - start)
-    # Else each map keeps a file descriptor.
+    # Without this option, each map keeps a file descriptor.
     without: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     return mmap.mmap(handle, nbytes, **without)

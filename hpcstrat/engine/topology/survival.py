@@ -36,8 +36,8 @@ GARBLED: tuple[type[Exception], ...] = (
     OverflowError,
     pickle.UnpicklingError,
 )
-"""What an exchange of objects raises on a survivor that MPI gave success, and half of
-the bytes; seen with Open MPI 5.0."""
+"""Errors of an exchange of objects on a survivor to which MPI reported success, with
+half of the bytes; seen with Open MPI 5.0."""
 
 
 class TransportError(CollectiveError):
@@ -46,11 +46,11 @@ class TransportError(CollectiveError):
 
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _COLL = "OMPI_MCA_coll"
-# han returned wrong sums on survivors, and hung, when a rank of another host died; the
-# other two are what Open MPI's own parameters for ULFM leave out.
+# han returned wrong sums on survivors, and hung, when a rank of another host died; Open
+# MPI's own parameters for ULFM leave out the other two.
 _UNFIT = ("hcoll", "portals4", "han")
 _NAP_SECONDS = 0.002
-# So long after MPI's error the launcher may take to tell which rank has died.
+# Time that the launcher may take after MPI's error to tell which rank has died.
 _TOLD_SECONDS = 2.0
 # Buffers of abandoned agreements that MPI may still write to.
 _abandoned: list[Any] = []
@@ -60,8 +60,8 @@ _LAUNCH = "launch with `mpirun --with-ft ulfm` of Open MPI 5"
 def choose_collectives(environment: MutableMapping[str, str]) -> None:
     """Keep Open MPI from using collectives that give wrong sums when a rank dies.
 
-    Not collective; before MPI is initialized. Does nothing where the launcher was not
-    told to survive the loss of a rank.
+    Call it before MPI is initialized. Does nothing where the launcher was not told to
+    survive the loss of a rank.
     """
     if environment.get(_FT_ENABLED, "").lower() not in ("1", "true", "yes"):
         return
@@ -81,7 +81,7 @@ def _may_use_han(environment: MutableMapping[str, str]) -> bool:
 
 
 def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
-    """Say why the loss of a rank cannot be survived here; nothing where it can."""
+    """Return why the loss of a rank cannot be survived here; empty where it can."""
     version = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
     slurm = "SLURM_STEP_ID" in os.environ and "PRTE_LAUNCHED" not in os.environ
     if slurm and mpi.COMM_WORLD.size > 1:
@@ -122,8 +122,8 @@ def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
 def require_survival(mpi: Any, comm: Any, num_nodes: int) -> None:
     """Refuse to go on where the loss of a rank cannot be survived.
 
-    Collective over ``comm``. Raises TopologyError on every rank; never where there is
-    one rank, which has nobody to lose.
+    Collective over ``comm``. Raises TopologyError on every rank; a single rank has no
+    other to lose.
     """
     if comm.size == 1:
         return
@@ -134,13 +134,12 @@ def require_survival(mpi: Any, comm: Any, num_nodes: int) -> None:
 
 
 def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
-    """Whether an error says, or hints, that a process has died.
+    """Return whether an error says, or hints, that a process has died.
 
-    So do errors of communicators that were revoked for that.
-
-    Nonblocking collectives of Open MPI 5.0 under which a process dies now and then give
-    MPI_ERR_OTHER, and exchanges of objects one of `GARBLED`; NCCL may see it before MPI
-    does: ``comm`` then says why.
+    Errors of communicators that were revoked for a death count. Nonblocking collectives
+    of Open MPI 5.0 under which a process dies now and then give MPI_ERR_OTHER, and
+    exchanges of objects one of `GARBLED`; NCCL may see the death before MPI does:
+    ``comm`` then tells whether a rank has died.
     """
     if isinstance(error, mpi.Exception):
         kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
@@ -185,8 +184,8 @@ def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> An
 
     Collective over ``parent``, which is revoked where a process has died; then
     RankLostError on every rank. With ``survives`` the ranks agree that all have it:
-    otherwise one could have it, and wait in it for another that was told of a death,
-    and cannot say so.
+    otherwise one rank could have it, and wait in it for a rank that was told of a
+    death.
     """
     if not survives or parent.size == 1:
         return make()
@@ -219,9 +218,9 @@ def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> An
 
 
 def _agreed(parent: Any, made: bool) -> bool:
-    """Whether all ranks have made it; no, where one has left: it revokes ``parent``.
+    """Return whether all ranks have made it; False where one has left and revoked it.
 
-    MPI_Comm_agree itself would wait for one that lives, and does not come.
+    MPI_Comm_agree itself would wait for a rank that lives, and does not come.
     """
     flag = array("i", [made])
     request = parent.Iagree(flag)

@@ -148,7 +148,7 @@ class Topology:
             ) from error
 
     def _form(self, parent: Any, replicas_per_worker: int | None) -> None:
-        """Split the ranks, and lay out what they share."""
+        """Split the ranks, and lay out their shared memory."""
         mpi = self.mpi
         self.replica_comm = self._made(parent, parent.Dup)
         self.replica_id: int = self.replica_comm.rank
@@ -243,7 +243,7 @@ class Topology:
         masks = node.allgather(own_masks())
         warn_of_bindings(node.rank, masks)
         cores = [mask.own for mask in masks]
-        # Those of a core share it: it counts by halves, thirds and so on.
+        # A core that several ranks share counts by halves, thirds and so on.
         parts = (1 / sum(core in other for other in cores) for core in cores[node.rank])
         self.cores_each = max(1, int(sum(parts) + _ROUNDING))
         if replicas_per_worker is None:
@@ -328,8 +328,8 @@ class Topology:
 def slot_bytes(worker_size: int, num_workers: int = 1) -> int:
     """Return the size of the largest piece: a power of two, in a limited segment.
 
-    Not collective. A small /dev/shm makes it smaller. Between several workers, what
-    one rank sends to another is a small part of a piece.
+    A small /dev/shm makes it smaller. Between several workers, what one rank sends to
+    another is a small part of a piece.
     """
     most = _LARGEST_SLOT_BYTES if num_workers == 1 else _LARGEST_SENT_SLOT_BYTES
     share = _SEGMENT_BYTES // (SLOTS_IN_RING * worker_size)

@@ -3,14 +3,13 @@
 At each entry into ``run``, where all copies are equal if the program is right, a slice
 of about a thousandth of their bytes is hashed, going round. The hash goes into the
 header of the following collective calls, whose headers the ranks compare anyway; so the
-check takes no message. Hashes are chained: those of several entries into ``run``
-without a call between them are compared by the next call. Of variables on a GPU they
-come some entries later, see `hpcstrat.safety.divergence.gpu_copies`.
+check takes no message. Each hash starts from the one before: several entries into
+``run`` without a call between them are compared by the next call. Hashes of variables
+on a GPU come some entries later, see `hpcstrat.safety.divergence.gpu_copies`.
 
-Different hashes only raise a suspicion: garbage collection, for one, frees a variable
-on one rank before it does so on another. The ranks, which are in the same call then,
-compare all copies before they raise anything, and go on with the call if these are
-equal.
+Different hashes only raise a suspicion: garbage collection may free a variable on one
+rank before it does so on another. The ranks, which are in the same call then, compare
+all copies before they raise anything, and go on with the call if these are equal.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ _MOST_BYTES = 1 << 20
 _LEAST_BYTES = 16 << 10
 # The fixed cost of hashing a piece, in bytes that could be read in that time.
 _PIECE_BYTES = 4 << 10
-# Searched for NaN at every 32nd turn only: a search costs far more than a hash, and NaN
-# spreads.
+# A search for NaN costs far more than a hash, and NaN spreads: search every 32nd turn.
 _LOOKS_EVERY = 32
 
 _COMPARISON = describe_call("comparison of mirrored variables")
 
 _Key = tuple[int, str, tuple[int, ...], str]
-# One turn's work: pieces to hash, pieces with padding, and floats to search for NaN.
-_Slice = tuple[list[memoryview], list[Any], list[tuple["_Variable", int, int]]]
+# One turn's work: pieces to hash, and floats to search for NaN.
+_Slice = tuple[list[memoryview], list[tuple["_Variable", int, int]]]
 _Variable = weakref.ref[MirroredVariable]
 
 
@@ -84,10 +82,7 @@ class MirroredCopies:
         return max(len(self._slices), lagging.num_slices if lagging else 0)
 
     def add(self, variable: MirroredVariable) -> None:
-        """Watch over a variable until it is freed.
-
-        Logically collective over the replicas.
-        """
+        """Watch over a variable until it is freed; collective over the replicas."""
         number = self._number = self._number + 1
         freed = functools.partial(self._forget, number)
         self._variables[number] = weakref.ref(variable, freed)
@@ -109,7 +104,7 @@ class MirroredCopies:
             self._on_device.finish()
 
     def _forget(self, number: int, _: Any = None) -> None:
-        """Forget a variable; called also by the garbage collector, at any time."""
+        """Forget a variable; the garbage collector, too, calls this, at any time."""
         if self._variables.pop(number, None) is not None:
             self._changes += 1
             # The slices hold its memory.
@@ -129,7 +124,7 @@ class MirroredCopies:
         """Return what the headers of the calls after an entry into ``run`` carry.
 
         Logically collective over the replicas; collective at every
-        ``divergence_interval``-th of full comparisons with a tolerance.
+        ``divergence_interval``-th full comparison with a tolerance.
         """
         if self._planned != self._changes:
             self._plan()
@@ -156,14 +151,9 @@ class MirroredCopies:
         if not self._rolls or not slices:
             return mark
         turn, index = divmod(run_index, len(slices))
-        pieces, padded, floats = slices[index]
-        for piece in pieces:
-            mark = xxh3_64_intdigest(piece, mark)
-        for piece in padded:
-            mark = xxh3_64_intdigest(piece.tobytes(), mark)
         if not (turn + index) % _LOOKS_EVERY and self._looks:
-            self._look_for_nan(floats)
-        return mark >> 1
+            self._look_for_nan(slices[index][1])
+        return _hashed(mark, slices[index : index + 1])
 
     def difference(self, comm: Any) -> DivergenceError | None:
         """Compare all copies, after marks that differ; return what all replicas raise.
@@ -246,7 +236,7 @@ class MirroredCopies:
             start, width = 0, rows.shape[1]
             while start < len(rows):
                 if left < _PIECE_BYTES + width:
-                    slices.append(([], [], []))
+                    slices.append(([], []))
                     left = budget
                 stop = min(len(rows), start + max(1, (left - _PIECE_BYTES) // width))
                 _add_piece(slices[-1], variable, rows, start, stop)
@@ -256,7 +246,7 @@ class MirroredCopies:
         self._planned = changes
 
     def _look_for_nan(self, floats: list[tuple[_Variable, int, int]]) -> None:
-        """Warn once in a program, of the first variable that is NaN or infinite."""
+        """Warn of the first variable that is NaN or infinite, once in a program."""
         for reference, start, stop in floats:
             variable = reference()
             if variable is None:
@@ -285,13 +275,9 @@ class MirroredCopies:
 def _add_piece(
     part: _Slice, variable: MirroredVariable, rows: Array, start: int, stop: int
 ) -> None:
-    pieces, padded, floats = part
-    piece = rows[start:stop]
-    if piece.flags.c_contiguous:
-        flat: Any = piece.reshape(-1)
-        pieces.append(memoryview(flat))
-    else:
-        padded.append(piece)
+    pieces, floats = part
+    piece: Any = rows[start:stop]
+    pieces.append(memoryview(piece.reshape(-1) if piece.flags.c_contiguous else piece))
     dtype = variable.dtype
     if variable.trainable and (dtype.kind in "fc" or is_half(dtype)):
         per_element = len(rows) // variable.size
@@ -301,9 +287,8 @@ def _add_piece(
 
 
 def _hashed(mark: int, slices: list[_Slice]) -> int:
-    for pieces, padded, _ in slices:
+    for pieces, _ in slices:
         for piece in pieces:
-            mark = xxh3_64_intdigest(piece, mark)
-        for piece in padded:
-            mark = xxh3_64_intdigest(piece.tobytes(), mark)
+            # Padding lies between the numbers of pieces that are not contiguous.
+            mark = xxh3_64_intdigest(piece if piece.contiguous else bytes(piece), mark)
     return mark >> 1

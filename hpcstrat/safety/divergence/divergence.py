@@ -23,9 +23,10 @@ def check_mirrored(
     """Compare mirrored variables between replicas, all or a part of them.
 
     Collective over the strategy's replicas; names are the same on every one. Raises a
-    DivergenceError on every replica. SyncOnRead variables are passed over, plain ones
-    must be equal, too. With ``turn`` 0, 1, 2 and so on all bytes have their turn: a
-    part has 16 MiB, or an eighth of the bytes by the number of replicas.
+    DivergenceError on every replica. SyncOnRead variables are passed over; plain ones
+    must be equal, too. With ``turn`` only a part is compared, of 16 MiB, or of an
+    eighth of the bytes divided by the number of replicas: turns 0, 1, 2 and so on cover
+    all bytes.
     """
     if strategy.num_ranks == 1:
         return

@@ -1,7 +1,7 @@
 """Checks that values of the program are equal on all replicas.
 
-Arrays of any library, numbers, texts: not the variables of a strategy, whose copies
-`hpcstrat.safety.divergence.copies` watches. Equal values cost the agreement and
+It compares arrays of any library, numbers and texts; the variables of a strategy are
+watched by `hpcstrat.safety.divergence.copies`. Equal values cost one agreement and
 16 bytes.
 """
 
@@ -37,7 +37,7 @@ _ADVICE = (
     "give all replicas one's value, as strategy.broadcast_object does, or compute it "
     "alike on all, from the same seed"
 )
-# Functions lie at other addresses in every process.
+# Each process has its functions at other addresses.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NUMBERS = (bool, int, float, complex)
 

@@ -32,7 +32,7 @@ ADVICE = (
 )
 """What to do, at the end of a message."""
 
-# Two ranks exchange so much at a time when they look for the first element.
+# Bytes that two ranks exchange at a time when they look for the first element.
 _BLOCK_BYTES = 1 << 16
 _SHOWN_RANKS = 8
 
@@ -50,7 +50,8 @@ def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of an array, without the padding of long doubles.
 
     Of shape (numbers, bytes): a view where the array is contiguous and in host memory.
-    A complex long double makes two numbers. One on a GPU is copied, and waited for.
+    A complex long double makes two numbers. An array on a GPU is copied, and waited
+    for.
     """
     flat = np.ascontiguousarray(to_host(array)).reshape(-1)
     if array.dtype.char in "gG":
@@ -63,10 +64,7 @@ def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
-    """Compare the bits of arrays between ranks.
-
-    Collective over ``comm``.
-    """
+    """Compare the bits of arrays between ranks. Collective over ``comm``."""
     from mpi4py import MPI
 
     own = np.array([digest_of(copy.array) for copy in copies], np.int64)
@@ -118,12 +116,11 @@ def first_difference(
 def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
     """Return the first rank with the most frequent value, and the ranks with others.
 
-    Of equally many, it is that of the first rank.
+    Where several values are equally frequent, that of the lowest rank counts.
     """
     counts: dict[Any, int] = {}
     for value in found:
         counts[value] = counts.get(value, 0) + 1
-    # The first of equal ones, in the order of the ranks.
     usual = max(counts, key=lambda value: counts[value])
     ranks = [rank for rank, value in enumerate(found) if value != usual]
     return found.index(usual), ranks

@@ -1,10 +1,9 @@
 """The watch over mirrored variables on a GPU, some entries into ``run`` later.
 
 At each entry into ``run`` the slice that is due is copied to page-locked memory of the
-host, in the order of the program's current stream: after all that the program has given
-to the GPU so far, and before what it gives to it next. The host does not wait. It takes
-the copy of a fixed number of entries before, which has long been made unless the host
-is as far ahead of the GPU as that, and hashes it. So all ranks hash the same bytes, as
+host, in the order of the program's current stream. The host does not wait: it hashes
+the copy that was begun a fixed number of entries before, which has long been made
+unless the host is as far ahead of the GPU as that. So all ranks hash the same bytes, as
 they were at the same point of the program, at the same call.
 """
 
@@ -155,27 +154,21 @@ class DeviceCopies:
     def forget_copies(self) -> None:
         """Leave out the slices that are under way, where all bytes were compared.
 
-        Logically collective over the replicas. Waits for them: who gets the page-locked
-        memory next knows nothing of these copies.
+        Logically collective over the replicas. It waits for the copies, as the next
+        owner of the page-locked memory knows nothing of them.
         """
         self.finish()
         count = len(self._under_way)
         self._under_way = deque(_CopyToHost(None, None, []) for _ in range(count))
 
     def finish(self) -> None:
-        """Wait for the copies that are under way.
-
-        Not collective.
-        """
+        """Wait for the copies that are under way."""
         for copied in self._under_way:
             if copied.mark is not None:
                 copied.mark.event.synchronize()
 
     def hashed(self, mark: int) -> int:
-        """Hash all bytes now.
-
-        Waits for the GPU.
-        """
+        """Hash all bytes now, which waits for the GPU."""
         for reference in self._variables:
             variable = reference()
             if variable is not None:

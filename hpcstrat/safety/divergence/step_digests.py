@@ -1,9 +1,8 @@
-"""A log of digests of mirrored variables, one for each step, to compare two runs by.
+"""A log of digests of mirrored variables, one for each step, to compare two runs.
 
-Two runs that should have the same bits are compared by ``hpcstrat verify-bits``, which
-says at which step they parted. Each step hashes a slice of the variables, going round,
-so that it takes a few microseconds however large they are: of small models it is all of
-them.
+``hpcstrat verify-bits`` compares the logs of two runs that should have the same bits,
+and says at which step they parted. Each step hashes a slice of the variables, going
+round, so that it takes a few microseconds however large they are.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from hpcstrat.safety.divergence.first_difference import (
 
 __all__ = ["compare"]
 
-# Real numbers that are compared at a time: four float64 for each.
+# Real numbers that are compared at a time; each takes four float64.
 _PIECE = 1 << 15
 
 
@@ -36,8 +36,8 @@ def compare(
     Collective over ``comm``; the same variables in the same order on every rank. The
     smallest and the largest copy of an element of a floating array may differ by
     ``tolerance`` times the largest absolute value in all copies of the array; NaN and
-    infinities must be in the same places. 0 compares bits. Arrays that are compared by
-    bits come before the others.
+    infinities must be in the same places. A tolerance of 0 compares bits. Arrays that
+    are compared by bits come before the others.
     """
     if not tolerance:
         return compare_bits(comm, copies)

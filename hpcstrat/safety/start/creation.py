@@ -3,7 +3,7 @@
 Before the first channel there is nothing to carry a header. So the ranks compare what
 they are about to do by a nonblocking call on the communicator that they were given, and
 those of a host see in the file of `presence` who is missing. A thread reports that,
-also while MPI is started, and ends the process where its main thread cannot.
+also while MPI starts, and ends the process where its main thread cannot.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["Creation"]
 
 _REPEAT = 10
 _MOST_MADE = 16
-# Seconds between the report and the end; starts take longer than calls, so that their
-# limits are longer.
+# Seconds between the report and the end. Limits are longer than those of calls, as
+# starts take longer.
 _LEAD_SECONDS = 5.0
 _LEAST_LIMIT_SECONDS = 10.0
 _SLOW_SECONDS = 60.0
@@ -52,8 +52,8 @@ _LOOK_SECONDS = 0.25
 _SPIN_SECONDS = 0.001
 _NAP_STEP_SECONDS = 2e-5
 _LONGEST_NAP_SECONDS = 0.001
-# A failed rank tells the others by MPI, or its launcher ends the job: this thread waits
-# so long for these, and for an error in the main thread.
+# Time for a failed rank to tell the others by MPI, or for its launcher to end the job,
+# and for the main thread to raise an error, before this thread acts.
 _GRACE_SECONDS = 5.0
 _MAIN_SECONDS = 20.0
 
@@ -68,8 +68,7 @@ class Creation:
         try:
             settings = given.resolved()
         except (AttributeError, TypeError, ValueError):
-            # Replica 0 or the caller reports the wrong setting; until then the defaults
-            # hold.
+            # Replica 0 or the caller reports the wrong setting.
             settings = Settings().resolved({})
         assert settings.warn_seconds is not None
         assert settings.limit_seconds is not None
@@ -116,7 +115,7 @@ class Creation:
             self._board.show(stage=stage, reason=reason, made=made)
 
     def _step(self, stage: str) -> None:
-        """Take note that this rank has got on."""
+        """Note that this rank has got on, and show the step that it is in."""
         self._since = self._reported_at = time.monotonic()
         self._hopeless_since = math.inf
         if self._board is not None:
@@ -147,9 +146,9 @@ class Creation:
 
         Collective over ``comm``. Raises, on every rank, a CollectiveError if ranks are
         about to make other things, or do not come in time, and a ReplicaError if
-        another one has a ``problem``, which is raised here where it is this rank's own.
-        RankLostError instead where a death is survived. With ``guesses`` the others may
-        meet elsewhere, so that the problem is raised after a moment of grace.
+        another one has a ``problem``; a rank raises its own problem. Where deaths are
+        survived, a death raises RankLostError. With ``guesses`` the others may meet
+        elsewhere, so that this rank raises its problem after a moment of grace.
         """
         self._survives, self._guess = survives, problem if guesses else None
         group, every = comm.Get_group(), mpi.COMM_WORLD.Get_group()
@@ -176,12 +175,12 @@ class Creation:
     def join(self, mpi: Any, ranks: Sequence[int], text: str) -> None:
         """Set the ranks of the job, in order, that make the strategy together.
 
-        Not collective. Whoever of them does not come is named, and the wait bounded,
-        from here on, also where a call of MPI waits for them.
+        From here on the watch names those of them that do not come, and bounds the
+        wait, also where a call of MPI waits for them.
         """
         world = mpi.COMM_WORLD
         if self._board is not None and world.rank != self._board.launch.rank:
-            # MPI has started these processes, or a launcher that counts otherwise.
+            # MPI has spawned these processes, or the launcher counts in another way.
             self._board = None
         self._ranks = ranks
         some = len(self._ranks) < world.size
@@ -192,7 +191,7 @@ class Creation:
         self._step(CREATES)
 
     def _compare(self, comm: Any, call: Call, problem: Exception | None) -> None:
-        """Compare calls; raise on all ranks, but that which has the problem."""
+        """Compare calls; raise on all ranks but the one that has the problem."""
         own = np.array([call.digest, FAILED if problem else 0], np.int64)
         table = np.empty((comm.size, 2), np.int64)
         request = comm.Iallgather(own, table)
@@ -263,7 +262,7 @@ class Creation:
         return gone if now > self._hopeless_since + _GRACE_SECONDS else []
 
     def _watch(self) -> None:
-        """LateReport who is missing; the work of the thread."""
+        """Report who is missing; the thread runs this."""
         least = min(self._warn, self._limit) / 4
         tick = min(max(least, _SHORTEST_TICK_SECONDS), 1.0)
         while not self._ended.wait(tick):
@@ -312,7 +311,7 @@ class Creation:
             return
         knows = any(one.known for one in missing)
         if not knows and min(self._ranks, default=own) != own and lacking:
-            # Another host knows at least as much, and reports.
+            # Another host, which knows at least as much, reports.
             return
         late = [one.described() for one in missing[:SHOWN_RANKS]]
         if self._ended.is_set() or self._since > now:

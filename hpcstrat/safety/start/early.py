@@ -20,9 +20,7 @@ _SIGNAL = "HPCSTRAT_STACK_SIGNAL"
 def begin() -> None:
     """Take a page for this rank, and let an uncaught error end the job.
 
-    What MPI reads when it starts is set, too: it may start before the first strategy.
-
-    Not collective.
+    It also sets what MPI reads when it starts, which may be before the first strategy.
     """
     if is_of_multiprocessing():
         # A child inherits the rank of its parent in the environment.

@@ -61,8 +61,8 @@ def missing_ranks(
 ) -> list[Missing]:
     """Return the ranks of the job that are not known to wait where this one waits.
 
-    An empty group stands for the start of MPI. Where none is known to be missing here,
-    all ranks of other hosts are named, unless only those are wanted that are ``seen``.
+    An empty group stands for the start of MPI. Where no rank is known to be missing
+    here, the result has all ranks of other hosts, unless ``seen_only`` leaves them out.
     """
     if board is None:
         return []
@@ -76,7 +76,7 @@ def missing_ranks(
             continue
         over = page["stage"] == LEFT or (page["ended"] and not _lives(page))
         same = page["stage"] == FAILED and _is_of(page, group, turn)
-        # Otherwise it may be a child of the rank's process that has ended.
+        # Without these signs, the process that ended may be a child of the rank's.
         gone = bool((over and (page["mpi"] or page["own"])) or same)
         host = str(page["host"])
         found.append(Missing(rank, host, _words(page), gone=gone, page=page))
@@ -131,7 +131,7 @@ def _words(page: dict[str, Any]) -> str:
 
 
 def _lives(page: dict[str, Any]) -> bool:
-    """Whether a process that has released its page lives: it may have restarted."""
+    """Return whether a process that has released its page lives, as after a restart."""
     if page["pids"] != _pids():
         return False
     try:

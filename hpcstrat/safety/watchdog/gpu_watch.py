@@ -1,9 +1,9 @@
 """Finds kernels of NCCL that never end: of a failed communicator, or a stuck one.
 
-The program learns of a failure at its next call, if it makes one: it may be inside of
-CUDA, and wait for such a kernel. NCCL itself reports errors of the network only. Where
-a rank of a node dies, or its GPU stands still, the kernels of the others wait for ever
-without any (github.com/NVIDIA/nccl/issues/585); an event behind each call shows that.
+The program learns of a failure at its next call, if it makes one: it may wait inside of
+CUDA for such a kernel. NCCL itself reports errors of the network only. Where a rank of
+a node dies, or its GPU stands still, the kernels of the others wait for ever without an
+error (github.com/NVIDIA/nccl/issues/585); an event behind each call shows that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hpcstrat.safety.watchdog.watch import Watch
 
 __all__ = ["GpuWatch"]
 
-# So long after NCCL's failure the program may do something else, such as save.
+# Time after NCCL's failure in which the program may do something else, such as save.
 _GRACE_SECONDS = 60.0
 
 
@@ -35,7 +35,7 @@ class GpuWatch:
         self._looking: threading.Thread | None = None
 
     def reason_to_end(self, watches: Sequence[Watch]) -> str:
-        """Return why this process has to end, if it has; warn before. Never blocks."""
+        """Return why this process has to end, or an empty text; warn before."""
         if not library.is_loaded():
             return ""
         from hpcstrat.engine.gpu.transports import nccl_group

@@ -17,8 +17,8 @@ __all__ = ["Inquiry"]
 
 _SILENT = Stacks("which does not answer")
 _WORKERS_AT_ONCE = 64
-# Number of processes of a worker that are asked in turn, and seconds for each: a
-# stopped one must not keep the worker from answering.
+# Processes of a worker that are asked in turn, from and to, and seconds for each turn:
+# a stopped process must not keep the worker from answering.
 _ATTEMPTS = ((0, 1, 0.4), (1, 2, 0.4), (2, 4, 0.4), (0, 16, 0.8))
 _NAP_SECONDS = 0.05
 _AGAIN_SECONDS = 0.5
@@ -113,8 +113,7 @@ class Inquiry:
             missing = [state for state in states if state.rank in known]
             idle = [state for state in missing if not state.in_call]
             if idle or self._watch.topology.num_workers == 1:
-                # Waiting ranks wait for the idle or missing ones, which are the late
-                # ones.
+                # The ranks in a call wait for the idle ones, so these are late.
                 return idle or missing
         idle = [state for state in states if not state.in_call]
         behind = [s for s in idle if s.sequence < self._sequence or not s.fresh]
@@ -170,7 +169,7 @@ class Inquiry:
         last, ago = "", None
         known, number = self._watch.channel.last_call, state.sequence
         if state.age == math.inf or number < self._sequence - 1:
-            # All ranks have come to the call before this one, or were not heard.
+            # The rank was not heard; all ranks have come to the call before this one.
             number = self._sequence - 1
         elif state.fresh or number >= self._sequence - 1:
             ago = state.waited + (0 if state.fresh else state.age)

@@ -22,11 +22,11 @@ class LateRank:
     stacks: Stacks
     # Number and text of its last call; empty where that is not known.
     last_call: str = ""
-    # When that was; None where it is not known.
+    # Time since that call; None where it is not known.
     seconds_ago: float | None = None
-    # Seconds that it still expects to be slow; negative: since it does not.
+    # Seconds that it still expects to be slow; negative if that time is over.
     slow_left: float = 0.0
-    # Whether it is, or was, inside of ``expect_slow`` since the others wait.
+    # Whether it has been inside of ``expect_slow`` since the others began to wait.
     is_slow: bool = False
 
     def __str__(self) -> str:

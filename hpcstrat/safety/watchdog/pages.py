@@ -1,7 +1,7 @@
 """A rank's page in the shared segment, on which it tells its worker about itself.
 
-A page has one writer. It carries check words, so that one that is seen half-written, or
-was left half-written by a process that was killed, is not taken for complete.
+Each page has one writer, and checksums, so that a page that is read while it is
+written, or that a killed process left half-written, is not taken for complete.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 __all__ = [
@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 BUSY, WAITS, EXCHANGES, LEAVES = range(4)
-"""Whether a rank is outside of all calls; waits in one; moves data in one, where MPI
-may block; or has come to the end of the program."""
+"""States: outside of all calls; waits in a call; moves data in a call, where MPI may
+block; at the end of the program."""
 
 STATUS_START = 512
-"""Where the page begins in a rank's status; what is before is another's."""
+"""Where the page begins in a rank's status, behind the statistics of arrivals."""
 
 STALE_SECONDS = 2.5
-"""A rank that has not written for so long cannot run its watchdog."""
+"""A rank that has not written for this time cannot run its watchdog."""
 
 LONG_AGO = -1e9
-"""Of times that never were; JSON has no infinity."""
+"""Stands for times that never were; JSON has no infinity."""
 
 _HEADER = struct.Struct("=dqqdddddddII")
 _CHECK = struct.Struct("=I")
@@ -57,7 +57,7 @@ class Status:
     # ``BUSY``, ``WAITS``, ``EXCHANGES`` or ``LEAVES``.
     state: int = BUSY
     since: float = 0.0
-    # Until when the rank expected to be slow; minus infinity: never.
+    # Until when the rank expected to be slow; minus infinity if it never did.
     slow_until: float = -math.inf
     # When it last asked late ranks for their stacks.
     asks_at: float = -math.inf
@@ -101,7 +101,7 @@ _WORDS = ("in the program", "waits in a call", "exchanges data", "has ended")
 
 
 def grouped(states: Iterable[RankState]) -> list[dict[str, Any]]:
-    """Return states for people: how many calls, and which ranks have made so many."""
+    """Return states for people: each number of calls and state, with its ranks."""
     groups: dict[tuple[int, str], list[RankState]] = {}
     for state in states:
         words = _WORDS[state.state] if state.fresh else "does not answer"
@@ -125,38 +125,23 @@ class Page:
         self._text = b""
 
     def write(self, status: Status) -> None:
-        """Show a status; for the rank whose page this is.
-
-        Its text is left out where the page is too small.
-        """
+        """Show a status, without its text where the page is too small."""
         text = b""
         if status.text:
-            # Names of files may hold what is no character.
+            # Names of files may have bytes that are no characters.
             text = json.dumps(status.text, ensure_ascii=False).encode(errors="replace")
         if len(text) > len(self._memory) - _TEXT_START:
             text = b""
         if text != self._text:
             self._memory[_TEXT_START : _TEXT_START + len(text)] = text
             self._text = text
-        header = _HEADER.pack(
-            status.beat,
-            status.sequence,
-            status.state,
-            status.since,
-            status.slow_until,
-            status.asks_at,
-            status.inquires_at,
-            status.reported_at,
-            status.verdict_at,
-            status.patient_until,
-            len(text),
-            zlib.crc32(text),
-        )
+        *values, _ = (getattr(status, field.name) for field in fields(status))
+        header = _HEADER.pack(*values, len(text), zlib.crc32(text))
         block = header + _CHECK.pack(zlib.crc32(header))
         self._memory[: len(block)] = block
 
     def read(self, with_text: bool = False) -> Status | None:
-        """Return what the page shows; None where nothing complete is there."""
+        """Return the status that the page shows; None where it shows no whole one."""
         status = None
         for _ in range(_ATTEMPTS):
             block = self._memory[: _HEADER.size + _CHECK.size].tobytes()
@@ -174,8 +159,5 @@ class Page:
         return status
 
     def release(self) -> None:
-        """Let go of the memory.
-
-        Not collective.
-        """
+        """Let go of the memory."""
         self._memory.release()

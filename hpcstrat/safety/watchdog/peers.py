@@ -1,9 +1,9 @@
 """The processes of a job, and short messages between their watchdogs.
 
 The messages are datagrams over UDP, because a thread beside the program must make no
-call of MPI. Each is signed with a key that the ranks have exchanged over MPI, and is
-JSON; what is not signed is ignored. Nothing that goes wrong here is an error: a rank
-that cannot be reached does not answer.
+call of MPI. Each is JSON, signed with a key that the ranks have exchanged over MPI;
+others are ignored. Nothing that goes wrong here is an error: a rank that cannot be
+reached does not answer.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Peers:
         row["pid"], row["start"], row["main"] = process.pid, process.start, process.main
         row["signal"], row["handle"] = process.signal, process.handle
         row["net"], row["pids"] = _namespace("net"), _namespace("pid")
-        # One that is cut may end within a character.
+        # A name that is cut may end within a character.
         row["host"] = platform.node().encode()[:_HOST_CHARACTERS]
         if port:
             found = _addresses()[:_MOST_ADDRESSES]
@@ -149,17 +149,14 @@ class Mail:
                 self.socket.sendto(datagram, place)
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come.
-
-        Not collective; does not wait.
-        """
+        """Yield the messages that have come; does not wait."""
         for _ in range(_MOST_AT_ONCE):
             try:
                 datagram = self.socket.recv(_LARGEST_BYTES + 1)
             except BlockingIOError:
                 return
             except OSError:
-                # For example the error that an earlier message has found no receiver.
+                # For example, an earlier message has found no receiver.
                 continue
             signature, data = datagram[:_SIGNATURE_BYTES], datagram[_SIGNATURE_BYTES:]
             if hmac.compare_digest(signature, _signature(self._peers.key, data)):
@@ -168,10 +165,7 @@ class Mail:
                     yield message
 
     def close(self) -> None:
-        """Close the socket.
-
-        Not collective.
-        """
+        """Close the socket."""
         self.socket.close()
 
 
@@ -191,7 +185,7 @@ def _namespace(kind: str) -> int:
 
 
 def _addresses() -> Sequence[int]:
-    """Return this host's IPv4 addresses, but the loopback's."""
+    """Return this host's IPv4 addresses, without the loopback's."""
     found = []
     with (
         contextlib.suppress(OSError),

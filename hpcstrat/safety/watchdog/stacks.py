@@ -1,9 +1,9 @@
 """Stacks of a process's threads, also where Python cannot run in it.
 
-A process shows its own stacks through ``sys._current_frames``. One whose threads cannot
-run, because C code holds the interpreter lock, is made to show them by a neighbour: a
-real-time signal, for which every process has registered `faulthandler` with a file in
-memory, which the neighbour reads through ``/proc``.
+A process shows its own stacks through ``sys._current_frames``. Where its threads cannot
+run, because C code holds the interpreter lock, a neighbour makes it show them by a
+real-time signal: every process has registered `faulthandler` for that signal, with a
+file in memory, which the neighbour reads through ``/proc``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_BYTES = 4500
 _MOST_CHARACTERS = 200
 _DUMP_SECONDS = 0.5
 _NAP_SECONDS = 0.005
-# A dump of faulthandler that has not grown for so long is complete.
+# A dump of faulthandler that has not grown for this time is complete.
 _SETTLED_SECONDS = 0.03
 _LARGEST_DUMP = 1 << 20
 
@@ -61,7 +61,7 @@ _Frame = tuple[str, int, str]
 class Stacks:
     """The stacks of a process."""
 
-    # A relative clause for what is odd about it; may be empty.
+    # A relative clause about the process if it is not running as usual; may be empty.
     words: str = ""
     # Its main thread's innermost frame outside of the library, such as ``evaluate
     # (train.py:52)``; empty where that is not known.
@@ -75,7 +75,7 @@ class Process:
     """A process of this machine, and the means to make it show its stacks."""
 
     pid: int
-    # When it started, in ticks of the machine: tells a reused number apart.
+    # When it started, in ticks of the machine, which tells a reused number apart.
     start: int
     main: int
     # Signal on which it writes its stacks; 0 where there is none.
@@ -85,7 +85,7 @@ class Process:
 
 
 class _OwnProcess:
-    """This process, once it is prepared, and for which signal."""
+    """This process once it is prepared, and the signal for which it is."""
 
     process: Process | None = None
     offset: int | None = None
@@ -94,9 +94,9 @@ class _OwnProcess:
 def prepare(offset: int, *, quiet: bool = False) -> Process:
     """Let neighbours make this process show its stacks, until it ends.
 
-    A second call for the same signal, which is counted from SIGRTMIN, changes nothing;
-    0 is none. One that is in use is refused, with a warning, which a ``quiet`` call
-    leaves to the next. Raises ValueError if there is no such signal.
+    The signal is counted from SIGRTMIN; 0 is none. A second call for the same signal
+    changes nothing. A signal that is in use is refused, with a warning, which a
+    ``quiet`` call leaves to the next. Raises ValueError if there is no such signal.
     """
     number = signal.SIGRTMIN + offset
     if number > signal.SIGRTMAX:
@@ -137,7 +137,7 @@ def _register(number: int, handle: int, quiet: bool) -> tuple[int, int]:
             return 0, -1
         flags = fcntl.fcntl(handle, fcntl.F_GETFL)
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_APPEND)
-    # Never taken back: a signal that comes later would end the process.
+    # Never unregistered: a signal that comes later would end the process.
     faulthandler.register(number, file=handle, all_threads=True, chain=False)
     return number, handle
 
@@ -171,7 +171,7 @@ def site_of(thread: int) -> str:
 
 
 def own_stacks() -> Stacks:
-    """Return what the threads of this process are doing, but the watchdog's."""
+    """Return what the threads of this process are doing, without the watchdog's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     threads = {
@@ -201,7 +201,7 @@ def _frames(frame: FrameType | None) -> list[_Frame]:
 def look_at(process: Process) -> Stacks:
     """Return what a process of this machine and this user is doing.
 
-    Takes up to half a second. Words say why it is silent, where it is.
+    Takes up to half a second. Where the process is silent, the result says why.
     """
     state, start = _stat(process.pid)
     if start != process.start or state in "ZX":
@@ -245,7 +245,7 @@ def _dump(process: Process) -> str:
         if os.fstat(own).st_size > _LARGEST_DUMP:
             os.ftruncate(own, 0)
         start = os.fstat(own).st_size
-        # A program that has replaced itself by another has no handler any more.
+        # A process that runs another program by now (exec) has no handler any more.
         if not _is_caught(pid, process.signal) or not _send(process):
             return ""
         size, deadline, settled = start, time.monotonic() + _DUMP_SECONDS, 0.0
@@ -294,7 +294,7 @@ def _where(frames: Iterable[_Frame]) -> str:
 def _composed(
     words: str, main: list[_Frame], others: Sequence[tuple[str, list[_Frame]]]
 ) -> Stacks:
-    """Return stacks within a limited size, of which the main thread's matter most."""
+    """Return stacks within a limited size, the main thread's first."""
     lines = _lines("main thread", main, _MAIN_FRAMES)
     for title, frames in others[:_OTHER_THREADS]:
         lines += _lines(title, frames, _OTHER_FRAMES)

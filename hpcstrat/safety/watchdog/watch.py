@@ -32,21 +32,18 @@ __all__ = ["HELD_SECONDS", "Watch"]
 HELD_SECONDS = 6.0
 """How long another rank's inquiry keeps this one from its own."""
 
-# So long the report of another rank may be on its way.
+# Time that the report of another rank may be on its way.
 _REPORT_SECONDS = 4.0
 _LONGEST_TICK_SECONDS = 1.0
 _SHORTEST_TICK_SECONDS = 0.05
 _TICKS_IN_WARNING = 4
-# Ranks go on to show their stacks so long after they were asked.
+# Ranks go on to show their stacks for this time after they were asked.
 _ASKED_SECONDS = 4.0
 _LOOKED_SECONDS = 4.0
 
 
 class Watch:
-    """Watches over one channel.
-
-    Collective over ``topology.replica_comm``.
-    """
+    """Watches over one channel. Collective over ``topology.replica_comm``."""
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
         assert settings.warn_seconds is not None
@@ -85,18 +82,12 @@ class Watch:
         return self.channel.waiter.waiting or self._exchange
 
     def keep_alive(self) -> None:
-        """Tell the worker that this rank's watchdog runs, if it is time to.
-
-        Not collective.
-        """
+        """Tell the worker that this rank's watchdog runs, if it is time to."""
         if time.monotonic() > self._status.beat + self.tick_seconds:
             self.publish()
 
     def publish(self, wants_stacks: bool = False) -> None:
-        """Publish to the worker what this rank does.
-
-        Not collective; by any thread.
-        """
+        """Publish to the worker what this rank does; any thread may call this."""
         with self._lock:
             if self.closed:
                 return
@@ -142,23 +133,21 @@ class Watch:
         return [page.read() for page in self._pages]
 
     def states(self) -> list[RankState]:
-        """Return what is known of this worker's ranks."""
+        """Return the known states of this worker's ranks."""
         now = time.monotonic()
-        found = []
-        for rank, status in zip(self.indices, self.statuses(), strict=True):
-            state = RankState(rank)
-            if status is not None:
-                slow_left = max(status.slow_until - now, LONG_AGO)
-                state = RankState(
-                    rank,
-                    status.sequence,
-                    status.state,
-                    waited=now - status.since,
-                    slow_left=slow_left,
-                    age=now - status.beat,
-                )
-            found.append(state)
-        return found
+        return [
+            RankState(rank)
+            if status is None
+            else RankState(
+                rank,
+                status.sequence,
+                status.state,
+                waited=now - status.since,
+                slow_left=max(status.slow_until - now, LONG_AGO),
+                age=now - status.beat,
+            )
+            for rank, status in zip(self.indices, self.statuses(), strict=True)
+        ]
 
     def stacks_of(self, rank: int) -> tuple[Stacks, str] | None:
         """Return stacks and last call of a rank of this worker, if it has told.
@@ -210,10 +199,7 @@ class Watch:
         return max((s.reported_at for s in self.statuses() if s), default=-math.inf)
 
     def note_report(self) -> None:
-        """Take note that a rank reports now, and tell the worker.
-
-        Not collective.
-        """
+        """Take note that a rank reports now, and tell the worker."""
         with self._lock:
             self._status.reported_at = time.monotonic()
         self.publish()
@@ -255,10 +241,7 @@ class Watch:
             waiting.looked_at = newest
 
     def close(self) -> None:
-        """Let go of the shared memory and the socket.
-
-        Not collective.
-        """
+        """Let go of the shared memory and the socket."""
         with self._lock:
             self.closed = True
             for page in self._pages:

@@ -1,11 +1,11 @@
 """Says who is late, where, and since when; ends a job that does not go on.
 
-One thread of each process wakes about once a second. It makes no call of MPI, and calls
-of the program only note for it what they are. Where a rank has waited longer than
+One thread of each process wakes about once a second. It makes no call of MPI; calls of
+the program only leave notes for it. Where a rank has waited longer than
 ``warn_seconds``, the lowest of those that wait finds out for whom (`inquiry`), and
 reports it. After ``limit_seconds`` the wait itself raises an error; where it cannot,
-because MPI blocks it, the thread ends the process. So it does where the program is
-inside of CUDA, and waits for kernels that do not end (`gpu_watch`).
+because MPI blocks it, the thread ends the process. It also ends a process that waits
+inside of CUDA for kernels that do not end (`gpu_watch`).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from hpcstrat.safety.watchdog.watchdog_messages import WatchdogMessages
 __all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
 
 _REPEAT = 10
-# Inquiries of workers, and of ranks within a worker, are staggered by so much.
+# Inquiries of workers, and of ranks within a worker, are staggered by this time.
 _STAGGER_SECONDS = 0.05
 _LONGEST_STAGGER_SECONDS = 2.0
 _OVERDUE_SECONDS = 15.0
-# So long after the limit the main thread has to raise an error.
+# Time after the limit in which the main thread can raise an error.
 _GRACE_SECONDS = 20.0
 _CLOSE_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
 _MOST_FAILURES = 3
 EXIT_CODE = 75
-"""With which a process ends whose main thread cannot; EX_TEMPFAIL of sysexits.h."""
+"""Exit status of a process that the watchdog ends; EX_TEMPFAIL of sysexits.h."""
 
 
 class _Watched:
-    """A watch, and what the thread has done for it."""
+    """A watch, its messages, and how often it has failed."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.exchange = watch, WatchdogMessages(watch)
@@ -72,7 +72,7 @@ class _Watchdog:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread; called by another one."""
+        """End the thread; another thread calls this."""
         self._ended = True
         self.wake()
         self._thread.join(_CLOSE_SECONDS)
@@ -153,7 +153,7 @@ class _Watchdog:
             end_process(_endless(watch, waiting))
 
     def _is_due(self, watch: Watch, waiting: Waiting, now: float) -> bool:
-        """Whether it is time for an inquiry, and for this rank to make it."""
+        """Return whether it is time for an inquiry, and for this rank to make it."""
         slow_until = watch.channel.waiter.slow_until
         warn, looked = watch.warn_seconds, waiting.looked_at
         milestones = [
@@ -205,7 +205,7 @@ class _Watchdog:
 
 
 def _waits_long(status: Status, watch: Watch, now: float) -> bool:
-    """Whether a rank is one that may make an inquiry by now."""
+    """Return whether a rank is one that may make an inquiry by now."""
     shortest = min(watch.warn_seconds, watch.limit_seconds / 2)
     return (
         status.state != BUSY
@@ -215,7 +215,7 @@ def _waits_long(status: Status, watch: Watch, now: float) -> bool:
 
 
 def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
-    """Whether the process must be ended, because its main thread cannot."""
+    """Return whether the process must be ended, because its main thread cannot."""
     waiter = watch.channel.waiter
     end = waiting.begin(waiter.slow_until) + watch.limit_seconds
     if waiting.timeout_seconds is not None:
@@ -225,7 +225,7 @@ def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
 
 
 def _endless(watch: Watch, waiting: Waiting) -> str:
-    """Log what this rank waits for, and why its process must end."""
+    """Return what this rank waits for, and why its process must end."""
     seconds = time.monotonic() - waiting.start
     late = some_ranks(waiting.late) if waiting.late else "other ranks"
     return (
@@ -238,7 +238,7 @@ def _endless(watch: Watch, waiting: Waiting) -> str:
 def end_process(reason: str) -> None:
     """End this process, whose main thread cannot, and with it the job.
 
-    Not collective; by a thread beside the main one.
+    A thread beside the main one calls this.
     """
     os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
     hang_file.add_event("end", reason=reason)
@@ -273,10 +273,7 @@ def _running() -> _Watchdog | None:
 
 
 def register(channel: Channel, settings: Settings) -> None:
-    """Watch over a channel until `unregister`.
-
-    Collective over the channel's ranks.
-    """
+    """Watch over a channel until `unregister`. Collective over the channel's ranks."""
     assert settings.limit_seconds is not None
     hang_file.keep_in(settings.hang_folder or "", known_states)
     channel.waiter.limit_seconds = settings.limit_seconds
@@ -297,10 +294,7 @@ def register(channel: Channel, settings: Settings) -> None:
 
 
 def known_states() -> list[dict[str, Any]]:
-    """Return the states of the ranks of this worker, without asking any.
-
-    Not collective.
-    """
+    """Return the states of the ranks of this worker, without asking any."""
     watchdog = _running()
     for one in [] if watchdog is None else list(watchdog.watched):
         return grouped(one.watch.states())
@@ -326,10 +320,7 @@ def unregister(channel: Channel) -> None:
 
 
 def stop() -> None:
-    """End the thread: MPI is about to end.
-
-    Not collective.
-    """
+    """End the thread before MPI ends."""
     watchdog = _running()
     if watchdog is not None:
         for one in watchdog.watched:
@@ -348,10 +339,7 @@ def _tell_slow(slow_until: float) -> None:
 
 @contextmanager
 def expect_slow(seconds: float) -> Iterator[None]:
-    """Let the others wait longer for this rank.
-
-    Not collective; see ``Strategy.expect_slow``.
-    """
+    """Let the others wait longer for this rank; see ``Strategy.expect_slow``."""
     deadline = time.monotonic() + seconds
     _deadlines.append(deadline)
     _tell_slow(max(_deadlines, default=deadline))
@@ -359,5 +347,5 @@ def expect_slow(seconds: float) -> Iterator[None]:
         yield
     finally:
         _deadlines.remove(deadline)
-        # Waiting ranks count their seconds from now, unless the deadline had passed.
+        # Ranks that wait count their seconds from now, or from an earlier deadline.
         _tell_slow(max(_deadlines, default=min(deadline, time.monotonic())))

@@ -1,7 +1,7 @@
 """Questions and answers between watchdogs of different workers, for one channel.
 
-Any process of a worker answers for all of its ranks, so that one that is stopped keeps
-nobody from an answer.
+Any process of a worker answers for all of its ranks, so that one stopped process does
+not keep the others from an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcstrat.safety.watchdog.watch import HELD_SECONDS, Watch
 
 __all__ = ["WatchdogMessages"]
 
-# So many workers, and so many ranks of each, are told that a rank expects to be slow.
+# Number of workers, and of ranks of each, that learn when a rank expects to be slow.
 _WORKERS_TOLD = 2
 _RANKS_TOLD = 2
 
@@ -27,8 +27,8 @@ class WatchdogMessages:
     """Messages from and to this rank.
 
     ``held_until`` is when another rank's inquiry should be over; ``yields`` says that a
-    lower rank has begun an inquiry in this round. Of the round are ``answers``, by
-    worker, and ``found``, stacks and last calls of ranks of other workers.
+    lower rank has begun an inquiry in this round. ``answers``, by worker, and
+    ``found``, stacks and last calls of ranks of other workers, belong to the round.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -43,17 +43,14 @@ class WatchdogMessages:
         self.found: dict[int, tuple[Stacks, str]] = {}
 
     def begin(self) -> None:
-        """Begin a round: from here on answers to earlier questions are ignored.
-
-        Not collective.
-        """
+        """Begin a round: answers to earlier questions are ignored from here on."""
         self._round += 1
         self.yields = False
         self.answers.clear()
         self.found.clear()
 
     def ask(self, ranks: Sequence[int]) -> None:
-        """Ask ranks of each worker what they do; `answers` takes what comes."""
+        """Ask ranks of each worker for their states; `answers` takes what comes."""
         self._send(ranks, "ask", {})
 
     def ask_stacks(self, to: int, ranks: Sequence[int]) -> None:
@@ -61,23 +58,20 @@ class WatchdogMessages:
         self._send([to], "stacks", {"ranks": ranks})
 
     def tell_verdict(self, late: Sequence[int], left: float) -> None:
-        """Tell those who have answered who is late, and how long excused."""
+        """Tell those who have answered who is late, and how long that is excused."""
         senders = [answer["from"] for answer in self.answers.values()]
         self._send(senders, "verdict", {"late": late, "left": max(left, LONG_AGO)})
 
     def tell_report(self) -> None:
-        """Tell those who have answered that this rank reports.
-
-        Not collective.
-        """
+        """Tell those who have answered that this rank reports."""
         senders = [answer["from"] for answer in self.answers.values()]
         self._send(senders, "report", {})
 
     def tell_slow(self, slow_until: float) -> None:
         """Tell other workers that this rank expects to be slow.
 
-        They answer for it, where C code stops its watchdog, and there is no other rank
-        in its worker.
+        They answer for it where C code stops its watchdog and its worker has no other
+        rank.
         """
         topology, peers = self._watch.topology, self._watch.peers
         note = {"left": slow_until - time.monotonic()}
@@ -90,10 +84,7 @@ class WatchdogMessages:
         return max(self._notes.get(rank, -math.inf) - time.monotonic(), LONG_AGO)
 
     def receive(self) -> None:
-        """Take and answer the messages that have come.
-
-        Not collective.
-        """
+        """Take and answer the messages that have come."""
         if self._mail is None:
             return
         takers = {

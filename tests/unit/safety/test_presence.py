@@ -82,7 +82,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, value in _environment(job, 0, **more).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(presence, "_FOLDER", str(tmp_path))
-        monkeypatch.setattr(presence._OwnBoard, "board", None)
+        monkeypatch.setattr(presence._OwnRegistry, "registry", None)
         board = presence.own_registry()
         assert board is not None
         boards.append(board)

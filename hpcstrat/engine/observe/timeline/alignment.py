@@ -22,8 +22,8 @@ class Sample:
 
     local_ns: int
     offset_ns: int
-    # The offset is to be added to the local time, in the middle of the trip, to get the
-    # reference's; it is off by at most half of the trip.
+    # The reference's time is the local time, in the middle of the trip, plus the
+    # offset; it is off by at most half of the trip.
     round_trip_ns: int
 
 
@@ -38,7 +38,7 @@ def best_sample(trips: Iterable[tuple[int, int, int]]) -> Sample:
 
 
 class Alignment:
-    """Translates one clock's times to the reference's: the same without any sample."""
+    """Translates one clock's times to the reference's; without samples, times stay."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         kept: dict[int, Sample] = {}
@@ -56,9 +56,9 @@ class Alignment:
         return (last.offset_ns - first.offset_ns) / (last.local_ns - first.local_ns)
 
     def offset_ns(self, local_ns: int) -> int:
-        """Return what to add to a time of this clock.
+        """Return the number to add to a time of this clock.
 
-        Between two samples by linear interpolation, outside of all by the drift from
+        It is interpolated between two samples; outside of all it follows the drift from
         the first to the last, which the errors of two samples change least.
         """
         if not self.samples:

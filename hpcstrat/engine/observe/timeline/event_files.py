@@ -30,9 +30,9 @@ _NAP_SECONDS = 0.002
 class EventFile:
     """One rank's file, which does not exist yet; OSError if it cannot be made.
 
-    ``base_ns`` is the nanosecond of this clock at which the trace begins. After
-    ``most_bytes`` no more events are written; ``accepts`` is then False, as it is once
-    the file cannot be written.
+    The trace begins at the nanosecond ``base_ns`` of this clock. After ``most_bytes``,
+    or once the file cannot be written, no more events are written, and ``accepts`` is
+    False.
     """
 
     def __init__(self, path: str, track: Track, base_ns: int, most_bytes: int) -> None:
@@ -65,10 +65,10 @@ class EventFile:
             raise
 
     def put(self, event: Any) -> None:
-        """Take an event, to be written soon. May be called by any thread.
+        """Take an event, to be written soon, from any thread.
 
-        As for `events.complete` or `events.asynchronous`, or a line of JSON, which is
-        also written when the file is full.
+        It is the argument of `events.complete` or `events.asynchronous`, or a line of
+        JSON, which is also written when the file is full.
         """
         waiting = len(self._queue)
         if waiting > _MOST_QUEUED or (not self.accepts and type(event) is not str):
@@ -80,17 +80,16 @@ class EventFile:
             self._work.set()
 
     def flush(self, limit_seconds: float = 2.0) -> None:
-        """Let the thread write what is waiting.
+        """Let the thread write the events that wait.
 
-        A file system that hangs does not keep the program from ending.
+        The limit keeps a file system that hangs from keeping the program.
         """
         deadline = time.monotonic() + limit_seconds
-        while self._busy() and time.monotonic() < deadline:
+        while self._queue or self._lock.locked():
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                return
             self._work.set()
             time.sleep(_NAP_SECONDS)
-
-    def _busy(self) -> bool:
-        return self._thread.is_alive() and bool(self._queue or self._lock.locked())
 
     def close(self) -> None:
         """Write all, and end the array; a second call does nothing."""

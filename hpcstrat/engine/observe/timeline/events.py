@@ -90,8 +90,8 @@ def complete(
 def asynchronous(track: Track, base: int, event: tuple[str, str, int, str, Any]) -> str:
     """Return an end of an event that may overlap with others: JSON in one line.
 
-    The event has name, ``"b"`` or ``"e"``, nanoseconds, what tells it from others,
-    arguments.
+    The event has name, ``"b"`` or ``"e"``, nanoseconds, a mark that tells it from
+    others, arguments.
     """
     name, phase, at, mark, args = event
     return (
@@ -114,7 +114,7 @@ def _args(args: dict[str, Any] | None) -> str:
         return ""
     parts = []
     for key, value in args.items():
-        # The library's own, five times as fast as by the general way.
+        # The library's own arguments, five times as fast as in the general way.
         if type(value) is int:
             parts.append(f"{_quoted(key)}: {value}")
         elif type(value) is str:
@@ -132,7 +132,7 @@ def _args(args: dict[str, Any] | None) -> str:
 
 
 def shown_text(value: Any) -> str:
-    """Return what to show of an object, whose ``__str__`` may fail."""
+    """Return the text of an object, whose ``__str__`` may fail."""
     try:
         return str(value)
     except Exception as error:

@@ -40,7 +40,7 @@ def last_arrivals(
         if event["ph"] == "X" and event["name"] == WAIT:
             args = event["args"]
             if "sequence" not in args:
-                continue  # Started before: it began to wait when it had time to.
+                continue  # A started call: the rank began to wait when it had time to.
             key = args["channel"], args["sequence"]
             came.setdefault(key, {})[file.tid] = event["ts"], event["dur"]
     for times in came.values():

@@ -20,8 +20,7 @@ class Timeline:
     """The files of one run."""
 
     run: str
-    # Those that can be read, in the order of the replicas, and paths of those that hold
-    # nothing yet.
+    # Files that can be read, in the order of the replicas, and paths of the empty ones.
     files: tuple[RankFile, ...]
     unread: tuple[str, ...]
     other_runs: tuple[str, ...]
@@ -58,7 +57,7 @@ class Timeline:
     def write(self, path: str) -> int:
         """Write one file for Perfetto or chrome://tracing; return the number of events.
 
-        Compressed if the path ends in ``.gz``. Replaced if it is there.
+        Compressed if the path ends in ``.gz``; an existing file is replaced.
         """
         part, count = f"{path}.part", 0
         with _text_file(part, compressed=path.endswith(".gz")) as file:

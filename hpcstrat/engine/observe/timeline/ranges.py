@@ -66,7 +66,7 @@ def trace(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
     recorder = active.recorder
     if recorder is None:
         return _NOTHING
-    # As they are now; they are written later, by another thread.
+    # Texts of now: another thread writes them later.
     shown = {key: v if type(v) in _PLAIN else shown_text(v) for key, v in args.items()}
     return _Range(recorder, name, shown or None)
 

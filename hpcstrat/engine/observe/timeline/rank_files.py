@@ -1,4 +1,4 @@
-"""The files of a timeline, also those that a killed job has left behind."""
+"""The files of a timeline, including those that a killed job has left behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_runs(directory: str) -> dict[str, list[str]]:
 def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
     """Give the events of a file; the last one may be cut off, no other (ValueError).
 
-    Only events whose line has the text ``mark``; the others are not looked at.
+    Lines without the text ``mark`` are passed over.
     """
     bad = 0
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -49,7 +49,7 @@ def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
             text = line.strip().removesuffix(",")
             if text in ("", "[", "]") or mark not in text:
                 continue
-            # A line behind the bad one: that was not the last, cut off by a kill.
+            # A line follows the bad one, so that no kill has cut it off.
             if bad:
                 break
             try:
@@ -83,10 +83,7 @@ class RankFile:
 
     @classmethod
     def read(cls, path: str) -> RankFile | None:
-        """Look through a file.
-
-        None where the rank was ended before it had written how its clock stands.
-        """
+        """Look through a file; None where the rank ended before it noted its clock."""
         names: dict[str, str] = {}
         place, base_ns, samples = (0, 0), 0, []
         for event in read_events(path, '"ph": "M"'):

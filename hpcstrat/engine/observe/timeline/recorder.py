@@ -32,7 +32,7 @@ class _Active:
         self.recorder: Recorder | None = None
 
     def forget(self) -> None:
-        """Stop recording in a forked child: the thread that writes is not in it."""
+        """Stop recording in a forked child, which lacks the thread that writes."""
         self.recorder = None
 
 
@@ -43,14 +43,9 @@ os.register_at_fork(after_in_child=active.forget)
 class EventSink(Protocol):
     """A destination of a recorder's events; see `EventFile`."""
 
-    def put(self, event: Any) -> None:
-        """Take one."""
-
-    def flush(self) -> None:
-        """Keep all events so far, however the process ends."""
-
-    def close(self) -> None:
-        """Take no more."""
+    def put(self, event: Any) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Recorder:
@@ -75,15 +70,15 @@ class Recorder:
     def open(self, path: str, zero_ns: int, sample: Sample, most_bytes: int) -> None:
         """Begin a file that does not exist yet; raise OSError if it cannot be made.
 
-        The trace begins at ``zero_ns`` of the reference's clock, to which the sample
-        says how this one stands now; after ``most_bytes`` no more events are written.
+        The trace begins at ``zero_ns`` of the reference's clock; the sample tells the
+        offset of this clock now. After ``most_bytes`` no more events are written.
         """
         self._base_ns = zero_ns - sample.offset_ns
         self.file = EventFile(path, self.track, self._base_ns, most_bytes)
         self.add_clock(sample)
 
     def add_clock(self, sample: Sample) -> None:
-        """Note how this clock stands to the reference."""
+        """Note the offset of this clock to the reference."""
         args = {
             "base_ns": self._base_ns,
             "local_ns": sample.local_ns,
@@ -94,7 +89,7 @@ class Recorder:
             self.file.put(metadata(self.track, CLOCK_EVENT, args))
 
     def enter(self, name: str) -> int:
-        """Begin a range, which returns what `leave` takes; ranges of a thread nest."""
+        """Begin a range; return the argument for `leave`. Ranges of a thread nest."""
         if self._nvtx is not None:
             self._nvtx.RangePush(name)
         return time.perf_counter_ns()
@@ -102,8 +97,7 @@ class Recorder:
     def leave(self, name: str, category: str, start: int, args: Any = None) -> None:
         """End the range that began last in this thread.
 
-        ``args`` say more about it; values that JSON has no form for are shown by
-        ``str``.
+        ``args`` are shown with it, by ``str`` where JSON has no form for them.
         """
         end = time.perf_counter_ns()
         if self._nvtx is not None:
@@ -131,7 +125,6 @@ class Recorder:
         """Note that all ranks have come to a call, which `enter` began."""
         self.leave(WAIT, "wait", start, args)
         self._finish_call()
-        # It ends with its data, if it has any.
         self._call = text, args, start, time.perf_counter_ns()
 
     def enter_data(self, text: str) -> None:
@@ -147,7 +140,7 @@ class Recorder:
         end = time.perf_counter_ns()
         if pushed and self._nvtx is not None:
             self._nvtx.RangePop()
-        # The thread that takes started calls further comes here, too.
+        # The progress thread of started calls comes here, too.
         if threading.get_ident() == self._main and self._call is not None:
             self._finish_call(end if self._call[0] == text else 0)
 
@@ -168,8 +161,7 @@ class Recorder:
         """Note that a call was started that is awaited later."""
         if self.file is not None:
             self._num_started += 1
-            # Only calls started from here on have a mark: earlier ones began in no
-            # file, and end in none.
+            # Calls that began before the file have no mark, and no end in it.
             call.mark = str(self._num_started)
             name, args = _short(call.call.text), {"call": call.call.text}
             at = time.perf_counter_ns()
