@@ -221,14 +221,14 @@ MUTANTS = (
     _m(
         "wire: who finds another header does not tell those after it",
         "4:inlined",
-        "        self._header[:] = _DIFFERENT\n",
-        "",
+        "self._header[:] = _DIFFERENT\n",
+        "pass\n",
     ),
     _m(
         "wire: what follows another header is left for the next one",
         "tests/unit/engine/collectives/test_any_order.py",
-        "        nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)\n",
-        "        nbytes = 0\n",
+        "nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)\n",
+        "nbytes = 0\n",
     ),
     _m(
         "pipeline: a sum begins a step before the one that was begun before it",

@@ -55,6 +55,7 @@ class Announcement:
     classes: tuple[str, ...] = ()
     # Whether the error only tells of another rank's.
     secondary: bool = False
+    # File and line of the program.
     site: str = ""
     # As `Position.steps`.
     steps: tuple[int, int, int] = (0, 0, 0)
@@ -69,6 +70,11 @@ class Announcement:
     # Text that the rank tells the others without ending a call.
     notice: str = ""
 
+    @property
+    def at(self) -> str:
+        """The site in brackets, if it is known."""
+        return f" ({self.site})" if self.site else ""
+
 
 def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
     """Return what a rank that failed tells the others.
@@ -80,18 +86,21 @@ def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
     except Exception:
         # The class may be a program's own and faulty.
         reason = type(error).__name__
+    site, trace = "", error.__traceback__
+    while trace is not None:
+        # The last frame of the program that the error passed.
+        name = trace.tb_frame.f_code.co_filename
+        if is_of_program(name):
+            site = f"{os.path.basename(name)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    secondary = isinstance(error, ReplicaError)
     return Announcement(
-        *(rank, FAILED, what, reason, _class_names(error)),
-        secondary=isinstance(error, ReplicaError),
-        site=_error_site(error),
+        *(rank, FAILED, what, reason, _class_names(error), secondary, site)
     )
 
 
 def _class_names(error: BaseException) -> tuple[str, ...]:
-    """Return the names of an error's class and its bases, the nearest first.
-
-    Module and qualified name, with a colon between them.
-    """
+    """Return ``module:qualified name`` of an error's class and bases, nearest first."""
     return tuple(
         f"{c.__module__}:{c.__qualname__}"
         for c in type(error).__mro__
@@ -122,10 +131,10 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
     failed = _failed(announcements)
     if failed:
         words = "; ".join(
-            f"rank {a.rank} failed in {a.text}{_at(a)}: {a.reason}" for a in failed
+            f"rank {a.rank} failed in {a.text}{a.at}: {a.reason}" for a in failed
         )
-        kind = _common_class(failed[0].classes)
-        return _replica_error_class(kind)(  # type: ignore[no-any-return]
+        _, raised = _common_class(failed[0].classes)
+        return raised(
             f"expected every replica to go on, found that {words}; handle the error on "
             "that rank, or skip this step on all",
             [a.rank for a in failed],
@@ -171,7 +180,7 @@ class Failure:
         self.error = error
         causes = _failed(announcements)
         self._names = causes[0].classes if causes else ()
-        self._kind = _common_class(self._names)
+        self._kind, _ = _common_class(self._names)
         innermost = min(a.depth for a in announcements)
         # Started calls of which nobody knows whether the others have started them end
         # with the section that they belong to.
@@ -202,25 +211,31 @@ class Failure:
         return self.error
 
 
-def _common_class(names: Sequence[str]) -> Any:
+def _common_class(names: Sequence[str]) -> tuple[Any, type[ReplicaError]]:
     """Return the nearest class of `_class_names` that other ranks' errors can have.
 
     A common built-in class, or a class of the program that adds no constructor to one;
-    None where there is none.
+    None where there is none. Then ReplicaError as a subclass of it.
     """
     for name in names:
         module, _, path = name.partition(":")
         found: Any = sys.modules.get(module)
         for part in path.split("."):
             found = getattr(found, part, None)
-        if isinstance(found, type) and _replica_error_class(found) is not None:
-            return found
-    return None
+        combined = _combined(found) if isinstance(found, type) else None
+        if combined is not None:
+            return found, combined
+    return None, ReplicaError
 
 
 @functools.lru_cache(maxsize=1024)
 def _combined(kind: Any) -> type[ReplicaError] | None:
-    """Return ReplicaError as a subclass of an error's class, if that can be."""
+    """Return ReplicaError as a subclass of an error's class, if that can be.
+
+    One ``except ValueError`` then does the same on every rank.
+    """
+    if kind in (Exception, HpcstratError) or not issubclass(kind, Exception):
+        return None
     if issubclass(ReplicaError, kind) and issubclass(kind, RuntimeError):
         return ReplicaError
     for base in kind.__mro__:
@@ -237,33 +252,6 @@ def _combined(kind: Any) -> type[ReplicaError] | None:
         return None
 
 
-def _replica_error_class(kind: Any) -> Any:
-    """Return ReplicaError as a subclass of the error that another rank raised.
-
-    One ``except ValueError`` then does the same on every rank.
-    """
-    if kind is None:
-        return ReplicaError
-    if kind in (Exception, HpcstratError) or not issubclass(kind, Exception):
-        return None
-    return _combined(kind)
-
-
-def _error_site(error: BaseException) -> str:
-    """Return file and line of the last frame of the program that it passed."""
-    site, trace = "", error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if is_of_program(name):
-            site = f"{os.path.basename(name)}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return site
-
-
-def _at(announcement: Announcement) -> str:
-    return f" ({announcement.site})" if announcement.site else ""
-
-
 def _ranks(announcements: Sequence[Announcement]) -> str:
     numbers = [a.rank for a in announcements]
     if len(numbers) == 1:
@@ -275,7 +263,7 @@ def _ranks(announcements: Sequence[Announcement]) -> str:
 
 def _calls(announcements: Iterable[Announcement]) -> str:
     """Name each different call once, with the ranks that made it."""
-    groups = _grouped((a.text + _at(a), a) for a in announcements)
+    groups = _grouped((a.text + a.at, a) for a in announcements)
     return " and ".join(f"{_ranks(g)} called {text}" for text, g in groups.items())
 
 

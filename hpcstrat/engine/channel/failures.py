@@ -1,14 +1,15 @@
 """Failures of calls: errors that all ranks raise, and calls that are given up.
 
 A rank that fails before it has announced its next call says so in that header, and all
-raise there. An error in the midst of a call leaves the other ranks there: this rank can
-make no further call, tells the others so, see `hpcstrat.engine.channel.abort_messages`,
-and they raise where they wait. So it is where a rank has died.
+raise there. An error in the midst of a call, or the death of a rank, leaves the other
+ranks there: this rank can make no further call, and tells the others, which raise where
+they wait, see `hpcstrat.engine.channel.abort_messages`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 from hpcstrat.engine.call_sites import call_site
@@ -24,15 +25,91 @@ from hpcstrat.engine.channel.disagreement import (
     only_fingerprints_differ,
     same_call,
 )
-from hpcstrat.engine.channel.rank_loss import RankLoss
-from hpcstrat.errors import CollectiveError, HpcstratError, OutOfRangeError
+from hpcstrat.engine.topology.survival import is_loss, lost_ranks, revoke
+from hpcstrat.engine.topology.topology import Topology
+from hpcstrat.errors import (
+    CollectiveError,
+    HpcstratError,
+    OutOfRangeError,
+    RankLostError,
+)
 
-__all__ = ["Failures"]
+__all__ = ["Failures", "RankLoss"]
 
 _FAILING = describe_call("failure")
 _MEETING = describe_call("meeting after ranks had made different numbers of steps")
 _RESUMING = describe_call("going on after an interrupt of all ranks")
 _ANNOUNCED = "_hpcstrat_announced"
+_NAP_SECONDS = 0.002
+# A rank that was woken waits so long for the launcher to tell it who has died.
+_TOLD_SECONDS = 2.0
+
+
+class RankLoss:
+    """A channel's knowledge of ranks that have died; ``comm`` is the channel's own."""
+
+    def __init__(self, topology: Topology, comm: Any) -> None:
+        self._topology = topology
+        self._comm = comm
+        # The error that every further call raises.
+        self.error: RankLostError | None = None
+
+    def found(self, error: BaseException, what: str) -> RankLostError | None:
+        """Return the error to raise where one comes of the death of a rank.
+
+        None for other errors. Wakes the other ranks, where the topology survives a
+        loss. ``what`` is the call in which this rank was.
+        """
+        topology, known = self._topology, set[int]()
+        if isinstance(error, RankLostError):
+            known.update(error.ranks)
+        elif not is_loss(
+            topology.mpi, error, self._comm if topology.survives else None
+        ):
+            return None
+        if self.error is not None:
+            return self.again(what)
+        advice = "start the job again, and restore a checkpoint"
+        if topology.survives:
+            self.wake()
+            known.update(self._told(bool(known)))
+            advice = "leave this strategy, and form one of the ranks that are left"
+        ranks = sorted(known)
+        who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
+        text = f"expected all ranks in {what}, found that {who} died; {advice}"
+        # Kept without a traceback, whose frames would hold the program's arrays.
+        self.error = RankLostError(text, ranks)
+        return RankLostError(text, ranks)
+
+    def wake(self) -> None:
+        """Make every call of MPI an error on all ranks, where a loss is survived.
+
+        A rank that waits for a living one would not notice the death.
+        """
+        if self._topology.survives:
+            revoke([self._comm])
+            self._topology.revoke()
+
+    def again(self, what: str) -> RankLostError:
+        """Return an error of the same ranks, for a call after the one that noticed."""
+        assert self.error is not None
+        ranks = self.error.ranks
+        return RankLostError(
+            f"expected a strategy of living ranks for {what}, found that of lost ranks "
+            f"{list(ranks)}; leave it, and form one of the ranks that are left",
+            ranks,
+        )
+
+    def _told(self, knows: bool) -> list[int]:
+        """Return the dead ranks that the launcher knows, which may come a bit later."""
+        deadline = time.monotonic() + _TOLD_SECONDS
+        while True:
+            found = lost_ranks(self._comm)
+            if found or knows or time.monotonic() > deadline:
+                return found
+            # A communicator of this rank alone drives the progress of all.
+            self._topology.mpi.COMM_SELF.Iprobe()
+            time.sleep(_NAP_SECONDS)
 
 
 class Failures:
@@ -60,7 +137,7 @@ class Failures:
         self.rank_loss = RankLoss(channel.topology, comm)
         # Whether it looks just now who has left the same call: then no look raises.
         self._resuming = False
-        # Ranks have told each other different numbers of steps.
+        # Whether ranks have told each other different numbers of steps.
         self._apart = False
 
     # Errors that all ranks raise where one has failed, or ranks differ.
@@ -92,8 +169,8 @@ class Failures:
         differ, and the copies prove to be equal, all ranks agree once more instead.
         """
         channel = self._channel
-        announcement = Announcement(self._rank, 0, call.text)
         place = 0 if channel.wire is not None else channel.rings.next
+        announcement = Announcement(self._rank, 0, call.text)
         announcement.digest = call.digest ^ place
         announcement.run_fingerprint = channel.position.run_fingerprint
         announcements = self._gather(announcement)
@@ -106,10 +183,9 @@ class Failures:
                 with channel.moving(call):
                     error = check.difference(channel.interruptible(self._comm))
                 goes_on = error is None
-        if goes_on:
-            channel.agree(call, timeout_seconds, carried)
-            return
-        raise self._conclude(announcements, error or explain(announcements)).error
+        if not goes_on:
+            raise self._conclude(announcements, error or explain(announcements)).error
+        channel.agree(call, timeout_seconds, carried)
 
     def fail(
         self, what: str, error: BaseException, *, leaves: bool = False
@@ -239,7 +315,7 @@ class Failures:
     def look_for_death(self, error: BaseException, what: str) -> None:
         """Raise RankLostError where an error of MPI comes of the death of a rank.
 
-        ``what`` is what this rank was doing.
+        ``what`` is the call in which this rank was.
         """
         loss = self.rank_loss.found(error, what)
         if loss is not None:
@@ -302,10 +378,7 @@ class Failures:
         return True
 
     def _all_left(self, call: Call) -> bool:
-        """Whether all ranks have left the same call at the same point; then go on.
-
-        False where they have not: nobody goes on.
-        """
+        """Whether all ranks have left the same call at the same point; then go on."""
         channel, broken, self._resuming = self._channel, self.broken, True
         try:
             met: bool = channel.waiter.wait_header(self.aborts, call)

@@ -9,13 +9,7 @@ from typing import Any
 
 from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.disagreement import FAILED, Announcement, announce_error
-from hpcstrat.engine.channel.waitable import (
-    HeaderPayload,
-    HeaderStep,
-    Waitable,
-    WaitSteps,
-    exhaust,
-)
+from hpcstrat.engine.channel.waitable import Waitable, WaitSteps, exhaust
 from hpcstrat.engine.observe.timeline import active, recorded_wait
 from hpcstrat.errors import HpcstratError, RankLostError, TopologyError
 
@@ -74,6 +68,7 @@ class PendingCall:
         self._result = result
         self._timeout_seconds = timeout_seconds
         self._run = 0 if channel is None else channel.position.step_fingerprint
+        # The part of the call that comes next; says whether it has been passed.
         self._advance = self._post
         self._awaited: Waitable | None = None
         self._done = channel is None
@@ -136,7 +131,6 @@ class PendingCall:
 
         Collective over the strategy's replicas. For the library's own modules.
         """
-        failures = self._channel.failures
         try:
             while not self._done:
                 if not self._advance(waits):
@@ -144,7 +138,7 @@ class PendingCall:
         except BaseException as error:
             # The rank that waits for it raises this, in the same place as the others.
             try:
-                failures.look_for_death(error, self.call.text)
+                self._channel.failures.look_for_death(error, self.call.text)
             except RankLostError as loss:
                 self.end(loss)
             self.end(self._own_error or error)
@@ -169,19 +163,16 @@ class PendingCall:
             self._error = error
             self._done = True
 
-    # The three states of a call, each of which says whether it has been passed.
-
     def _post(self, waits: bool) -> bool:
         del waits
-        carried: HeaderPayload | None = None
+        header: Any = None
         try:
             header = next(self._steps)
-            assert isinstance(header, HeaderStep)
-            carried = header.carried
         except Exception as error:
             self._own_error = error
         self._channel.failures.refuse(self.call)
         flags = 0 if self._own_error is None else FAILED
+        carried = None if header is None else header.carried
         self._channel.post(self.call, self._run, flags, carried)
         self._advance = self._agree
         return True
@@ -234,8 +225,7 @@ class PendingCalls(deque[PendingCall]):
         self._channel = channel
         self._thread: threading.Thread | None = None
         self._started, self._ends = threading.Event(), False
-        # Held by whoever takes them further: the program's thread or the one of
-        # progress.
+        # Held by the thread that takes them further: the program's or the progress one.
         self.lock = threading.RLock()
 
     def start(self, started: PendingCall) -> None:
@@ -254,14 +244,9 @@ class PendingCalls(deque[PendingCall]):
 
     def progress(self) -> None:
         """Do what can be done for them without waiting; not collective."""
-        with self.lock:
-            while self:
-                first = self[0]
-                if not first.advance(waits=False):
-                    return
-                self._forget(first)
+        self.drain(waits=False)
 
-    def drain(self, last: PendingCall | None = None) -> None:
+    def drain(self, last: PendingCall | None = None, *, waits: bool = True) -> None:
         """Wait for their end, up to ``last``; their handles keep their errors.
 
         Collective over ``topology.replica_comm``.
@@ -269,8 +254,13 @@ class PendingCalls(deque[PendingCall]):
         with self.lock:
             while self:
                 first = self[0]
-                first.advance(waits=True)
-                self._forget(first)
+                if not first.advance(waits):
+                    return
+                # An error may have emptied the queue.
+                if self and self[0] is first:
+                    self.popleft()
+                    if active.recorder is not None:
+                        active.recorder.ended(first)
                 if first is last:
                     return
 
@@ -284,13 +274,6 @@ class PendingCalls(deque[PendingCall]):
         for one in lost:
             one.end(error)
             self.remove(one)
-
-    def _forget(self, ended: PendingCall) -> None:
-        """Take an ended call off the queue, which an error may have emptied."""
-        if self and self[0] is ended:
-            self.popleft()
-            if active.recorder is not None:
-                active.recorder.ended(ended)
 
     # A thread that takes them further while the program computes.
 

@@ -1,20 +1,20 @@
 """The headers of ranks on several workers, and the few values that travel in them.
 
-The ranks of a worker compare their records in its shared segment, as those of a single
-worker do. The first rank of each then tells the other workers, by the dissemination of
-Bruck et al. (doi:10.1109/71.642949): in step ``k`` it sends what it has, which is its
-own and that of the ``2**k - 1`` workers after it, to the worker ``2**k`` before it, so
-that ``p`` workers know of all others after ``ceil(log2(p))`` messages of each, whatever
-number they are. In one more step in the segment the worker's ranks learn how it ended;
-both steps order memory, see `hpcstrat.engine.channel.headers`.
+The ranks of a worker compare their records in its shared segment. The first rank of
+each then tells the other workers, by the dissemination of Bruck et al.
+(doi:10.1109/71.642949): in step ``k`` it sends its own header and those of the
+``2**k - 1`` workers after it to the worker ``2**k`` before it, so that ``p`` workers
+know of all others after ``ceil(log2(p))`` messages of each. In one more step in the
+segment the worker's ranks learn how it ended; both steps order memory, see
+`hpcstrat.engine.channel.headers`.
 
-A message begins with the header. The values of a small reduction follow, so that it
-costs no exchange but this one. What is more than MPI sends at once goes in messages of
-its own, which are received when the header has come, as that says how much follows. A
-rank that gets another header than its own takes none of the values, and sends from
-there on a header that is equal to no other: all learn of it in as many steps. Ranks
-that are in different calls send messages of different lengths; each is received into
-memory for the longest one.
+A message begins with the header, and the values of a small reduction follow, so that it
+costs no other exchange. What is more than MPI sends at once goes in messages of its
+own, which are received when the header has come, as that says how much follows. A rank
+that gets another header than its own takes none of the values, and sends from there on
+a header that is equal to no other: all learn of it in as many steps. Ranks that are in
+different calls send messages of different lengths; each is received into memory for the
+longest one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ import numpy as np
 from hpcstrat.engine.channel.headers import SegmentHeaders
 from hpcstrat.engine.channel.interruptible import EAGER_BYTES
 from hpcstrat.engine.channel.shared_rings import SharedRings
-from hpcstrat.engine.channel.waitable import HeaderPayload
+from hpcstrat.engine.channel.waitable import HeaderPayload, Waitable
 from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["HEADER_BYTES", "WireHeaders", "room_bytes"]
@@ -50,8 +49,12 @@ _ALIGNMENT_BYTES = 16
 # So many bits of a header's first number are flags; the rest is the size behind it.
 _FLAG_BITS = 8
 
-# Messages of so many sizes are kept; a program may have ever other ones.
+# Requests for so many sizes of values are kept; a program may have ever other ones.
 _MOST_KEPT = 256
+
+# Requests of one step: of the header with the values in it, and for the values behind
+# it. They are used again, which takes half of the time.
+_Requests = tuple[Any, Sequence[Any], Sequence[Any]]
 
 # Buffers that MPI may still write to.
 _left: list[Any] = []
@@ -74,18 +77,7 @@ def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
     return room // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class _Messages:
-    """Requests of one step, which are used again: that takes half of the time."""
-
-    # Request of the header, with the values in it.
-    first: Any
-    # Requests of the values behind it.
-    sends: Sequence[Any]
-    receives: Sequence[Any]
-
-
-class WireHeaders:
+class WireHeaders(Waitable):
     """The headers of one rank of several workers; ``comm`` is its channel's own.
 
     Collective over ``topology.replica_comm``.
@@ -96,7 +88,7 @@ class WireHeaders:
     ) -> None:
         self._comm, self._segment, self._rings = comm, segment, rings
         self.alone = topology.worker_comm.size == 1
-        self._leads = topology.worker_comm.rank == 0
+        leads = topology.worker_comm.rank == 0
         # The first replica of each worker, in the order of the workers.
         firsts = sorted(set(comm.allgather(topology.worker_replicas[0])))
         me, size = topology.worker_id, len(firsts)
@@ -104,21 +96,16 @@ class WireHeaders:
         self.room_bytes = room = room_bytes(size)
         # For each step: receiver, sender, and number of workers whose values travel.
         self._peers, self.counts = [], list[int]()
-        distance = 1
-        while distance < size:
+        for distance in (1 << step for step in range((size - 1).bit_length())):
             to, source = firsts[(me - distance) % size], firsts[(me + distance) % size]
             self._peers.append((to, source))
             self.counts.append(min(distance, size - distance))
-            distance *= 2
+        counts = self.counts if leads else []
         # Buffers for sending, with the values of this worker first, and for receiving.
-        largest = max(self.counts) if self._leads else 0
-        self.out = np.zeros(HEADER_BYTES + largest * room, np.uint8)
-        self.came = [
-            np.zeros(HEADER_BYTES + count * room, np.uint8)
-            for count in (self.counts if self._leads else ())
-        ]
+        self.out = np.zeros(HEADER_BYTES + max(counts, default=0) * room, np.uint8)
+        self.came = [np.zeros(HEADER_BYTES + n * room, np.uint8) for n in counts]
         # The sum of all.
-        self.total = np.zeros(room if self._leads else 0, np.uint8)
+        self.total = np.zeros(room if leads else 0, np.uint8)
         self._header: Any = self.out.data[:HEADER_BYTES]
         # Much faster than a comparison of the memory itself.
         self._reads = [came.data[:HEADER_BYTES].tobytes for came in self.came]
@@ -126,35 +113,37 @@ class WireHeaders:
             comm.Recv_init(came, source, _TAG)
             for came, (_, source) in zip(self.came, self._peers, strict=False)
         ]
-        # By the bytes of each worker's values, for each step.
-        self._kept: dict[int, list[_Messages]] = {}
-        self._make_messages(0)
+        # For each size of a worker's values: the requests of each step.
+        self._kept: dict[int, list[_Requests]] = {}
+        self._requests_for(0)
         self._sequence = 0
         # The comparison of a header; whether it has ended, whether messages are on
         # their way, and whether all headers so far are the same.
         self._steps: Iterator[None] = iter(())
         self._done, self._travels, self._same = True, False, True
 
-    def _make_messages(self, nbytes: int) -> list[_Messages]:
-        """Make the messages of all steps, for so many bytes of each worker's values."""
-        found, make = list[_Messages](), self._comm
-        for step, came in enumerate(self.came):
-            to, source = self._peers[step]
-            end = HEADER_BYTES + self.counts[step] * nbytes
-            cuts = [
-                slice(start, min(start + EAGER_BYTES, end))
-                for start in range(0, end, EAGER_BYTES)
-            ]
-            first, *sends = (make.Send_init(self.out[cut], to, _TAG) for cut in cuts)
-            receives = [make.Recv_init(came[cut], source, _TAG) for cut in cuts[1:]]
-            found.append(_Messages(first, sends, receives))
-        self._kept[nbytes] = found
+    def _requests_for(self, nbytes: int) -> list[_Requests]:
+        """Return the requests of all steps, for values of a size."""
+        found = self._kept.get(nbytes)
+        if found is None:
+            found, make = [], self._comm
+            for step, came in enumerate(self.came):
+                to, source = self._peers[step]
+                end = HEADER_BYTES + self.counts[step] * nbytes
+                cuts = [
+                    slice(start, min(start + EAGER_BYTES, end))
+                    for start in range(0, end, EAGER_BYTES)
+                ]
+                first, *sends = [make.Send_init(self.out[c], to, _TAG) for c in cuts]
+                receives = [make.Recv_init(came[c], source, _TAG) for c in cuts[1:]]
+                found.append((first, sends, receives))
+            self._kept[nbytes] = found
         return found
 
     def _forget(self) -> None:
-        """Free the persistent requests of all message sizes."""
-        for messages in itertools.chain.from_iterable(self._kept.values()):
-            for request in (messages.first, *messages.sends, *messages.receives):
+        """Free the requests of all sizes."""
+        for first, sends, receives in itertools.chain(*self._kept.values()):
+            for request in (first, *sends, *receives):
                 request.Free()
         self._kept.clear()
 
@@ -183,8 +172,7 @@ class WireHeaders:
 
     def missing(self) -> list[int]:
         """Return ``[-1]`` while ranks are missing: it is not known which."""
-        if not self._done:
-            next(self._steps, None)
+        self.agreed()
         return [] if self._done else [-1]
 
     def close(self) -> None:
@@ -202,25 +190,30 @@ class WireHeaders:
         self, own: bytes, load: HeaderPayload | None, *, finishes: bool
     ) -> Iterator[None]:
         """Tell the other workers; goes as far as can be without waiting, and yields."""
-        every = self._messages_for(load)
+        if load is not None:
+            load.gather()
+        if len(self._kept) > _MOST_KEPT:
+            self._forget()
+        requests = self._requests_for(0 if load is None else load.nbytes)
         self._header[:] = own
         self._travels = True
         for step, receive in enumerate(self._receives):
-            messages = every[step]
-            sent = messages.first
+            sent, sends, receives = requests[step]
             sent.Start()
             receive.Start()
-            behind = _started(messages.sends) if messages.sends else []
+            behind = _started(sends)
             # The next message is laid out in the memory that this one is sent from.
             while not (receive.Test() and sent.Test()):
                 yield
             header = self._reads[step]()
             if not self._same or header != own:
-                # What follows another header must not be left for the next.
-                messages = self._differ(header)[step]
-                every, load = self._kept[0], None
-            if messages.receives:
-                behind += _started(messages.receives)
+                # From here on another header is sent. What follows the one that came
+                # must not be left for the next.
+                self._same, load, requests = False, None, self._requests_for(0)
+                self._header[:] = _DIFFERENT
+                nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
+                receives = self._requests_for(nbytes)[step][-1]
+            behind += _started(receives)
             while behind and not type(behind[0]).Testall(behind):
                 yield
             if load is not None:
@@ -235,7 +228,7 @@ class WireHeaders:
     ) -> Iterator[None]:
         """Do the same as one of several ranks of a worker, of which the first tells."""
         yield from self._compare_inside()
-        if self._leads:
+        if self._receives:
             if not self._same:
                 own, load = _DIFFERENT, None
             yield from self._compare_across(own, load, finishes=finishes)
@@ -252,24 +245,6 @@ class WireHeaders:
                 self._same = self._same and segment.agreed()
                 return
             yield
-
-    def _messages_for(self, load: HeaderPayload | None) -> list[_Messages]:
-        """Return the messages of a header with values, which are laid behind it."""
-        nbytes = 0
-        if load is not None:
-            load.gather()
-            nbytes = load.nbytes
-        if nbytes not in self._kept and len(self._kept) > _MOST_KEPT:
-            self._forget()
-            self._make_messages(0)
-        return self._kept.get(nbytes) or self._make_messages(nbytes)
-
-    def _differ(self, header: bytes) -> list[_Messages]:
-        """Send another header from here on; return the messages of one that came."""
-        self._same = False
-        self._header[:] = _DIFFERENT
-        nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
-        return self._kept.get(nbytes) or self._make_messages(nbytes)
 
 
 def _started(requests: Sequence[Any]) -> list[Any]:
