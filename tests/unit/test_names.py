@@ -22,7 +22,6 @@ MODULE_EXCEPTIONS = {
 CLASS_EXCEPTIONS = {
     "Batches": "private ones of stages of data sets, beside that of Keras",
     "Buckets": "of lengths in a data set, and of gradients",
-    "Buffers": "of a GPU, and a structure of XLA",
     "Client": "a name of tf.distribute.experimental.rpc, which refuses",
     "DealtBatches": "those of a data set, and those that Keras asks for",
     "Memory": "that of hs.elastic, and one that XLA lends",

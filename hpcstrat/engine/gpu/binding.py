@@ -1,8 +1,8 @@
-"""Binds each rank to a GPU, and finds what is wrong with that.
+"""Binds each rank to a GPU, and checks the binding.
 
-The rules are functions of what the ranks of a host see, so that every rank finds the
-same by itself, once these are exchanged. A GPU is known by its place in the machine,
-never by its number: each rank may have its own ``CUDA_VISIBLE_DEVICES``.
+The ranks of a host exchange which GPUs they see; then each finds the same result by
+itself. A GPU is known by its place in the machine, never by its number: each rank may
+have its own ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class View:
 
     rank: int
     gpus: tuple[Gpu, ...] = ()
-    # The number that the program has chosen by CUDA; which of the host's GPUs, as
-    # `worker_gpus` counts, it has named to the strategy.
+    # The number that the program has chosen by CUDA; the number among the host's GPUs,
+    # as `worker_gpus` counts, that it has named to the strategy.
     chosen: int | None = None
     wanted: int | None = None
-    # Why there are none, or what else went wrong.
+    # Why the rank has no GPU, or another error.
     reason: str = ""
-    # The number that an earlier strategy gave to it, or that was foreseen.
+    # The number that an earlier strategy, or `foresee`, gave to it.
     earlier: int | None = None
 
 
@@ -60,7 +60,8 @@ class _Taken:
 
     index: int | None = None
     foreseen = False
-    told = False
+    # Whether the log says that CuPy is loaded without a GPU.
+    logged = False
 
 
 def worker_gpus(views: Sequence[View]) -> list[Gpu]:
@@ -84,21 +85,27 @@ def choose(views: Sequence[View]) -> list[Gpu | None]:
     everything = worker_gpus(views)
     result: list[Gpu | None] = [_fixed(view, everything) for view in views]
     taken = {gpu.identity for gpu in result if gpu is not None}
-    for place, view in enumerate(views):
-        had = view.earlier if result[place] is None and view.wanted is None else None
-        if had is not None and had < len(view.gpus):
-            gpu = view.gpus[had]
+    # The ranks for which nothing is named or chosen.
+    free = [
+        place
+        for place, view in enumerate(views)
+        if result[place] is None and view.wanted is None and view.gpus
+    ]
+    for place in free:
+        view = views[place]
+        if view.earlier is not None and view.earlier < len(view.gpus):
+            gpu = view.gpus[view.earlier]
             if gpu.identity not in taken:
                 result[place] = gpu
                 taken.add(gpu.identity)
     turns: dict[tuple[Any, ...], list[int]] = {}
-    for place, view in enumerate(views):
-        if result[place] is None and view.gpus and view.wanted is None:
-            turns.setdefault(tuple(g.identity for g in view.gpus), []).append(place)
-    for places in turns.values():
-        gpus = views[places[0]].gpus
-        free = [n for n, gpu in enumerate(gpus) if gpu.identity not in taken]
-        order = free + [n for n in range(len(gpus)) if n not in free]
+    for place in free:
+        if result[place] is None:
+            seen = tuple(gpu.identity for gpu in views[place].gpus)
+            turns.setdefault(seen, []).append(place)
+    for seen, places in turns.items():
+        # GPUs that no rank has come first.
+        order = sorted(range(len(seen)), key=lambda n: seen[n] in taken)
         for turn, place in enumerate(places):
             result[place] = views[place].gpus[order[turn % len(order)]]
     return result
@@ -119,9 +126,9 @@ def _fixed(view: View, everything: Sequence[Gpu]) -> Gpu | None:
 def problem(
     views: Sequence[View], gpus: Sequence[Gpu | None], host: str, *, share: bool = False
 ) -> str:
-    """Say what is wrong with the GPUs of the ranks of a host; empty if all is well.
+    """Say what is wrong with the GPUs of the ranks of a host; empty if nothing is.
 
-    That is also so where no rank has a GPU. The message names ranks, host and GPU.
+    The message names ranks, host and GPU. It is no problem if no rank has a GPU.
     """
     if all(gpu is None for gpu in gpus):
         named = next((v for v in views if v.wanted is not None and v.gpus), None)
@@ -129,7 +136,9 @@ def problem(
     for view, gpu in zip(views, gpus, strict=True):
         if gpu is None:
             return _without(view, views, host)
-    return "" if share else _twice(views, gpus, host)
+    if share or len({gpu.identity for gpu in gpus if gpu is not None}) == len(gpus):
+        return ""
+    return _twice(views, [gpu for gpu in gpus if gpu is not None], host)
 
 
 def _without(view: View, views: Sequence[View], host: str) -> str:
@@ -159,18 +168,14 @@ _NO_GPU = (
 )
 
 
-def _twice(views: Sequence[View], gpus: Sequence[Gpu | None], host: str) -> str:
+def _twice(views: Sequence[View], gpus: Sequence[Gpu], host: str) -> str:
     """Return the message for a GPU that several ranks have."""
-    count = Counter(gpu.identity for gpu in gpus if gpu is not None)
-    if max(count.values()) == 1:
-        return ""
-    identity = next(key for key, times in count.items() if times > 1)
+    times = Counter(gpu.identity for gpu in gpus)
+    gpu = next(gpu for gpu in gpus if times[gpu.identity] > 1)
     pairs = zip(views, gpus, strict=True)
-    ranks = [v.rank for v, g in pairs if g is not None and g.identity == identity]
-    gpu = next(g for g in gpus if g is not None and g.identity == identity)
+    ranks = [view.rank for view, own in pairs if own.identity == gpu.identity]
     there = worker_gpus(views)
     if len(there) >= len(views):
-        # Slurm's --gpu-bind, or the program's own choice.
         advice = (
             "let every rank see all GPUs of its host (srun --gpus-per-node="
             f"{len(there)} --gpu-bind=none), or exactly its own (--gpus-per-task=1), "
@@ -208,10 +213,10 @@ def _look(rank: int, wanted: int | None) -> View:
     try:
         reason = library.why_no_gpu()
         gpus = () if reason else tuple(library.visible_gpus())
-        # 0 is also what a program has that did not choose.
+        # A program that has not chosen has number 0, too.
         chosen = None if reason else library.current_gpu() or None
     except Exception as error:
-        # Any error of this rank is to be one of all: they wait for its view.
+        # The other ranks, which wait for this view, raise this error, too.
         return View(rank, wanted=wanted, reason=f"{type(error).__name__}: {error}")
     if _Taken.foreseen and chosen == _Taken.index:
         chosen = None
@@ -221,11 +226,11 @@ def _look(rank: int, wanted: int | None) -> View:
 def foresee(place: int) -> None:
     """Compute on the GPU that this rank is likely to get, before MPI starts.
 
-    ``place`` is the number that was named, or this rank's among those of its host.
-    Nothing where the program or a strategy has chosen.
+    ``place`` is the number that was named, or this rank's among those of its host. Does
+    nothing where the program or a strategy has chosen.
     """
-    # Libraries of MPI may look for a context of CUDA once, when they start, and copy by
-    # way of the host where there was none (Open MPI 5:
+    # Libraries of MPI may look for a context of CUDA only when they start, and copy
+    # through the host where there is none (Open MPI 5:
     # github.com/open-mpi/ompi/issues/13354).
     if _Taken.index is None and not library.current_gpu():
         gpus = library.visible_gpus()
@@ -235,7 +240,7 @@ def foresee(place: int) -> None:
 
 
 def _lowest(topology: Topology, here: bool) -> int:
-    """Return the lowest replica at which something is so, or their number."""
+    """Return the lowest replica that passes True, or the number of replicas."""
     comm = topology.replica_comm
     rank = comm.rank if here else comm.size
     return int(comm.allreduce(rank, op=topology.mpi.MIN))
@@ -253,9 +258,9 @@ def bind(
 
     Collective over ``topology.replica_comm``; ``node`` has those of this host in the
     same order. ``device`` ("auto", "cpu", "gpu") and ``share`` are the same on every
-    rank, and ``wanted`` is given on every rank or none. Without a GPU where all ranks
-    compute on the CPU. Raises TopologyError on every rank, if ranks have the same GPU,
-    or some have none.
+    rank, and ``wanted`` is given on every rank or none. The binding has no GPU where
+    all ranks compute on the CPU. Raises TopologyError on every rank, if ranks have the
+    same GPU, or some have none.
     """
     if device == "cpu" or (device == "auto" and not _any_wants(topology)):
         return Binding()
@@ -265,13 +270,13 @@ def bind(
     own = gpus[node.rank]
     trouble = problem(views, gpus, platform.node(), share=share)
     trouble = trouble or (_take(own, view.rank) if own else _alone(view, device))
-    # All ranks come here, whatever their hosts have found, and raise the same message.
+    # The ranks of all hosts come here, and raise the same message.
     first = _lowest(topology, bool(trouble))
     if first < topology.num_replicas:
         raise TopologyError(topology.replica_comm.bcast(trouble, root=first))
     assert own is not None
     _Taken.index, _Taken.foreseen = own.index, False
-    # NCCL, too, knows a GPU by this, and takes parts of one for the same.
+    # NCCL knows a GPU by its bus id, too, which the parts of a GPU share.
     places = [gpu.pci_bus_id.lower() for gpu in gpus if gpu is not None]
     return Binding(
         own,
@@ -285,8 +290,8 @@ def _any_wants(topology: Topology) -> bool:
     loaded = library.is_loaded()
     reason = library.why_no_gpu() if loaded else ""
     found = _lowest(topology, loaded and not reason) < topology.num_replicas
-    if not found and loaded and not _Taken.told:
-        _Taken.told = True
+    if not found and loaded and not _Taken.logged:
+        _Taken.logged = True
         get_logger("device").info(
             "CuPy is loaded, but there is no GPU (%s): computing on the CPU", reason
         )
@@ -311,7 +316,7 @@ def _take(gpu: Gpu, rank: int) -> str:
     try:
         library.use(gpu.index)
     except Exception as error:
-        # In exclusive mode, and another process has it; or it has failed.
+        # The GPU has failed, or another process has it in exclusive mode.
         return (
             f"expected rank {rank} on host {platform.node()} to compute on GPU {gpu}, "
             f"found {error}; look at nvidia-smi there, or leave the host out (sbatch "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ _LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 class Ability:
     """Whether something can be done, on all ranks; true in conditions if it can."""
 
-    # The reason says how that is known, or why not, with rank and host.
+    # How it is known, or why it cannot be done, with rank and host.
     ok: bool
     reason: str
 
@@ -52,12 +51,12 @@ class Capabilities:
 
     def explain(self) -> str:
         """Say what can be done, and why not: one line for each ability."""
-        lines = []
-        for field in fields(self):
-            ability = getattr(self, field.name)
-            if isinstance(ability, Ability):
-                word = "yes" if ability.ok else "no"
-                lines.append(f"{field.name}: {word}, {ability.reason}")
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        lines = [
+            f"{name}: {'yes' if ability.ok else 'no'}, {ability.reason}"
+            for name, ability in found.items()
+            if isinstance(ability, Ability)
+        ]
         each = "one each" if self.one_gpu_per_rank else "some shared"
         return "\n".join([f"ranks with GPUs: {self.num_gpus}, {each}", *lines])
 
@@ -69,19 +68,10 @@ def gather(topology: Topology) -> Capabilities:
     """
     num_gpus = int(topology.replica_comm.allreduce(int(topology.gpu is not None)))
     shares = topology.replica_comm.allreduce(int(topology.shares_gpu))
-    own = [
-        _guarded(topology, lambda: _nccl(topology.nccl, bool(shares))),
-        *_mpi(topology),
-    ]
+    own = [_nccl_here(topology, bool(shares)), *_mpi(topology)]
     nccl, sendrecv, broadcast, allreduce = _agree(topology, own)
-    found = Capabilities(
-        nccl=nccl,
-        mpi_sendrecv=sendrecv,
-        mpi_broadcast=broadcast,
-        mpi_allreduce=allreduce,
-        one_gpu_per_rank=not shares,
-        num_gpus=num_gpus,
-    )
+    one_each = not shares
+    found = Capabilities(nccl, sendrecv, broadcast, allreduce, one_each, num_gpus)
     get_logger("device").info("what GPUs can do here:\n%s", found.explain())
     return found
 
@@ -94,12 +84,12 @@ def _where(topology: Topology) -> str:
     return f"rank {topology.replica_id} on host {platform.node()}"
 
 
-def _guarded(topology: Topology, find: Callable[[], _Found]) -> _Found:
-    """Return what was found, or the error of finding it: others wait for this rank."""
+def _nccl_here(topology: Topology, shares: bool) -> _Found:
+    """Return whether this rank can use NCCL; an error is a reason, too."""
     if topology.gpu is None:
         return False, f"{_where(topology)} has no GPU"
     try:
-        ok, reason = find()
+        ok, reason = _nccl(topology.nccl, shares)
     except Exception as error:
         ok, reason = False, f"{type(error).__name__}: {error}"
     return ok, reason if ok else f"{_where(topology)}: {reason}"
@@ -131,21 +121,16 @@ def _nccl(wanted: bool, shares: bool) -> _Found:
         )
     version = library.versions().nccl
     numbers = tuple(int(part) for part in version.split(".")[:2])
+    refusal = f"NCCL {version} refuses ranks that share a GPU, as some do here"
     if shares and numbers < _NCCL_THAT_SHARES:
-        return False, f"NCCL {version} refuses ranks that share a GPU, as some do here"
+        return False, refusal
     if shares and os.environ.get(_LET_NCCL_SHARE) != "1":
-        return False, (
-            f"NCCL {version} refuses ranks that share a GPU, as some do here, without "
-            f"{_LET_NCCL_SHARE}=1"
-        )
+        return False, f"{refusal}, without {_LET_NCCL_SHARE}=1"
     return True, f"NCCL {version}"
 
 
-# MPI: what the probe has found out.
-
-
 def _mpi(topology: Topology) -> list[_Found]:
-    """Return what MPI can do, as each worker's first rank finds in the cache."""
+    """Return the answers of the probe, which each worker's first rank reads."""
     names = list(probe.ABILITIES.values())
     setting = topology.mpi_reads_gpu
     if setting != "auto":

@@ -34,13 +34,11 @@ def memory_at(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
     """
     import cupy
 
-    size = math.prod(shape)
-    if not size:
-        nothing: Array = cupy.empty(shape, dtype)
-        return nothing
-    # CuPy asks CUDA which GPU the address belongs to.
-    memory = cupy.cuda.UnownedMemory(address, size * np.dtype(dtype).itemsize, None)
-    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    nbytes, pointer = math.prod(shape) * np.dtype(dtype).itemsize, None
+    if nbytes:
+        # CuPy asks CUDA which GPU the address belongs to.
+        memory = cupy.cuda.UnownedMemory(address, nbytes, None)
+        pointer = cupy.cuda.MemoryPointer(memory, 0)
     array: Array = cupy.ndarray(shape, dtype, memptr=pointer)
     return array
 
@@ -58,7 +56,7 @@ def plain_memory(nbytes: int) -> Any:
     try:
         memory = cupy.cuda.Memory(nbytes)
     except cupy.cuda.runtime.CUDARuntimeError:
-        # The pool may hold what the program has let go of.
+        # The pool may hold memory that the program does not use any more.
         cupy.get_default_memory_pool().free_all_blocks()
         memory = cupy.cuda.Memory(nbytes)
     pointer = cupy.cuda.MemoryPointer(memory, 0)
@@ -106,7 +104,7 @@ class Buffers:
     def get(self, key: Hashable, nbytes: int) -> Any:
         """Return at least ``nbytes`` of memory, the same each time until it grows.
 
-        What it held is lost then, and the caller has seen to it that no work uses it.
+        Where it has to grow, its content is lost, and no work may be using it.
         """
         kept = self._kept.get(key)
         if kept is None or kept.nbytes < nbytes:
@@ -126,9 +124,9 @@ class Buffers:
 
 
 def rounded(nbytes: int) -> int:
-    """Return how much to allocate for some bytes, so that memory seldom has to grow.
+    """Round a size up to a power of two, or to a multiple of 8 MiB.
 
-    A power of two, or a multiple of 8 MiB; the same on every rank.
+    So memory seldom has to grow, and has the same size on every rank.
     """
     if nbytes <= _LARGE_BYTES:
         return max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())

@@ -1,9 +1,8 @@
 """Batches onto the GPU: copied while the GPU still computes with those before.
 
 A batch lies in one piece of the GPU's memory, which is used again when the program has
-let go of all of its arrays. CuPy's pool would hand out such memory at once, in the
-order of one stream; here, the copy waits for what the program's stream was given
-before, and for no more than that.
+dropped all of its arrays. CuPy's pool would hand out such memory at once, in the order
+of one stream; here, the copy waits only for the work that this stream had then.
 """
 
 from __future__ import annotations
@@ -43,58 +42,50 @@ def fits_device(dtype: np.dtype[Any]) -> bool:
 
 @dataclass(slots=True)
 class _BatchMemory:
-    """Memory of the GPU for a batch; nothing uses it after the event ``idle``."""
+    """Memory of the GPU, or page-locked, for a batch; it is free after an event."""
 
     memory: Array
-    idle: Any = None
-
-
-@dataclass(slots=True)
-class _Staged:
-    """Page-locked memory for a batch; nothing reads it after the event ``copied``."""
-
-    memory: Array
-    copied: Any = None
+    free: Any = None
 
 
 @dataclass(slots=True)
 class _BatchLoan:
-    """An object held by the arrays of a batch: at its end, their memory comes back."""
+    """An object that the arrays of a batch hold; its end gives their memory back."""
 
     piece: _BatchMemory
     returned: deque[_BatchMemory] = field(repr=False)
 
     def __del__(self) -> None:
-        """Note that no array is left; any thread may be the one that collects them."""
+        """Note that no array is left; in the thread that collects the last one."""
         self.returned.append(self.piece)
 
 
 class Feeder:
     """Copies batches to this thread's current GPU, on a stream of their own.
 
-    Arrays are for the program's current stream, as those from CuPy's pool are: who uses
-    one on another stream must not let go of it before that stream has done so.
+    Arrays are for the program's current stream, as those from CuPy's pool are: a
+    program that uses one on another stream must keep it until that stream has done so.
     """
 
     def __init__(self) -> None:
         self._lane = Lane()
-        self._staged: deque[_Staged] = deque()
+        self._staged: deque[_BatchMemory] = deque()
         self._ready: list[_BatchMemory] = []
-        # Filled by whichever thread lets go of the last array.
+        # Any thread may fill it, by dropping the last array of a batch.
         self._returned: deque[_BatchMemory] = deque()
 
     def __del__(self) -> None:
-        """Wait for the copies under way: others may get the page-locked memory then."""
+        """Wait for the copies under way, before the page-locked memory is freed."""
         # The program learns elsewhere of errors of the GPU.
         with contextlib.suppress(Exception):
             for staged in self._staged:
-                staged.copied.synchronize()
+                staged.free.synchronize()
 
     def put(self, arrays: Sequence[Array]) -> list[Array]:
         """Copy arrays of the host, of types that fit; they may change on return.
 
-        The program's current stream waits for the copy, nobody else. Returns contiguous
-        arrays of the same shapes and types, in native byte order.
+        Only the program's current stream waits for the copy. Returns contiguous arrays
+        of the same shapes and types, in native byte order.
         """
         import cupy
 
@@ -115,7 +106,7 @@ class Feeder:
             cupy.cuda.runtime.memcpyHostToDevice,
             self._lane.stream.ptr,
         )
-        staged.copied.record(self._lane.stream)
+        staged.free.record(self._lane.stream)
         self._lane.leave()
         self._staged.append(staged)
         base = address_of(piece.memory)
@@ -134,44 +125,43 @@ class Feeder:
             for start, array, dtype in zip(starts, arrays, dtypes, strict=True)
         ]
 
-    def _stage(self, nbytes: int) -> _Staged:
-        """Return page-locked memory that nothing is copied from any more."""
+    def _stage(self, nbytes: int) -> _BatchMemory:
+        """Return page-locked memory from which no copy is under way."""
         import cupy
 
         full = len(self._staged) >= _MOST_STAGED
         if full:
-            # So far ahead, the program can wait.
-            self._staged[0].copied.synchronize()
-        if self._staged and (full or self._staged[0].copied.done):
+            # The copies are far ahead of the program, which can wait.
+            self._staged[0].free.synchronize()
+        if self._staged and (full or self._staged[0].free.done):
             staged = self._staged.popleft()
             if staged.memory.size >= nbytes:
                 return staged
         event = cupy.cuda.Event(block=True, disable_timing=True)
-        return _Staged(pinned_memory(nbytes), event)
+        return _BatchMemory(pinned_memory(nbytes), event)
 
     def _take(self, nbytes: int) -> _BatchMemory:
-        """Return memory of the GPU, for whose idleness the lane waits."""
+        """Return memory of the GPU; the lane waits until it is free."""
         import cupy
 
         fitting = [piece for piece in self._ready if piece.memory.size >= nbytes]
         while self._ready and (not fitting or len(self._ready) > _MOST_READY):
             # Too small, or from a time when the program kept more batches.
-            self._ready.pop().idle.synchronize()
+            self._ready.pop().free.synchronize()
         if self._returned:
-            # What has come back may be in use by what the program has given to the
-            # GPU so far. It is for the next batch but one, whose copy then runs beside
-            # what is given to the GPU from here on.
+            # The program's work so far may use the returned memory. It is for the next
+            # batch but one, whose copy then runs beside the work from here on.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(cupy.cuda.get_current_stream())
             while self._returned:
                 piece = self._returned.popleft()
-                piece.idle = event
+                piece.free = event
                 self._ready.append(piece)
         if not fitting:
             return _BatchMemory(plain_memory(rounded(nbytes)))
         piece = fitting[0]
         self._ready = [each for each in self._ready if each is not piece]
-        self._lane.stream.wait_event(piece.idle)
+        self._lane.stream.wait_event(piece.free)
         return piece
 
 

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.topology.rank_gpu import Gpu
@@ -55,14 +55,12 @@ class Versions:
         return bool(driver and runtime) and int(driver) < int(runtime)
 
 
-class _WarningsTold:
-    """The warnings of CuPy that were passed on."""
-
-    texts: ClassVar[set[str]] = set()
+# The warnings of CuPy that were logged.
+_logged: set[str] = set()
 
 
 def is_loaded() -> bool:
-    """Whether CuPy has been imported by this process, by whomever."""
+    """Whether this process has imported CuPy."""
     return "cupy" in sys.modules
 
 
@@ -72,19 +70,18 @@ def is_installed() -> bool:
 
 
 def _quietly(make: Callable[[], Any]) -> Any:
-    """Call something that may warn; tell of the warnings once, at info level.
+    """Call a function that may warn; log its warnings once, at level INFO.
 
     CuPy warns of libraries that it does not find. Most programs need none of them, and
-    a program that makes warnings errors would end.
+    would end where they turn warnings into errors.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = make()
     for warning in caught:
-        lines = [line.strip(" *-") for line in str(warning.message).splitlines()]
-        text = " ".join(line for line in lines if line)
-        if text not in _WarningsTold.texts:
-            _WarningsTold.texts.add(text)
+        text = _in_one_line(str(warning.message), " *-")
+        if text not in _logged:
+            _logged.add(text)
             get_logger("device").info("CuPy warns: %s", text)
     return found
 
@@ -95,29 +92,31 @@ def _cupy() -> Any:
         return _quietly(lambda: importlib.import_module("cupy"))
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "cupy":
-            raise TopologyError(_broken(error)) from error
+            raise _broken(error) from error
         raise TopologyError(
             f"expected CuPy for arrays on GPUs, found that it is not installed; "
             f"install {_EXTRAS}"
         ) from error
     except ImportError as error:
-        raise TopologyError(_broken(error)) from error
+        raise _broken(error) from error
 
 
-def _broken(error: Exception) -> str:
-    lines = [line.strip(" =") for line in str(error).splitlines()]
-    text = " ".join(line for line in lines if line)
-    return (
-        f"expected CuPy to be usable, found that it cannot be imported: {text[:400]}; "
-        f"reinstall it as {_EXTRAS}"
+def _broken(error: Exception) -> TopologyError:
+    return TopologyError(
+        "expected CuPy to be usable, found that it cannot be imported: "
+        f"{_in_one_line(str(error), ' =')[:400]}; reinstall it as {_EXTRAS}"
     )
+
+
+def _in_one_line(text: str, marks: str) -> str:
+    lines = [line.strip(marks) for line in text.splitlines()]
+    return " ".join(line for line in lines if line)
 
 
 def load() -> Any:
     """Return CuPy, with at least one GPU to compute on; raise TopologyError without."""
     module = _cupy()
-    reason = why_no_gpu()
-    if reason:
+    if reason := why_no_gpu():
         raise TopologyError(
             f"expected a GPU for this process, found {reason}; ask the launcher for "
             "GPUs (sbatch --gpus-per-node=...), and look at "
@@ -135,7 +134,7 @@ def why_no_gpu() -> str:
         said = str(error).partition("found that it ")[2].rpartition(";")[0]
         return f"CuPy {said}"
     except Exception as error:
-        # CuPy's class for errors of CUDA is not to be named without loading it.
+        # The class of CuPy's errors has no name here: CuPy may not be loaded.
         if getattr(error, "status", 0) == _INSUFFICIENT_DRIVER:
             return _why_not_with_the_driver(module.cuda.runtime)
         return f"no CUDA device: {error}{_visibility()}"
@@ -143,7 +142,7 @@ def why_no_gpu() -> str:
 
 
 def _why_not_with_the_driver(runtime: Any) -> str:
-    """Say what CUDA means by an insufficient driver: also that there is none."""
+    """Say which driver CUDA calls insufficient; there may be none."""
     driver = _version(runtime.driverGetVersion)
     if not driver:
         return "no driver of NVIDIA on this host"
@@ -166,8 +165,8 @@ def visible_gpus() -> list[Gpu]:
     if why_no_gpu():
         return []
     runtime = _cupy().cuda.runtime
-    # A part of a GPU is all that its process sees; not every version of CUDA gives the
-    # part an identity of its own, but its name is here.
+    # A process that has a part of a GPU (MIG) sees that alone. The variable names the
+    # part; not every version of CUDA gives it an identity of its own.
     part = os.environ.get(_VISIBLE, "").partition(",")[0]
     part = part if part.upper().startswith("MIG") else ""
     return [_gpu(runtime, index, part) for index in range(runtime.getDeviceCount())]
@@ -207,10 +206,10 @@ def use(number: int) -> None:
 
 
 def free_bytes(gpu: Gpu) -> int:
-    """Return how much of a GPU's memory is free; -1 if it does not say.
+    """Return how much of a GPU's memory is free; -1 where CUDA raises an error.
 
-    It has failed then, or is another process's. Starts to use the GPU, which takes some
-    of its memory.
+    That is so if the GPU has failed, or another process has it alone. Starts to use the
+    GPU, which takes some of its memory.
     """
     runtime = _cupy().cuda.runtime
     try:
@@ -219,7 +218,6 @@ def free_bytes(gpu: Gpu) -> int:
         free = int(runtime.memGetInfo()[0])
         runtime.setDevice(before)
     except Exception:
-        # An error of CUDA.
         return -1
     return free
 
@@ -238,9 +236,8 @@ def nccl() -> Any:
 
 def versions() -> Versions:
     """Return the versions in use; raise TopologyError without CuPy. Loads it."""
-    module = _cupy()
+    module, library = _cupy(), nccl()
     runtime = module.cuda.runtime
-    library = nccl()
     return Versions(
         cupy=str(module.__version__),
         driver=_version(runtime.driverGetVersion),
@@ -250,11 +247,11 @@ def versions() -> Versions:
 
 
 def _version(ask: Callable[[], int]) -> str:
-    """Return a version that CUDA counts as 12090, as 12.9; empty without one."""
+    """Return 12.9 for CUDA's 12090; empty without a version."""
     try:
         number = int(ask())
     except Exception:
-        # An error of CUDA, where there is no driver.
+        # CUDA raises an error where there is no driver.
         return ""
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 

@@ -15,7 +15,7 @@ __all__ = ["ReplicaDevice"]
 class ReplicaDevice:
     """Gives the threads of replicas a GPU, and the stream of the program's thread.
 
-    What is told which replica runs, see `hpcstrat.engine.logical.meetings.Listener`.
+    A `hpcstrat.engine.logical.meetings.Listener`.
     """
 
     def __init__(self, device: int) -> None:

@@ -1,12 +1,12 @@
-"""The order of work on a GPU: a stream of our own beside the program's.
+"""The order of work on a GPU: a stream of the library beside the program's.
 
-What the program has given to its current stream runs before what a lane is given after
-`Lane.enter`, and what it gives to it after `Lane.leave` runs after the lane's work. All
-this is said to the device, by events: the host waits for nothing.
+The work of the program's current stream so far runs before the work of a lane after
+`Lane.enter`, and its work after `Lane.leave` runs after the lane's. The device keeps
+this order, by events: the host waits for nothing.
 
-An event stands for the last point at which it was recorded before it was asked about,
-so that one event serves any number of waits, one after the other (CUDA C++ Programming
-Guide, section "Events"; CUDA Runtime API, cudaStreamWaitEvent).
+An event stands for the last point at which it was recorded before another stream was
+made to wait for it, so that one event serves any number of waits, one after the other
+(CUDA C++ Programming Guide, section "Events"; CUDA Runtime API, cudaStreamWaitEvent).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Mark:
         self.event = cupy.cuda.Event(disable_timing=True)
 
     def record(self, stream: Any = None) -> Mark:
-        """Mark the end of what a stream, by default the current, has been given."""
+        """Mark the end of the work so far of a stream, by default the current one."""
         self.event.record(stream or self._cuda.get_current_stream())
         return self
 
     def join(self, stream: Any = None) -> None:
-        """Let what a stream is given from here on run after the mark."""
+        """Let the work of a stream from here on run after the mark."""
         (stream or self._cuda.get_current_stream()).wait_event(self.event)
 
     def passed(self) -> bool:
@@ -55,7 +55,7 @@ class Mark:
 
         True also where nothing was recorded. Raises where the device has failed.
         """
-        # An event of CuPy takes any failure of the device for work that goes on.
+        # `Event.done` of CuPy is False after any failure of the device.
         status = self._cuda.runtime.eventQuery(self.event.ptr)
         if status not in (0, _NOT_READY):
             raise self._cuda.runtime.CUDARuntimeError(status)
@@ -63,7 +63,7 @@ class Mark:
 
 
 class Done:
-    """The end of what a lane had been given; can be awaited as a step of a call."""
+    """The end of a lane's work so far; can be awaited as a step of a call."""
 
     def __init__(self, lane: Lane, mark: Mark) -> None:
         self._lane = lane
@@ -71,33 +71,29 @@ class Done:
 
     def agreed(self) -> bool:
         """Whether the device has done the work; once true, always true."""
-        mark = self._mark
-        if mark is None:
-            return True
-        if not mark.passed():
-            return False
-        self._mark = None
-        self._lane.give_back(mark)
-        return True
+        if self._mark is not None and self._mark.passed():
+            self._lane.give_back(self._mark)
+            self._mark = None
+        return self._mark is None
 
     def missing(self) -> list[int]:
-        """Return what is waited for, as the steps of a call do: -1 is no other rank."""
+        """Return ``[-1]``, which is no other rank, until the work is done."""
         return [] if self.agreed() else [-1]
 
 
 class Lane:
     """A stream beside the program's, on the current device.
 
-    An ``urgent`` one begins before the program's waiting work where both could: other
-    ranks wait for what it does.
+    An ``urgent`` one begins before waiting work of the program where both could: other
+    ranks wait for its work.
     """
 
     def __init__(self, *, urgent: bool = False) -> None:
         import cupy
 
         # Non-blocking: it does not wait for the null stream, nor that for it, so that
-        # the order of the two is what the marks say and no more. Lower numbers come
-        # first (CUDA Runtime API, cudaStreamCreateWithPriority).
+        # only the marks order the two. Lower numbers come first (CUDA Runtime API,
+        # cudaStreamCreateWithPriority).
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-int(urgent))
         self._entered = Mark()
         self._left = Mark()
@@ -108,7 +104,7 @@ class Lane:
     def enter(self, mark: Mark | None = None) -> None:
         """Let the lane's work from here on run after the program's so far.
 
-        That is up to ``mark``, by default the end of this thread's current stream.
+        So far is up to ``mark``, by default the end of this thread's current stream.
         """
         if mark is None:
             mark = self._entered.record()
@@ -120,26 +116,27 @@ class Lane:
         A ``mark`` is recorded at the end of the lane, for the program to join; by
         default this thread's current stream joins at once.
         """
-        if mark is not None:
+        if mark is None:
+            self._left.record(self.stream).join()
+        else:
             mark.record(self.stream)
-            return
-        self._left.record(self.stream).join()
 
     def done(self) -> Done:
         """Return what an algorithm yields to wait for the lane's work so far."""
-        mark = self._marks.pop() if self._marks else Mark()
-        return Done(self, mark.record(self.stream))
+        return Done(self, self._end())
+
+    def _end(self) -> Mark:
+        return (self._marks.pop() if self._marks else Mark()).record(self.stream)
 
     def keep(self, things: Any) -> None:
         """Keep arrays alive until the lane's work so far has been done."""
         self.forget_done()
-        mark = self._marks.pop() if self._marks else Mark()
-        # Memory of CuPy's pool may be handed out again as soon as its array is gone, to
-        # a stream that knows nothing of this one.
-        self._kept.append((mark.record(self.stream), things))
+        # CuPy's pool hands memory out again as soon as its array is gone, to a stream
+        # that does not wait for this one.
+        self._kept.append((self._end(), things))
 
     def forget_done(self) -> None:
-        """Let go of what was kept for work that has been done; does not wait."""
+        """Drop the arrays that were kept for work that is done; does not wait."""
         while self._kept and self._kept[0][0].passed():
             self._marks.append(self._kept.popleft()[0])
 

@@ -1,4 +1,4 @@
-"""Start processes that must not take themselves for ranks of the job around them."""
+"""Starts processes that must not take part in the job around them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _GRACE_SECONDS = 3.0
 def scrubbed(
     environment: Mapping[str, str], *, allocation: bool = False
 ) -> dict[str, str]:
-    """Return an environment without the traces of a job, but with settings of MPI.
+    """Return an environment without a job's variables, but with settings of MPI.
 
-    With ``allocation`` what the scheduler says is kept, which its own launcher needs.
+    ``allocation`` keeps the variables of the scheduler, which its launcher needs.
     """
     dropped = _JOB if allocation else (*_JOB, *_SCHEDULER)
     return {
@@ -57,7 +57,7 @@ def scrubbed(
 
 
 def kept_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a user has set that bears upon memory of GPUs in messages.
+    """Return the settings of a user that change how messages carry memory of GPUs.
 
     The same in a rank and outside of the job.
     """
@@ -105,7 +105,7 @@ def _version(path: str, environment: tuple[tuple[str, str], ...]) -> str:
 
 
 def _family(text: str) -> str:
-    """Return which launcher, or library, goes with which."""
+    """Return to which family a launcher, or a library of MPI, belongs."""
     if "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text:
         return _OPEN_MPI
     if any(word in text for word in ("HYDRA", "MPICH", "Intel", "MVAPICH")):
@@ -118,8 +118,8 @@ def find_launcher(
 ) -> tuple[list[str], str]:
     """Return the command that starts two ranks of an MPI library on this host.
 
-    It is to be followed by the program. Empty if there is none; then the reason
-    follows.
+    The program comes behind it. The command is empty if there is none, and the text is
+    the reason.
     """
     folders = [p / "bin" for lib in _library_folders() for p in lib.parents]
     # Not resolved: a virtual environment's python is a link to the system's.
@@ -134,10 +134,10 @@ def find_launcher(
             if found and found == family:
                 return [path, *_options(family), "-n", "2"], ""
             others.append(path)
-    library = library_version.strip("\0 ").split(",")[0].split("\n")[0]
+    name = library_version.strip("\0 ").split(",")[0].split("\n")[0]
     if others:
-        return [], f"{', '.join(others)}: not the launcher of {library}"
-    return [], f"no mpirun of {library} beside the library, Python, or on the PATH"
+        return [], f"{', '.join(others)}: not the launcher of {name}"
+    return [], f"no mpirun of {name} beside the library, Python, or on the PATH"
 
 
 def _options(family: str) -> list[str]:
@@ -155,7 +155,7 @@ def launch(
     limit_seconds: float,
     num_ranks: int,
 ) -> LauncherEnd:
-    """Run a command in a process group of its own, and end what it leaves.
+    """Run a command in a process group of its own, and end the processes it leaves.
 
     Its output is kept in the folder meanwhile.
     """
@@ -177,7 +177,7 @@ def launch(
     try:
         status = process.wait(limit_seconds)
     except subprocess.TimeoutExpired:
-        # A launcher that is asked to end takes its processes along.
+        # A launcher that gets this signal ends its processes, too.
         _signal(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)

@@ -1,11 +1,12 @@
 """Reads the output of a trial's processes, also of those that died in it.
 
-Each rank writes a line of JSON to ``rank-N.jsonl`` before and after each operation, and
-what ended it, by faulthandler, to ``rank-N.fault``.
+Each rank writes a line of JSON to ``rank-N.jsonl`` before and after each operation;
+faulthandler writes what ended the rank to ``rank-N.fault``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ _FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether an operation works, and what went wrong, or was tried."""
+    """Whether an operation works; the reason says what went wrong, or was tried."""
 
     ok: bool
     reason: str
@@ -62,19 +63,19 @@ class LauncherEnd:
 class TrialOutcome:
     """The result of one run of the program."""
 
-    # By operation; those that it did not come to are left out.
+    # By operation, without those that the run did not come to.
     answers: dict[str, Answer] = field(default_factory=dict)
     complete: bool = False
-    # With which processes and GPUs, or why there was no answer.
+    # With which processes and GPUs, or why there is no answer.
     how: str = ""
     library: str = ""
     output: str = ""
 
 
 def read_outcome(folder: Path, ended: LauncherEnd) -> TrialOutcome:
-    """Read what the processes of a trial have left in a folder.
+    """Read the files of a trial's processes in a folder.
 
-    There is an answer, too, for the operation in which a process died.
+    The operation in which a process died has an answer, too.
     """
     ranks = {
         int(path.stem.partition("-")[2]): _lines(path)
@@ -84,20 +85,16 @@ def read_outcome(folder: Path, ended: LauncherEnd) -> TrialOutcome:
     problems = [str(line["problem"]) for line in greetings if line.get("problem")]
     if problems:
         return TrialOutcome(how=problems[0], output=ended.output)
-    # A launcher of another library starts so many separate programs, each of rank 0.
+    # A launcher of another library starts separate programs, each of rank 0.
     if not greetings or len(ranks) < ended.num_ranks:
         return TrialOutcome(how=_not_started(ranks, ended), output=ended.output)
     faults = {
         rank: _fault(folder / f"rank-{rank}.fault", ended, len(ranks) == 1)
         for rank in ranks
     }
-    answers = {}
-    for name in OPERATIONS:
-        answer = _answer(name, ranks, faults)
-        if answer is not None:
-            answers[name] = answer
+    answers = {name: _answer(name, ranks, faults) for name in OPERATIONS}
     return TrialOutcome(
-        answers,
+        {name: answer for name, answer in answers.items() if answer is not None},
         complete=all(any("done" in line for line in lines) for lines in ranks.values()),
         how=_how(greetings),
         library=str(greetings[0]["hello"]),
@@ -106,16 +103,14 @@ def read_outcome(folder: Path, ended: LauncherEnd) -> TrialOutcome:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file; the last may be cut."""
+    """Return the whole lines of a file."""
     found = []
     for text in path.read_text(errors="replace").splitlines():
-        try:
+        # The last line is cut where the process was killed while it wrote.
+        with contextlib.suppress(ValueError):
             line = json.loads(text)
-        # The process was killed while it wrote the line.
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            found.append(line)
+            if isinstance(line, dict):
+                found.append(line)
     return found
 
 
@@ -138,7 +133,7 @@ def _how(greetings: list[dict[str, Any]]) -> str:
 
 
 def _fault(path: Path, ended: LauncherEnd, alone: bool) -> str:
-    """Return what ended a rank; empty if it does not know."""
+    """Return what ended a rank; empty if that is not known."""
     text = path.read_text(errors="replace") if path.exists() else ""
     for sign, words in _FAULTS.items():
         if sign in text:
@@ -151,7 +146,7 @@ def _fault(path: Path, ended: LauncherEnd, alone: bool) -> str:
 def _answer(
     name: str, ranks: Mapping[int, list[dict[str, Any]]], faults: Mapping[int, str]
 ) -> Answer | None:
-    """Return the answer for an operation; None if it was not come to."""
+    """Return the answer for an operation; None where the ranks did not end it."""
     begun: list[tuple[int, int]] = []
     for rank, lines in ranks.items():
         own = [line for line in lines if line.get("operation") == name]
@@ -163,7 +158,7 @@ def _answer(
         if own and "ok" not in own[-1]:
             begun.append((rank, int(own[-1]["bytes"])))
     if begun:
-        # The one that knows what ended it comes first; the others were ended for it.
+        # A rank whose fault is known comes first; the launcher ended the others for it.
         rank, size_bytes = max(begun, key=lambda pair: bool(faults[pair[0]]))
         words = faults[rank] or "the process ended without a word"
         return Answer(False, f"{words} in {_CALLS[name]} of {_size(size_bytes)}")

@@ -1,11 +1,11 @@
 """Tries whether the MPI library reads and writes memory of GPUs; keeps the result.
 
-What a library says of itself does not tell: builds with and without support have the
+What a library says of itself is not reliable: builds with and without support have the
 same name, support may be missing for some operations only, and a wrong guess is a
-segmentation fault. So another process really moves buffers, and is allowed to fail.
-Its launcher's variables are removed: a child that takes itself for a rank of the job
-hangs all ranks. Run by ``hpcstrat doctor``, and before MPI starts by the first rank of
-a job with GPUs, where nothing is cached for its kind of node.
+segmentation fault. So another process really moves buffers, and may die of it. Its
+environment has no variables of the job: a child that joins as a rank hangs all ranks.
+``hpcstrat doctor`` runs the trial, and so does the first rank of a job with GPUs before
+MPI starts, where nothing is cached for its kind of node.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class ProbeReport:
 
     # See `node_kind`.
     kind: dict[str, str]
-    # In UTC; with which processes and GPUs.
+    # In UTC.
     date: str
+    # With which processes and GPUs.
     how: str
     # By operation; empty if the trial could not be made.
     answers: dict[str, Answer] = field(default_factory=dict)
-    # One process sent to itself only: that proves a "no", but no "yes".
+    # Whether one process sent to itself only: that proves a "no", but no "yes".
     weak: bool = False
     output: str = ""
 
@@ -89,13 +90,10 @@ class ProbeReport:
         return True, f"tried on {self.date} with {self.how}"
 
 
-# The kind of node, and the cache.
-
-
 def node_kind(library_version: str) -> dict[str, str]:
-    """Return what a trial depends on: nodes with the same have the same answers.
+    """Return versions, GPUs and settings of MPI: nodes with the same answer alike.
 
-    Versions, GPUs, and the settings of MPI libraries in the environment. Loads CuPy.
+    Loads CuPy.
     """
     found = library.versions()
     names = sorted({gpu.name for gpu in library.visible_gpus()})
@@ -131,7 +129,7 @@ def known(library_version: str) -> ProbeReport | None:
 
 
 def _parsed(content: Any, kind: dict[str, str]) -> ProbeReport:
-    """Return a report, if it is whole, and of this kind."""
+    """Return the report in a file, or raise where it is damaged or of another kind."""
     if content["format"] != _FORMAT or content["kind"] != kind:
         raise ValueError("expected a report on this kind of node")
     answers = {
@@ -151,7 +149,7 @@ def _parsed(content: Any, kind: dict[str, str]) -> ProbeReport:
 
 
 def save(report: ProbeReport) -> str:
-    """Keep a report that has answers for other programs; return why it cannot."""
+    """Keep a report, if it has answers, for other programs; return an error's text."""
     if not report.answers:
         return ""
     path = cache_path(report.kind)
@@ -169,9 +167,6 @@ def save(report: ProbeReport) -> str:
     return ""
 
 
-# The trial.
-
-
 def probe(
     library_version: str,
     *,
@@ -181,12 +176,11 @@ def probe(
 ) -> ProbeReport:
     """Try what MPI can do with the memory of GPUs, in other processes.
 
-    Not in a process that is a rank of a running job, whose network and GPU the trial
-    would share. ``launcher`` starts two ranks (``["srun", "-n2", "--mpi=pmix"]``); by
-    default the mpirun of this MPI library does, or else none, which is a weaker trial.
-    ``program`` are arguments of Python, and the limit is that of each start of it. The
-    report is without answers, and its ``how`` is the reason, if the trial could not be
-    made.
+    Not for a rank of a running job, whose network and GPU the trial would share.
+    ``launcher`` starts two ranks (``["srun", "-n2", "--mpi=pmix"]``); by default the
+    mpirun of this MPI library does. Where there is none, one process is a weaker trial.
+    ``program`` are arguments of Python, and the limit is for each start of it. If the
+    trial could not be made, the report has no answers, and its ``how`` is the reason.
     """
     kind = node_kind(library_version)
     python = [sys.executable, *program]
@@ -205,10 +199,6 @@ def probe(
         return dataclasses.replace(alone, how=how or alone.how)
     words = f"one process that sent to itself, because two could not be tried: {how}"
     return dataclasses.replace(alone, how=words, weak=True)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _tried(
@@ -234,10 +224,11 @@ def _tried(
         answers |= outcome.answers
         # An operation that ended the program is left out the next time.
         _leave_out(answers)
-        # Without anything new, it does not start, or all that it does is answered.
+        # A start without a new answer would be repeated for ever.
         if outcome.complete or not outcome.answers:
             break
-    return ProbeReport(kind, _now(), how, answers, output=output)
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return ProbeReport(kind, date, how, answers, output=output)
 
 
 def _leave_out(answers: dict[str, Answer]) -> None:
@@ -257,15 +248,12 @@ def _started(
 ) -> TrialOutcome:
     """Run the program once."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-probe-") as folder:
-        # Open MPI's session directories are named by process numbers, and one that a
+        # Open MPI names its session directories by process numbers, and one that a
         # killed launcher has left would stop the next: see hpcstrat.testing.job.
-        places = {
-            "PRTE_MCA_prte_tmpdir_base": folder,
-            "OMPI_MCA_orte_tmpdir_base": folder,
-        }
+        places = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
         ended = launch(
             [*command, folder],
-            {**environment, **places},
+            {**environment, **dict.fromkeys(places, folder)},
             folder,
             limit_seconds=limit_seconds,
             num_ranks=num_ranks,

@@ -1,8 +1,7 @@
 """The program of `hpcstrat.engine.gpu.probe.probe`: moves buffers, and may die of it.
 
 ``python -m hpcstrat.engine.gpu.probe.probe_program --skip OPERATIONS FOLDER`` on two
-ranks, or on one, which sends to itself. It never runs in the process of a user's
-program.
+ranks, or on one, which sends to itself; never in the process of a user's program.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hpcstrat.engine.gpu.probe.outcome import OPERATIONS
 __all__ = ["library_version", "main"]
 
 _SIZES = (8, 64 << 10, 4 << 20)
-# Limit of one operation with one size; the process outlives its launcher as long.
+# Limit of one operation with one size; a process outlives its launcher no longer.
 _LIMIT_SECONDS = 20.0
 # Operations that move data also where a process sends to itself.
 _ALONE = ("sendrecv", "exchange")
@@ -40,7 +39,7 @@ class _TrialRank:
         self._comm = mpi.COMM_WORLD
         self._rank = self._comm.rank
         self._peer = self._comm.size - 1 - self._rank
-        # Two separate programs of rank 0, by a wrong launcher: only one may go on.
+        # A wrong launcher starts two programs of rank 0, of which only one may go on.
         self._out = (folder / f"rank-{self._rank}.jsonl").open("x")
         self._fault = (folder / f"rank-{self._rank}.fault").open("w")
         faulthandler.enable(self._fault)
@@ -49,11 +48,11 @@ class _TrialRank:
     def say(self, **line: Any) -> None:
         """Write a line, which stays if the process dies."""
         self._out.write(json.dumps(line) + "\n")
-        # To the kernel, which keeps it when this process dies in the next operation.
+        # The kernel keeps the line when this process dies in the next operation.
         self._out.flush()
 
     def greet(self, gpu: Gpu | None, problem: str) -> bool:
-        """Say what takes part; tell whether all ranks have a GPU."""
+        """Write this rank's library and GPU; return whether all ranks have a GPU."""
         version = self._mpi.Get_library_version().strip("\0 \n")
         if gpu is None:
             self.say(hello=version, problem=problem)
@@ -69,7 +68,6 @@ class _TrialRank:
             if name in skipped:
                 continue
             for nbytes in _SIZES:
-                # Both begin, or the one that died is noticed here.
                 faulthandler.dump_traceback_later(
                     _LIMIT_SECONDS, exit=True, file=self._fault
                 )
@@ -88,8 +86,6 @@ class _TrialRank:
         # MPI_Finalize may hang as well.
         faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True, file=self._fault)
 
-    # Memory.
-
     def _pattern(self, nbytes: int, rank: int) -> np.ndarray[Any, Any]:
         """Return what a rank sends: small whole numbers, as float32."""
         count = np.arange(nbytes // 4, dtype=np.int64)
@@ -97,14 +93,9 @@ class _TrialRank:
 
     def _device(self, values: np.ndarray[Any, Any]) -> Any:
         """Return device memory with these values, written when this returns."""
-        memory = plain_memory(values.nbytes)
-        runtime = self._runtime
-        runtime.memcpy(
-            memory.data.ptr,
-            values.ctypes.data,
-            values.nbytes,
-            runtime.memcpyHostToDevice,
-        )
+        memory, runtime = plain_memory(values.nbytes), self._runtime
+        place, source = memory.data.ptr, values.ctypes.data
+        runtime.memcpy(place, source, values.nbytes, runtime.memcpyHostToDevice)
         runtime.deviceSynchronize()
         return memory
 
@@ -115,15 +106,13 @@ class _TrialRank:
 
     def _compare(self, memory: Any, expected: np.ndarray[Any, Any]) -> str:
         """Return what is wrong with device memory, if anything."""
-        seen = np.empty_like(expected)
-        runtime = self._runtime
+        seen, runtime = np.empty_like(expected), self._runtime
         runtime.deviceSynchronize()
-        runtime.memcpy(
-            seen.ctypes.data, memory.data.ptr, seen.nbytes, runtime.memcpyDeviceToHost
-        )
+        place, source = seen.ctypes.data, memory.data.ptr
+        runtime.memcpy(place, source, seen.nbytes, runtime.memcpyDeviceToHost)
         return _difference(seen, expected)
 
-    # Operations: each returns what went wrong.
+    # Operations; each returns what went wrong.
 
     def _send(self, nbytes: int) -> str:
         if self._rank == 0:
@@ -149,10 +138,8 @@ class _TrialRank:
 
     def _sendrecv(self, nbytes: int) -> str:
         own, other = self._pair(nbytes)
-        peer = self._peer
-        self._comm.Sendrecv(
-            self._message(own), peer, 0, self._message(other), source=peer, recvtag=0
-        )
+        sent, received, peer = self._message(own), self._message(other), self._peer
+        self._comm.Sendrecv(sent, peer, 0, received, peer, 0)
         return self._compare(other, self._pattern(nbytes, peer))
 
     def _exchange(self, nbytes: int) -> str:
@@ -194,7 +181,7 @@ def library_version() -> str:
 
 
 def _mpi() -> Any:
-    """Load the MPI library, and leave MPI alone."""
+    """Load the MPI library without starting MPI."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -206,7 +193,7 @@ def _mpi() -> Any:
 
 
 def _take_gpu() -> tuple[Gpu | None, str]:
-    """Take a GPU; or say what went wrong."""
+    """Take a GPU; or return what went wrong."""
     try:
         library.load()
         gpus = library.visible_gpus()
@@ -231,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.version:
         sys.stdout.write(library_version())
         return 0
-    # To die is an answer here, which leaves no core file.
+    # A process may die here by design, and leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     mpi = _mpi()
     faulthandler.dump_traceback_later(3 * _LIMIT_SECONDS, exit=True)

@@ -69,10 +69,8 @@ class DeviceGroup:
         able, topology = self.capabilities, self.topology
         if not able.nccl:
             return
-        group = NcclGroup(
-            *(topology.mpi, topology.replica_comm, self.lane),
-            survives=topology.survives,
-        )
+        comm, survives = topology.replica_comm, topology.survives
+        group = NcclGroup(topology.mpi, comm, self.lane, survives=survives)
         try:
             # NCCL alone knows which shared memory, networks and drivers it needs.
             yield from group.connect(limit_seconds)

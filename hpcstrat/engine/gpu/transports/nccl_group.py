@@ -174,12 +174,10 @@ class NcclGroup:
 
         def call() -> None:
             for values, result, averages in sums:
-                kind, count = self._kind(values)
+                (kind, count), stream = self._kind(values), lane.stream.ptr
                 op = _AVERAGE if averages else self._nccl.NCCL_SUM
-                self._comm.allReduce(
-                    *(values.data.ptr, result.data.ptr, count, kind, op),
-                    lane.stream.ptr,
-                )
+                source, target = values.data.ptr, result.data.ptr
+                self._comm.allReduce(source, target, count, kind, op, stream)
 
         self._grouped(call, lane)
 

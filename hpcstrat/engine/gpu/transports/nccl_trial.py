@@ -26,9 +26,9 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["Joining", "abort_beside", "described"]
 
-# Many times what it takes thousands of ranks.
+# Many times as long as thousands of ranks need.
 _JOIN_SECONDS = 300.0
-# From there on; all ranks have joined at about the same time.
+# From when this rank has joined; all ranks join at about the same time.
 _TRIAL_SECONDS = 60.0
 _TRIAL_BYTES = (4, 1 << 20, 64 << 20)
 _POLL_SECONDS = 1e-3
@@ -42,12 +42,12 @@ _SUM_ADVICE = (
 class Joining:
     """The making of a communicator and its trial; can be awaited as a step of a call.
 
-    It is made on the device that is current here. It ends with `keep` or
-    `give_up`, when all ranks know how it went on each: those of a node abort at the
-    same time, as none may free memory that another's kernel still reads. A call of NCCL
-    may not return, and what it uses must not be freed meanwhile. So the thread alone
-    aborts, when it comes out of its call, as it does when another rank aborts. Where
-    all wait in such calls, threads and memory stay until the processes end.
+    It is made on the device that is current here. It ends with `keep` or `give_up`,
+    when every rank knows the result of each: the ranks of a node abort at the same
+    time, as none may free memory that another's kernel still reads. A call of NCCL may
+    not return, and its memory must not be freed meanwhile. So only the thread that made
+    the call aborts, when the call returns, as it does when another rank aborts. Where
+    all ranks wait in such calls, threads and memory stay until the processes end.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class Joining:
         )
 
     def missing(self) -> list[int]:
-        """Return what is waited for, as steps do: it is not known which ranks."""
+        """Return ``[-1]`` until the trial has ended: the ranks are not known."""
         return [] if self.agreed() else [-1]
 
     def problems(self) -> tuple[str, str]:
         """Say what failed on this rank, and what took too long, once `agreed`.
 
-        Empty where all is well. A failure comes first, since it makes others late.
+        Empty texts for neither. A failure comes first, since it makes others late.
         """
         if self._ended.is_set():
             return self._problem, ""
@@ -167,9 +167,9 @@ def abort_quietly(comm: Any) -> None:
 
 
 def abort_beside(comm: Any) -> None:
-    """Do as `abort_quietly` in a thread, for which nobody waits.
+    """Call `abort_quietly` in a thread, without waiting for it.
 
-    To abort may take the other ranks, and waits for kernels of other communicators on
+    An abort may need the other ranks, and waits for kernels of other communicators on
     this device, which may have to be aborted, too (github.com/NVIDIA/nccl/pull/564).
     """
     threading.Thread(
@@ -179,6 +179,5 @@ def abort_beside(comm: Any) -> None:
 
 def described(error: Exception) -> str:
     """Return an error of NCCL as text."""
-    # The type says something where the text does not: CuPy has none for some of NCCL's
-    # errors, and raises KeyError then.
+    # CuPy has no text for some of NCCL's errors, and raises KeyError then.
     return f"{type(error).__name__}: {error}"
