@@ -1,4 +1,4 @@
-"""Sums of gradients over several calls, without communication."""
+"""Sums of gradients over several calls of an optimizer, without communication."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _TOTAL = VariableAggregation.SUM
 
 @dataclasses.dataclass(slots=True)
 class _Start:
-    """The state when the ``run`` began that is under way.
+    """The state at the beginning of the current ``run``.
 
-    ``before`` has this replica's sum and count of what has changed since, by variable.
+    ``before`` has copies of this replica's sum and count of each variable changed
+    since.
     """
 
     calls: int
@@ -37,11 +38,12 @@ class _Start:
 
 
 class Accumulation:
-    """This replica's sums, kept as variables for the sake of checkpoints.
+    """This replica's sums of gradients, kept as variables so that checkpoints save
+    them.
 
-    A checkpoint holds their total over replicas. Restored, on any number of them, each
-    has an equal share, and who had which gradient is not known any more: at the end all
-    replicas ask each other which variables have one.
+    A checkpoint holds their total over replicas. After a restore each replica has an
+    equal share, whatever their number. It is then unknown which replica had which
+    gradient, so that at the end all replicas ask each other which variables have one.
     """
 
     def __init__(self, slots: Slots, steps: int, is_mean: bool) -> None:
@@ -64,27 +66,25 @@ class Accumulation:
 
     @property
     def own(self) -> dict[str, Variable]:
-        """The state that belongs to no variable, by its name for files."""
+        """State that belongs to no variable, by its name for files."""
         return {} if self._calls is None else {_CALLS: self._calls}
 
     def add(
         self, pairs: Sequence[tuple[Gradient | None, Variable]], strategy: Strategy
     ) -> Sequence[tuple[Gradient | None, Variable]] | None:
-        """Add gradients to the sums.
+        """Add gradients to the sums; return the sums once they are complete, else None.
 
-        Collective over the strategy's replicas, the first time; then not collective.
-        Returns the sums once they are complete, else None; for a single step, the
-        gradients themselves.
+        Collective over the strategy's replicas the first time, then not. A step of one
+        call returns the gradients themselves.
         """
         if self.steps == 1:
             return pairs
-        # Sums are made for all variables, because to make them is collective.
+        # For all variables, with or without a gradient, as making sums is collective.
         self.build([variable for _, variable in pairs])
         assert self._calls is not None
         if self._start is None and strategy.raises_together:
             strategy.run_ends.append(self._end_run)
             self._start = _Start(self.calls, self.inherits, dict(self._pending), {})
-        # Without warnings of floating point, as in sums over replicas.
         with np.errstate(all="ignore"):
             for gradient, variable in pairs:
                 self._pending[id(variable)] = variable
@@ -99,7 +99,7 @@ class Accumulation:
     def _add(self, gradient: Gradient, variable: Variable) -> None:
         total, count = self._sum_and_count(variable)
         start = self._start
-        # Copied once for each run, unless going back means to start the sums again.
+        # Copied once in each run, unless the run began with empty sums.
         if start is not None and start.calls and id(variable) not in start.before:
             start.before[id(variable)] = variable, total.copy(), count.copy()
         if isinstance(gradient, IndexedSlices):
@@ -109,16 +109,14 @@ class Accumulation:
         count += 1
 
     def sums(self) -> list[Array]:
-        """Return this replica's sums, of zeros where it has no gradient.
-
-        In the order in which `add` returns them.
+        """Return this replica's sums, or zeros, in the order in which `add` returns
+        them.
         """
         return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
 
     def unclaimed(self) -> dict[str, bool]:
-        """Return variables with restored sums that no call has used yet.
-
-        Maps names to whether this replica has a gradient.
+        """Return names of restored sums without a variable, and whether each has a
+        gradient.
         """
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}
@@ -158,14 +156,14 @@ class Accumulation:
         if self._calls is not None:
             self._calls.component[...] = 0
         if self._start is not None:
-            # A step that was made is not undone with its run.
+            # An error later in this run does not undo the step.
             self._start = _Start(0, False, {}, {})
 
     def undo(self, error: Exception, strategy: Strategy) -> None:
-        """Put things in order after a call that has failed.
+        """Restore the sums after a call that has failed.
 
-        Where all replicas leave ``run`` together, they go back to its beginning, so
-        that a step without it can be made; else each begins anew.
+        If all replicas leave ``run`` together, they return to their sums before it, and
+        can make the step again; otherwise this replica starts anew.
         """
         if isinstance(error, NonFiniteError) or not strategy.raises_together:
             self.restart()
@@ -194,7 +192,8 @@ class Accumulation:
     def defer(
         self, name: str, value: Array, strategy: Replicas | None, *, is_part: bool
     ) -> bool:
-        """Take restored state and return True, if it is of an accumulation.
+        """Take restored state of an accumulation and return True; return False for
+        other state.
 
         ``value`` is the total over replicas, or with ``is_part`` this replica's part.
         """
@@ -208,9 +207,10 @@ class Accumulation:
         return True
 
     def restored(self, num_replicas: int, now: int) -> bool:
-        """Go on with restored sums of one number of replicas, now among another.
+        """Continue restored sums, which ``num_replicas`` replicas made, on ``now``
+        replicas.
 
-        Returns whether there are sums that nothing continues: they are dropped.
+        Returns whether sums are dropped, as gradients are no longer accumulated.
         """
         slots, self._start, self._pending = self._slots, None, {}
         counted = slots.waiting(_CALLS).get("", self._calls)
@@ -220,7 +220,7 @@ class Accumulation:
             return self.inherits
         if self.inherits:
             self._pending = {id(v): v for v, _ in slots.of_kind(_SUM)}
-        # The end divides by as many replicas as there are now.
+        # The mean at the end divides by the present number of replicas.
         if self._is_mean and now != num_replicas:
             sums = [slot for _, slot in slots.of_kind(_SUM)]
             sums += slots.waiting(_SUM).values()

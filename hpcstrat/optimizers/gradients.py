@@ -1,4 +1,4 @@
-"""Gradients as they are given: checks, zeros in place of missing ones, norms."""
+"""Gradients: checks, zeros for missing ones, norms and clipping."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _BLOCK = 1 << 15
 def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
     """Return a gradient as an array, or rows, of its variable's type.
 
-    Numbers of Python are copied to the memory of the variable; an array must be there
-    already, and is not copied where it has the type. Raises ValueError for whatever
+    Numbers of Python are copied to the variable's memory; an array must be there
+    already, and is copied only for another type. Raises ValueError for a gradient that
     does not fit.
     """
     dtype, shape, name = variable.dtype, variable.shape, variable.name
@@ -47,7 +47,7 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
             "leave it out, or make it a float"
         )
     sparse = isinstance(gradient, IndexedSlices)
-    # The type of the reduction is that of the variable, on all replicas.
+    # All replicas reduce in the type of the variable.
     array = to_reducible(gradient.values if sparse else gradient)
     array = _in_place_of(variable, array, sparse or hasattr(gradient, "dtype"))
     if array.dtype.kind == "c" and dtype.kind != "c":
@@ -79,12 +79,12 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
 
 
 def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
-    """Return a gradient that is in the memory of its variable."""
+    """Return a gradient in the memory of its variable."""
     component: Any = variable.component
     on_gpu = is_device(component)
     if on_gpu and not placed:
         return to_device(array)
-    # Arrays without elements are on no GPU in particular.
+    # An array without elements is on no GPU in particular.
     if on_gpu == is_device(array) and (
         not on_gpu or not array.size or component.device == array.device
     ):
@@ -105,7 +105,7 @@ def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
 def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
     """Return a gradient that adds nothing, in the memory of the variable.
 
-    In host memory it takes none: all elements are one, and the array is read-only.
+    In host memory it is a read-only view of one zero.
     """
     module = array_module(variable.component)
     if sparse:
@@ -118,8 +118,7 @@ def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
 
 
 def merged_rows(rows: IndexedSlices) -> IndexedSlices:
-    """Add up the rows that come several times; fresh arrays, indices ascending."""
-    # An index may come from several replicas, or twice from one batch.
+    """Add up rows with the same index; fresh arrays, indices ascending."""
     indices, values = summed_rows(rows.indices, rows.values)
     return IndexedSlices(values, indices, rows.dense_shape)
 
@@ -127,8 +126,8 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
 def sum_of_squares(array: Array) -> Any:
     """Return the square of an array's norm, summed in double precision.
 
-    Equal bits give equal bits, whatever the alignment of the contiguous array. It does
-    not wait for a GPU: the result is where the array is.
+    Equal bits give equal bits, whatever the alignment of the contiguous array. The
+    result of an array on a GPU stays there, without waiting.
     """
     flat = array.reshape(-1)
     if flat.dtype.kind == "c":
@@ -153,12 +152,10 @@ def clip_to_norm(
 ) -> Any:
     """Scale arrays in place to a norm over all of them, and return the norm before.
 
-    The norm of arrays on a GPU is on the GPU, too.
-
-    ``total`` adds up the squares of all ranks that have other arrays. Where the norm is
-    not finite, all elements become NaN, so that a broken step is seen, as
-    tf.clip_by_global_norm does. Pascanu, Mikolov and Bengio, On the difficulty of
-    training recurrent neural networks, ICML 2013, arXiv:1211.5063.
+    ``total`` adds up the squares of ranks that have other arrays. If the norm is not
+    finite, all elements become NaN, so that a broken step is seen, as in
+    tf.clip_by_global_norm. Pascanu, Mikolov and Bengio, On the difficulty of training
+    recurrent neural networks, ICML 2013, arXiv:1211.5063.
     """
     squares: Any = total(sum(sum_of_squares(array) for array in arrays))
     if is_device(squares) and all(map(is_device, arrays)):
@@ -203,7 +200,7 @@ def scale(arrays: Iterable[Array], factor: float) -> None:
 
 def require_names(variables: Iterable[Variable]) -> None:
     """Raise ValueError unless there are variables, each with a name of its own."""
-    # Names tell the state in files apart.
+    # Files have state by the names of variables.
     names = [variable.name for variable in variables]
     if not names:
         raise ValueError(
@@ -221,9 +218,9 @@ def require_names(variables: Iterable[Variable]) -> None:
 
 @without_fp_warnings
 def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
-    """Return what the caller of `apply_gradients` gives, of the variables' types.
+    """Return gradients as arrays of their variables' types.
 
-    Raises ValueError for what cannot be used, before the replicas meet.
+    Raises ValueError for gradients that do not fit, before the replicas meet.
     """
     pairs = [
         (None if gradient is None else _checked_gradient(gradient, variable), variable)
@@ -239,7 +236,7 @@ def _require_owner(variables: Iterable[Variable]) -> None:
     strategy = get_strategy()
     for variable in variables:
         owner = variable.distribute_strategy
-        # A plain variable may be updated where there is nobody else to differ from.
+        # With one replica, a plain variable has no other copies.
         if owner is strategy or (owner is None and strategy.num_replicas_in_sync == 1):
             continue
         if owner is None:
@@ -284,17 +281,16 @@ class Filling:
         shares: Sequence[Gradient] | None = None,
         unclaimed: Mapping[str, bool] | None = None,
     ) -> list[tuple[Gradient | None, Variable]]:
-        """Return the gradients, zeros where only other replicas have one.
+        """Return the gradients, with zeros for those that only other replicas have.
 
-        Collective over the strategy's replicas. ``shares`` are what this replica has in
-        the place of zeros; ``unclaimed`` are variables that have not been given, with
-        whether this replica has a gradient. In the result None is where no replica has
-        one, and a gradient is dense where any replica's is. Raises ValueError on every
-        replica if any has one for a variable that is not given.
+        Collective over the strategy's replicas. ``shares`` are this replica's gradients
+        to use instead of zeros; ``unclaimed`` are variables that were not given, and
+        whether this replica has a gradient for them. A result is None if no replica has
+        a gradient, and dense if any replica's is. Raises ValueError on every replica if
+        any has a gradient for a variable that is not given.
         """
         others = unclaimed or {}
-        # Marks of the replicas with dense gradients, and with rows; their sums are
-        # the same table on all replicas.
+        # Row 0 marks dense gradients, row 1 sparse ones; all replicas get the sums.
         kinds = np.zeros((2, len(pairs) + len(others)), np.int64)
         kinds[0, len(pairs) :] = list(others.values())
         for index, (gradient, _) in enumerate(pairs):
@@ -309,7 +305,7 @@ class Filling:
         for index, (gradient, variable) in enumerate(pairs):
             agreed = gradient
             if isinstance(gradient, IndexedSlices) and dense[index]:
-                # One kind on all: rows and whole arrays have no sum.
+                # Rows and whole arrays cannot be summed.
                 agreed = gradient.to_dense()
             elif gradient is None and dense[index] + sparse[index]:
                 if shares is not None:
@@ -321,8 +317,7 @@ class Filling:
         return filled
 
     def _note(self, name: str) -> None:
-        # Reported once for each variable: an unused layer lacks gradients in every
-        # step.
+        # Once for each variable: an unused layer has no gradient in every step.
         if name not in self._noted:
             self._noted.add(name)
             get_logger("optimizers").warning(

@@ -1,8 +1,8 @@
-"""Handles combined gradients that are NaN or infinite.
+"""Combined gradients that are NaN or infinite.
 
 With the backends `Copies` and `Parts` a combined gradient has the same bits on every
-replica, so that all of them decide the same without a message; other backends agree by
-`Backend.all_finite`. To find the replica from which it comes takes a message.
+replica, so that all replicas decide the same without a message; other backends agree in
+`UpdateBackend.all_finite`. Finding the replica that it comes from takes a message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
 
-# So many elements cost less to copy than a call for each array.
+# Copying so many elements takes less time than a call for each array.
 _SMALL = 1024
 
 _ADVICE = (
@@ -32,7 +32,9 @@ _ADVICE = (
 
 
 class NonFinite:
-    """One optimizer's dealing with gradients that are not finite."""
+    """Skips, reports or refuses an optimizer's steps with gradients that are not
+    finite.
+    """
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -45,13 +47,12 @@ class NonFinite:
         given: Sequence[Sequence[tuple[Any, Variable]]],
         combined: Sequence[Gradient],
     ) -> bool:
-        """Return whether a step whose gradients are not finite is to be left out.
+        """Return whether to skip a step whose gradients are not finite.
 
-        ``given`` are the gradients of each replica of this process.
-
-        Collective over the strategy's replicas, with the same result. Warnings are
-        given of the 1st, 2nd, 4th, 8th ... such step; where the policy is to raise, a
-        NonFiniteError is raised on every replica.
+        Collective over the strategy's replicas, with the same result. ``given`` are the
+        gradients of each replica of this process. The policy ``"raise"`` raises a
+        NonFiniteError on every replica; otherwise the 1st, 2nd, 4th, 8th ... such step
+        is logged.
         """
         self._steps += 1
         if policy == "raise":
@@ -59,7 +60,7 @@ class NonFinite:
             raise NonFiniteError(f"expected finite gradients, found that {message}")
         skips = policy == "skip"
         self.skipped += skips
-        # Ever more rarely: a run that has gone wrong would fill its log.
+        # Less and less often, so that a broken run does not fill its log.
         if self._steps & (self._steps - 1) == 0:
             message = _describe(strategy, given, combined)
             if strategy.replica_id == 0:
@@ -73,7 +74,7 @@ class NonFinite:
 
 
 def are_finite(combined: Sequence[Gradient]) -> bool:
-    """Return whether all gradients are finite; waits for a GPU that has any of them."""
+    """Whether all gradients are finite; waits for a GPU that has any of them."""
     arrays = _arrays(combined)
     host = [array for array in arrays if not is_device(array)]
     found: Any = True
@@ -81,15 +82,12 @@ def are_finite(combined: Sequence[Gradient]) -> bool:
         if is_device(array):
             shown = array.astype(np.float32) if is_half(array.dtype) else array
             found = found & array_module(array).isfinite(shown).all()
-    # The one wait, for all arrays together.
+    # `bool` waits for the GPU, once for all arrays.
     return all_finite(host) and bool(found)
 
 
 def all_finite(arrays: Iterable[Array]) -> bool:
-    """Return whether no element of any array is NaN or infinite.
-
-    Not collective; the answer depends on the elements alone.
-    """
+    """Whether no element of any array is NaN or infinite."""
     small: dict[np.dtype[Any], list[Array]] = {}
     for array in arrays:
         if array.size <= _SMALL:
@@ -100,9 +98,9 @@ def all_finite(arrays: Iterable[Array]) -> bool:
 
 
 def is_finite(flat: Array) -> bool:
-    """Return whether no element of a flat array is NaN or infinite."""
-    # One pass of the BLAS, at the speed of memory; it has no other types than these.
-    # The square of a finite number may overflow: vdot does not warn of that.
+    """Whether no element of a flat array is NaN or infinite."""
+    # One pass of the BLAS, which has these types only. Squares that overflow need the
+    # second look; vdot gives no warning of them.
     if flat.dtype.char in "fdFD" and math.isfinite(np.vdot(flat, flat).real):
         return True
     return bool(np.isfinite(flat).all())
@@ -150,7 +148,7 @@ def _describe(
 
 
 def _parts(own: Any, element: tuple[int, ...]) -> Array:
-    """Return this replica's part of an element, or parts if it has rows."""
+    """Return this replica's part of an element, or several parts if it has rows."""
     if not isinstance(own, IndexedSlices):
         return to_host(own[element])
     rows = own.values[own.indices == element[0]]

@@ -1,4 +1,6 @@
-"""The base of all optimizers: sums over replicas, accumulation, clipping, state."""
+"""The base of all optimizers: gradients are summed, accumulated, clipped and
+applied.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hpcstrat.engine.arrays.casting import without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import array_module, is_device
 from hpcstrat.engine.channel.entries import collective
@@ -26,12 +27,11 @@ from hpcstrat.optimizers.gradients import (
     Pairs,
     checked,
     clip_to_norm,
-    merged_rows,
     require_gradients,
     require_names,
     scale,
 )
-from hpcstrat.optimizers.non_finite import NonFinite, all_finite, are_finite, is_finite
+from hpcstrat.optimizers.non_finite import NonFinite
 from hpcstrat.optimizers.parameters import LearningRate, Step, require_options
 from hpcstrat.optimizers.routine import Routine
 from hpcstrat.optimizers.rules import has_two_stages, is_of_elements
@@ -41,10 +41,10 @@ from hpcstrat.strategies import get_strategy
 from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import HostValue, Variable, class_for_state
 
-# Numbers for handles of optimizers; the largest is the newest.
+# Numbers the handles of optimizers: the newest has the largest number.
 _handles = itertools.count()
 
-# Attributes that belong to one process, or to its variables.
+# Attributes of one process, or of its variables, which `Optimizer.rule` leaves out.
 _STATEFUL = (
     "_slots",
     "_current",
@@ -62,34 +62,32 @@ _STATEFUL = (
 class Optimizer(AnnouncesInitErrors, ABC):
     """Sums gradients over replicas, and updates variables in place.
 
-    A subclass brings an update rule, `update`, and names the state that it needs.
-    Variables on a GPU, whose gradients are there, too, are updated there, one by one,
-    without waiting for it.
+    A subclass has an update rule, `update`, and names the state that it needs.
+    Variables on a GPU, with gradients there, are updated there one by one, without
+    waiting for the GPU.
 
     Parameters
     ----------
     learning_rate : float or callable
         A number, or a function of the number of steps done.
     aggregation : VariableAggregation or str
-        How gradients are combined: ``SUM`` fits a loss that is divided by the global
-        batch size, ``MEAN`` one that each replica divides by its own.
+        How gradients are combined: ``SUM`` for a loss divided by the global batch size,
+        ``MEAN`` for one that each replica divides by its own.
     accumulate_steps : int
-        How many calls of `apply_gradients` make one step. All but the last add to
-        sums of this replica, without communication once these exist; the last one
-        combines them and updates. ``SUM`` takes their sum, so that the global batch is
-        that of all the calls; ``MEAN`` their mean.
+        How many calls of `apply_gradients` make one step. All but the last add to this
+        replica's sums, without communication once these exist; the last combines them
+        and updates. ``SUM`` takes the sum over the calls, ``MEAN`` their mean.
     clip_global_norm : float, optional
         Limit of the norm over all combined gradients together; longer ones are scaled.
     missing_gradients : {"error", "zeros"}
-        What a gradient is that is None on some replicas, but not on all: a
-        CollectiveError that names the variable, or zeros, with a note the first time;
-        the latter costs a small message a step.
+        What to do about gradients that are None on some replicas only: raise a
+        CollectiveError that names the variable, or take zeros, and log it once. Zeros
+        cost a small message in each step.
     sharded : bool
-        Whether each rank keeps the state of a part of the elements alone, updates
-        these, and gets the others from the ranks that have them (ZeRO stage 1). It
-        takes 1/N of the memory for state, gives the same bits, and is saved as
-        everywhere. For rules of elements and LAMB, and mirrored variables in host
-        memory.
+        Whether each rank has the state of a part of the elements only, updates these,
+        and gets the others from their ranks (ZeRO stage 1). State then takes 1/N of the
+        memory; results and checkpoints are the same. For rules of elements and LAMB,
+        and mirrored variables in host memory.
 
     Attributes
     ----------
@@ -99,9 +97,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
         The first value of each kind of state that a variable has, by its name in
         checkpoints; a subclass sets it.
     elementwise : bool
-        Whether `update` treats each element by itself, whatever the array's shape, so
-        that small variables may be updated as one. It holds for the class that sets it,
-        and not for a subclass with another `update`.
+        Whether `update` treats each element by itself, so that several small variables
+        may be updated as one array. It holds for the class that sets it, and not for a
+        subclass with another `update`.
 
     Raises
     ------
@@ -113,8 +111,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
     elementwise: bool = False
 
     _two_stages: bool = False
-    """Whether `update` is a ``_first_stage`` of each element by itself, which it writes
-    over the gradient, and then a ``_second_stage`` of whole variables."""
+    """Whether `update` is a ``_first_stage`` of single elements, which overwrites the
+    gradient, and then a ``_second_stage`` of whole variables."""
 
     _by_rows: bool = False
     """Whether a gradient of zero leaves an element and its state alone."""
@@ -139,7 +137,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         require_options(accumulate_steps, clip_global_norm, missing_gradients)
         self.learning_rate = learning_rate
         self._op = ReduceOp.from_variable_aggregation(aggregation)
-        self._limit = clip_global_norm
+        self.clip_global_norm = clip_global_norm
         self._fills = missing_gradients == "zeros"
         self.iterations = class_for_state(on_read=False)(
             HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
@@ -158,7 +156,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because of NaN or infinity; not kept in checkpoints."""
+        """Steps left out because of NaN or infinity; not in checkpoints."""
         return self._non_finite.skipped
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,33 +166,33 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def update(
         self, step: Step, gradient: Array, value: Array, *slots: Any, **named: Any
     ) -> None:
-        """Update a value and its state in place: the rule, which a subclass brings.
+        """Update a value and its state in place: the rule, which a subclass defines.
 
-        Not collective: all replicas are given the same. `apply_gradients` calls it for
-        each variable, or of rules that are ``elementwise`` for several small ones at
-        once, side by side in flat arrays.
+        Not collective: all replicas get the same arguments. `apply_gradients` calls it
+        for each variable; for ``elementwise`` rules several small variables may come as
+        one flat array.
 
         Parameters
         ----------
         step : Step
             Learning rate and number of the step; name of the variable.
         gradient : ndarray
-            Combined, scaled and clipped; free to be overwritten.
+            Combined, scaled and clipped; the rule may overwrite it.
         value : ndarray of the same shape and dtype
-            Of the variable.
+            The variable's array.
         *slots : ndarray of the same shape and dtype
             Its state, in the order of ``state``. A rule may name each of them instead.
         **named : object
-            Nothing: type checkers accept rules with other parameters where it is there.
+            Nothing; type checkers then accept rules with other parameters.
         """
 
     def _is_marked(self, name: str) -> bool:
-        """Return whether a variable is updated in another way than the rest."""
+        """Whether a variable is updated in another way than the rest."""
         return False
 
     @property
     def key(self) -> int:
-        """Number that this optimizer and its copies on other ranks have alone.
+        """The number of this optimizer and its copies on other ranks.
 
         For the library's own modules.
         """
@@ -202,7 +200,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return int(iterations.number)
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return what another rank makes a copy of; the state stays where it is."""
+        """Return a handle from which another rank makes a copy; state is not copied."""
         if self._servers is None:
             raise ValueError(
                 f"expected an optimizer that was made in the strategy's scope, found "
@@ -213,7 +211,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return "optimizer", self.key, parts
 
     def rule(self) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Return what makes updates elsewhere: class and options, and no state.
+        """Return class and options, without state, from which `from_rule` makes a copy.
 
         For the library's own modules.
         """
@@ -226,9 +224,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         learning_rate: LearningRate = 0.0,
         iterations: Any = None,
     ) -> Optimizer:
-        """Return a copy of an optimizer, without its state.
-
-        For the library's own modules.
+        """Return a copy of an optimizer, without state; for the library's own
+        modules.
         """
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
@@ -236,17 +233,13 @@ class Optimizer(AnnouncesInitErrors, ABC):
         copied.learning_rate, copied.iterations = learning_rate, iterations
         return copied
 
-    @property
-    def clip_global_norm(self) -> float | None:
-        """Limit of the norm over all combined gradients together."""
-        return self._limit
-
     def require_alone(
         self,
         where: str = "with parameter servers",
         advice: str = "sum gradients in the function",
     ) -> None:
-        """Refuse options that need state on this rank.
+        """Raise ValueError if gradients are accumulated, which needs state on this
+        rank.
 
         For the library's own modules.
         """
@@ -259,10 +252,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     @property
     def collectives(self) -> Collectives:
-        """The calls between the replicas of the current strategy.
-
-        For the library's own modules.
-        """
+        """The calls of the current strategy; for the library's own modules."""
         found: Collectives = get_strategy().collectives
         return found
 
@@ -274,27 +264,27 @@ class Optimizer(AnnouncesInitErrors, ABC):
         Collective over the strategy's replicas: call it inside ``strategy.run``. With
         ``accumulate_steps`` above 1, only each last call communicates.
 
-        A replica on which this raises starts its accumulation anew; with
-        ``on_error="raise"`` all go back to what they had before this ``run``, also if
-        anything else in it fails on any of them.
+        After an error a replica starts its accumulation anew. With ``on_error="raise"``
+        all replicas return to the sums that they had before this ``run``, also if
+        another part of it fails.
 
         Parameters
         ----------
         grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
             This replica's gradients, of the variables' shapes, not modified; the same
-            variables in the same order on every replica. Those whose gradient is None
-            on all replicas are left out.
+            variables in the same order on every replica. Variables whose gradient is
+            None on all replicas are left out.
 
         Returns
         -------
         bool
             Whether the variables were updated; False while gradients are accumulated,
-            and for a step that is left out by the setting ``non_finite="skip"``.
+            and for a step that the setting ``non_finite="skip"`` leaves out.
 
         Raises
         ------
         ValueError
-            If no gradient is left, a name comes twice, or a gradient does not fit.
+            If all gradients are None, a name comes twice, or a gradient does not fit.
         RuntimeError
             In cross-replica context.
         CollectiveError
@@ -308,7 +298,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def apply_here(
         self, strategy: Any, grads_and_vars: Iterable[tuple[Any, Variable]]
     ) -> bool:
-        """Make a step on the ranks that call, by the strategy's update backend.
+        """Make a step on the calling ranks, by the strategy's update backend.
 
         Collective over the strategy's replicas. For the library's own modules.
         """
@@ -329,7 +319,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         collectives = strategy.collectives
         try:
             given = list(grads_and_vars)
-            # A step like the last one needs no checks; what differs goes the long way.
+            # A step like the last one needs no checks.
             routine = self._routine
             if routine is not None and not routine.fits(strategy, given):
                 routine = None
@@ -340,8 +330,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
             raise
         try:
             if routine is not None:
-                return self._combine_and_update(collectives, given, routine)
-            # A checkpoint saves their state alone; others await garbage collection.
+                return self._combine_and_update(collectives, [given], routine)
+            # Checkpoints save the state of these variables, not of deleted ones.
             self._current = frozenset(id(variable) for _, variable in added)
             pairs = self._accumulation.add(added, strategy)
             if pairs is None:
@@ -366,33 +356,30 @@ class Optimizer(AnnouncesInitErrors, ABC):
             routine = self._routine
             if routine is None or not routine.fits(strategy, list(given[0])):
                 routine = self._planned(given[0], label)
-            parts = [[gradient for gradient, _ in pairs] for pairs in given]
-            rate = self._rate(strategy.collectives)
-            reduced = routine.backend.reduce(parts, routine.sums)
-            updated = self._update_with(reduced, given, routine, rate)
-            dense = not any(isinstance(g, IndexedSlices) for g in parts[0])
+            updated = self._combine_and_update(strategy.collectives, given, routine)
+            dense = not any(isinstance(g, IndexedSlices) for g, _ in given[0])
             self._routine = routine if dense and not self._fills else None
             if self._routine is not None and updated:
                 routine.repeat()
             return updated
 
         def act(given: list[Pairs]) -> list[bool]:
-            # An entry: where it fails on one rank, the others learn of it.
+            # As a collective call, so that all ranks learn of an error on one.
             made = strategy.collectives.call("apply_gradients", update, given)
             return [made] * len(given)
 
         updated: bool = strategy.meetings.meet(label, act, present)
         return updated
 
-    # No entry: an error here comes after the calls of the one that combined them.
+    # Not marked as collective: the program has made its calls before.
     def apply_combined(
         self, grads_and_vars: Iterable[tuple[Any, Variable]], rate: float | None = None
     ) -> bool:
-        """Update variables in place with gradients that have been combined already.
+        """Update variables in place with gradients that are combined already.
 
-        Logically collective over the strategy's replicas: for what has combined them in
-        a call of its own, inside ``strategy.run``. It communicates only to make state
-        that `build` has not made, and nothing is accumulated.
+        Logically collective over the strategy's replicas, inside ``strategy.run``. It
+        communicates only to make state that `build` has not made, and accumulates
+        nothing.
 
         Parameters
         ----------
@@ -414,7 +401,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         NonFiniteError
             As in `apply_gradients`.
         NotImplementedError
-            In central storage, and wherever ranks do not have the whole sums.
+            If ranks do not have the whole sums, as in central storage.
         """
         strategy = get_strategy()
         if not strategy.update_backend().sums_whole:
@@ -431,7 +418,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         def update() -> bool:
             routine = self._planned(present, label)
             now = self._rate(strategy.collectives) if rate is None else rate
-            return self._update_with([g for g, _ in present], [present], routine, now)
+            gradients = [gradient for gradient, _ in present]
+            return routine.update(self, gradients, [present], now)
 
         if strategy.meetings is None:
             return update()
@@ -456,8 +444,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
             require_gradients(pairs)
         present = [(g, v) for g, v in pairs if g is not None]
         routine = self._planned(present, self._label(pairs))
-        updated = self._combine_and_update(collectives, present, routine)
-        # Another step of the kind need not be checked and named again.
+        updated = self._combine_and_update(collectives, [present], routine)
+        # The next step of this kind needs no checks and no label.
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
         plain = dense and not self._fills and sums.steps == 1
         self._routine = routine if plain else None
@@ -474,72 +462,19 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return Routine(strategy, pairs, backend)
 
     def _combine_and_update(
-        self, collectives: Collectives, pairs: Pairs, routine: Routine
+        self, collectives: Collectives, given: list[Pairs], routine: Routine
     ) -> bool:
+        """Make a step by the gradients of each replica of this process."""
         rate = self._rate(collectives)
-        gradients: list[Any] = [gradient for gradient, _ in pairs]
-        reduced = routine.backend.reduce([gradients], routine.sums)
-        return self._update_with(reduced, [pairs], routine, rate)
-
-    @without_fp_warnings
-    def _update_with(
-        self, reduced: list[Any], given: list[Pairs], routine: Routine, rate: float
-    ) -> bool:
-        """Update variables with combined gradients, without floating-point warnings.
-
-        ``given`` are the gradients of each replica of this process.
-        """
-        backend = routine.backend
-        if not routine.begun:
-            reduced = [
-                merged_rows(g) if isinstance(g, IndexedSlices) else g for g in reduced
-            ]
-        if routine.non_finite != "off" and self._refuses(reduced, given, routine):
-            return False
-        self._condition(reduced, backend)
-        reduced = backend.gradients_here(reduced)
-        if not routine.begun:
-            # The first step makes the state, after the first agreement of the ranks.
-            sharded = isinstance(backend, Parts)
-            wholes = [self._arrays(v, sharded) for _, v in given[0]]
-            targets = [
-                (Step(0.0, 0, given[0][index][1].name), arrays)
-                for index, arrays in backend.arrays_here(wholes)
-            ]
-            routine.begin(self, targets, reduced)
-        # A rule sees the step that it makes, as Adam's bias correction counts from 1.
-        number = int(self.iterations.component) + 1
-        for step in routine.steps:
-            step.rate, step.number = rate, number
-        backend.update(self, reduced, routine)
-        # Last: an error in a rule leaves the count as it was.
-        self.iterations.component[...] = number
-        return True
-
-    def _refuses(
-        self, reduced: list[Any], given: list[Pairs], routine: Routine
-    ) -> bool:
-        """Return whether a step is left out, since its gradients are not finite."""
-        strategy, backend = get_strategy(), routine.backend
-        if not routine.repeats:
-            finite = are_finite(reduced)
-        elif routine.flat is None:
-            finite = all_finite(reduced)
-        else:
-            finite = is_finite(routine.flat)
-        if backend.all_finite(finite):
-            return False
-        # All of them, to say which it is.
-        reduced = backend.gather_whole(reduced, [gradient for gradient, _ in given[0]])
-        # A combined gradient has the same bits on every replica: all decide alike.
-        policy = routine.non_finite
-        return self._non_finite.refuses(policy, strategy, given, reduced)
+        parts: list[Any] = [[gradient for gradient, _ in pairs] for pairs in given]
+        reduced = routine.backend.reduce(parts, routine.sums)
+        return routine.update(self, reduced, given, rate)
 
     def _rate(self, collectives: Collectives) -> float:
         rate = self.learning_rate
         if callable(rate):
             try:
-                # A program's own function: it may fail on this rank alone.
+                # The program's function may fail on this rank only.
                 rate = rate(int(self.iterations.component))
             except Exception as error:
                 collectives.fail("apply_gradients", error)
@@ -547,7 +482,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return rate
 
     def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
-        """Overwrite a gradient by the result of a rule's first stage."""
+        """Overwrite a gradient by the result of the rule's first stage."""
         raise NotImplementedError
 
     def _second_stage(self, step: Step, gradient: Array, value: Array) -> None:
@@ -555,36 +490,34 @@ class Optimizer(AnnouncesInitErrors, ABC):
         raise NotImplementedError
 
     def update_here(self, gradients: list[Any], routine: Routine) -> None:
-        """Update what this rank does; for the library's own modules."""
+        """Update this rank's arrays by the rule; for the library's own modules."""
         for bundle in routine.bundles:
             bundle.update(self, gradients)
         for index in routine.apart:
             gradient, (step, wholes) = gradients[index], routine.targets[index]
-            # The usual kind, without a look at what else it could be.
+            # The usual kind, without further checks.
             if type(gradient) is np.ndarray:
                 self.update(step, gradient, *wholes)
             else:
                 self._update_one(step, gradient, wholes)
 
-    @property
-    def _mean(self) -> float:
-        """The factor of sums over calls."""
-        # The calls are counted: `accumulate_steps` may have changed since a restore.
+    def condition(self, gradients: Sequence[Gradient], backend: UpdateBackend) -> None:
+        """Scale and clip combined gradients in place; for the library's own modules."""
+        # Not `accumulate_steps`, which may have changed since a restore.
         calls = max(1, self._accumulation.calls)
-        return 1 / calls if self._op is ReduceOp.MEAN else 1.0
-
-    def _condition(self, gradients: Sequence[Gradient], backend: UpdateBackend) -> None:
-        """Scale and clip combined gradients, in place."""
-        mean = self._mean
-        if self._limit is None and mean == 1:
+        mean = 1 / calls if self._op is ReduceOp.MEAN else 1.0
+        if self.clip_global_norm is None and mean == 1:
             return
         arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
         scale(arrays, mean)
-        if self._limit is not None:
-            clip_to_norm(arrays, self._limit, backend.total)
+        if self.clip_global_norm is not None:
+            clip_to_norm(arrays, self.clip_global_norm, backend.total)
 
-    def _arrays(self, variable: Variable, sharded: bool) -> list[Array]:
-        """Return the arrays of a variable and its state, which is made if need be."""
+    def arrays_of(self, variable: Variable, sharded: bool) -> list[Array]:
+        """Return the arrays of a variable and its state, which the first call makes.
+
+        For the library's own modules.
+        """
         state = [
             self._slots.get(kind, variable, initial, sharded=sharded).component
             for kind, initial in self.state.items()
@@ -597,28 +530,29 @@ class Optimizer(AnnouncesInitErrors, ABC):
         elif not self._by_rows:
             self.update(step, gradient.to_dense(), *wholes)
         else:
-            # Indices are unique by now, so that rows can be written back.
+            # Indices are unique, so that rows can be written back.
             parts = [whole[gradient.indices] for whole in wholes]
             self.update(step, gradient.values, *parts)
             for whole, part in zip(wholes, parts, strict=True):
                 whole[gradient.indices] = part
 
     def _label(self, pairs: Pairs) -> str:
-        """Name the call, so that replicas with other variables are found out."""
+        """Name the call for the header, which shows whether all replicas have these
+        variables.
+        """
         key = tuple((gradient is None, v.name) for gradient, v in pairs)
         label = self._labels.get(key)
         if label is None:
             names = ", ".join(v.name for g, v in pairs if g is not None)
-            # Missing gradients come first: the end of a long text is not shown.
+            # Missing gradients come first, as the end of a long text is cut.
             without = ", ".join(v.name for g, v in pairs if g is None)
             without = f" without gradients for {without}," if without else ""
             label = self._labels[key] = f"apply_gradients{without} to {names}"
         return label
 
     def _scratch(self, like: Array) -> Array:
-        """Return an array of the same shape and type that is kept between steps."""
-        # One buffer for each type, of the largest size: variables are updated one by
-        # one.
+        """Return an array of the same shape and type that the next calls use again."""
+        # Variables are updated one by one: a buffer of the largest size for each type.
         key = is_device(like), like.dtype
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < like.size:
@@ -662,8 +596,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         -------
         dict of str to Variable
             ``iterations``, and ``<kind>/<variable>`` for each kind of state of each
-            variable; with accumulation, how far it has come, and the sums. Restored
-            state whose variable has not come yet is among it.
+            variable, also for restored state whose variable is not made yet; with
+            accumulation, the number of calls and the sums.
 
         Raises
         ------
@@ -688,13 +622,12 @@ class Optimizer(AnnouncesInitErrors, ABC):
         *,
         is_part: bool = False,
     ) -> None:
-        """Keep a saved value until its variable comes, at the first step.
+        """Keep a saved value until its variable needs it at the first step.
 
-        Not collective, but all replicas do it in the same order. For the library's own
-        modules.
+        All replicas do it in the same order. For the library's own modules.
         """
         servers = self._servers
-        # It goes to servers: what waits for that is of this process alone.
+        # A value for servers waits in this process only.
         strategy = None if servers is not None else strategy
         if not self._accumulation.defer(name, value, strategy, is_part=is_part):
             self._slots.wait(name, value, strategy)
@@ -702,11 +635,10 @@ class Optimizer(AnnouncesInitErrors, ABC):
             servers.wait(self)
 
     def checkpoint_reset(self, names: Sequence[str]) -> None:
-        """Put state back to what it is before the first step.
+        """Reset state to its values before the first step.
 
-        For the library's own modules, which restore a checkpoint that was saved before
-        these ``names`` of `checkpoint_variables` were made. For the library's own
-        modules.
+        For restores of a checkpoint that was saved before these ``names`` of
+        `checkpoint_variables` were made. For the library's own modules.
         """
         variables = self.checkpoint_variables()
         for name in names:
@@ -727,7 +659,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return None if servers is None else servers.find(self, name)
 
     def take_restored(self, name: str) -> Array | None:
-        """Return restored state, which waits no longer; None if there is none.
+        """Remove and return restored state that waits for its variable; None without.
 
         For the library's own modules.
         """
@@ -735,12 +667,14 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     @property
     def _servers(self) -> Any:
-        """The state that lies on servers; None where it is on the ranks that step."""
+        """The state on parameter servers; None if it is on the ranks that make
+        steps.
+        """
         iterations: Any = self.iterations
         return iterations.distribute_strategy.slots if iterations.is_remote else None
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Go on from what has been restored; for the library's own modules."""
+        """Continue from restored state; for the library's own modules."""
         if (servers := self._servers) is not None:
             servers.restored(self)
         if self._accumulation.restored(num_replicas, now):

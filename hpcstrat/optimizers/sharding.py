@@ -1,4 +1,6 @@
-"""Steps of ``sharded=True``: each rank keeps the state of a part of the elements."""
+"""Sharded steps (``sharded=True``): each rank has the state of a part of the
+elements.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,18 @@ from hpcstrat.variables import exchange_parts, part_of_rank
 class Parts(Copies):
     """Each rank has the state of a part of each variable, and updates that part.
 
-    ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). Of a rule
-    with two stages the first is of parts, whose results are exchanged, and the second
-    of all elements.
+    ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). For a rule
+    with two stages the first takes parts, whose results are exchanged, and the second
+    takes all elements.
     """
 
     sums_in_place = False
 
     def gradients_here(self, reduced: list[Any]) -> list[Any]:
-        """Return this rank's parts of the gradients."""
         self._wholes = [_dense(gradient).reshape(-1) for gradient in reduced]
         return [w[part_of_rank(w.size, self._strategy)] for w in self._wholes]
 
     def arrays_here(self, wholes: list[list[Array]]) -> list[tuple[int, list[Array]]]:
-        """Return this rank's parts of the variables; their state is such a part."""
         flats = [whole.reshape(-1) for whole, *_ in wholes]
         return [
             (index, [flat[part_of_rank(flat.size, self._strategy)], *wholes[index][1:]])
@@ -36,7 +36,6 @@ class Parts(Copies):
         ]
 
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
-        """Update this rank's parts, and get the others."""
         strategy, wholes = self._strategy, self._wholes
         arrays = [variable.component for variable in self._variables]
         in_two = has_two_stages(type(optimizer))
@@ -61,9 +60,10 @@ class Parts(Copies):
 
 
 def shards(optimizer: Any, strategy: Any) -> bool:
-    """Whether each rank keeps the state of a part of the elements.
+    """Whether each rank has the state of a part of the elements.
 
-    Raises ValueError where the state cannot be divided as the optimizer asks for.
+    Raises ValueError if the optimizer asks for it, and the strategy's variables cannot
+    be divided.
     """
     if not optimizer._sharded or strategy.num_ranks == 1:
         return False

@@ -1,8 +1,7 @@
-"""The state that optimizers keep for each variable, and how checkpoints see it.
+"""The state that optimizers keep for each variable, and its names in checkpoints.
 
-State belongs to a variable, not to its name, which another one may have. Only files,
-and whatever else outlives the variables, know it by names: restored state waits for the
-variable of its name.
+State belongs to a variable, not to its name, which another variable may have.
+Checkpoints know it by name: restored state waits for the variable of that name.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_for_s
 
 _NONE = VariableAggregation.NONE
 
-# A / in a variable's name makes groups of HDF5. Where that cannot be, the name is
-# escaped: "dense" cannot be a dataset, and the group of "dense/bias", too.
+# A / in a variable's name makes groups of HDF5. A name that cannot is escaped: "dense"
+# cannot be both a dataset and the group of "dense/bias".
 _ESCAPES = {"%": "%25", "/": "%2F", ".": "%2E", "\0": "%00"}
 
 
@@ -44,7 +43,7 @@ class _Owned:
 
 
 class Slots:
-    """Variables that are made when they are first needed."""
+    """The state of an optimizer: variables that are made when they are first needed."""
 
     def __init__(self) -> None:
         self._owned: dict[int, _Owned] = {}
@@ -68,8 +67,8 @@ class Slots:
         """Return state of a variable that is the same on every replica.
 
         Collective over the strategy's replicas, the first time. It has the variable's
-        strategy, shape and dtype, and is in the same memory; with ``sharded`` each rank
-        has a part of its elements.
+        strategy, shape, dtype and memory; with ``sharded`` each rank has a part of its
+        elements.
         """
         slot = self.find(kind, variable)
         if slot is None:
@@ -78,7 +77,7 @@ class Slots:
                 full = array_module(component).full
                 array = full(variable.shape, initial, variable.dtype)
             else:
-                # One element stands for all: the variable itself takes memory.
+                # A view of one element: only the variable itself takes memory.
                 element = np.full((), initial, variable.dtype)
                 array = np.broadcast_to(element, variable.shape)
             slot = self.make(kind, variable, array, sharded=sharded)
@@ -93,12 +92,11 @@ class Slots:
         aggregation: VariableAggregation = _NONE,
         sharded: bool = False,
     ) -> Variable:
-        """Make state of a variable, or take what waits for a variable of its name.
+        """Make state of a variable, or take restored state that waits for its name.
 
         Collective over the strategy's replicas. With an ``aggregation`` each replica
-        has a part of it: synchronized on read, so that checkpoints hold the combined
-        value, and any number of replicas can share it. Raises ValueError where the
-        restored value has another shape.
+        has a part, synchronized on read: checkpoints hold the combined value, for any
+        number of replicas. Raises ValueError if the restored value has another shape.
         """
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
         on_read = aggregation is not _NONE
@@ -117,7 +115,7 @@ class Slots:
             slot = _made(name, strategy, array, aggregation, each_has=on_read)
         owned = self._owned.get(id(variable))
         if owned is None:
-            # Not a method, which would keep all of this alive.
+            # Not a method, which would keep this object alive.
             forget, number = self._owned.pop, id(variable)
             owned = _Owned(variable, lambda _: forget(number, None))
             self._owned[number] = owned
@@ -127,7 +125,7 @@ class Slots:
     def count(self, name: str, strategy: Replicas) -> Variable:
         """Return a count of the optimizer's own, which belongs to no variable.
 
-        Collective over the strategy's replicas, where it has not been restored.
+        Collective over the strategy's replicas, unless it has been restored.
         """
         zero = np.zeros((), np.int64)
         slot = self._claimed(name, strategy, zero, each_has=True)
@@ -144,15 +142,13 @@ class Slots:
     ) -> Variable | None:
         """Return restored state, which waits no longer; collective if there is any.
 
-        ``each_has`` says whether each replica has a component of its own, under every
-        strategy.
+        With ``each_has`` each replica has its own component, under every strategy.
         """
         found = next((n for n in spellings(name) if n in self._waiting), None)
         if found is None:
             return None
         if strategy is not None:
-            # All ranks or none: a rank that fails before this would keep the state
-            # elsewhere, such as in host memory, when all save it.
+            # All ranks take the state or none, so that all save it from the same place.
             strategy.collectives.barrier(f"restored state {name}")
         saved = self._waiting[found]
         if saved.shape != array.shape:
@@ -162,7 +158,7 @@ class Slots:
             )
         del self._waiting[found]
         same = saved.dtype == array.dtype and saved.distribute_strategy is strategy
-        # Each replica has what waited; other state may be kept elsewhere.
+        # Waiting state has a component on each replica; other classes have not.
         stays = each_has or type(saved) is _class_of_state(strategy)
         if same and stays and not is_device(array):
             return saved
@@ -179,22 +175,21 @@ class Slots:
     ) -> None:
         """Keep restored state until the variable of its name needs it.
 
-        Not collective, but all replicas do it in the same order. ``name`` is
-        ``<kind>/<variable>``, ``value`` this replica's component.
+        All replicas do it in the same order. ``name`` is ``<kind>/<variable>``,
+        ``value`` this replica's component.
         """
         slot = _made(name, strategy, value, aggregation, is_own=True, each_has=True)
         self._waiting[name] = slot
 
     def take(self, name: str) -> Array | None:
-        """Return restored state, which waits no longer; None if there is none.
-
-        Not collective.
-        """
+        """Remove and return restored state that waits; None if there is none."""
         found = next((n for n in spellings(name) if n in self._waiting), None)
         return None if found is None else self._waiting.pop(found).component
 
     def waiting(self, kind: str) -> dict[str, Variable]:
-        """Return restored state whose variable has not come, by the variable's name."""
+        """Return restored state whose variable is not made yet, by the variable's
+        name.
+        """
         kinds = {n: n.partition("/") for n in self._waiting}
         return {
             rest: self._waiting[name]
@@ -203,7 +198,9 @@ class Slots:
         }
 
     def of_kind(self, kind: str) -> Iterator[tuple[Variable, Variable]]:
-        """Yield the living variables that have state of a kind, in the order of it."""
+        """Yield the living variables that have state of a kind, in the order of
+        creation.
+        """
         # A copy in one step: the garbage collector may free a variable meanwhile.
         for owned in list(self._owned.values()):
             variable, slot = owned.variable(), owned.kinds.get(kind)
@@ -211,40 +208,39 @@ class Slots:
                 yield variable, slot
 
     def named(self) -> dict[str, Variable]:
-        """Return all state, also what waits for its variable, by its names for files.
+        """Return all state, waiting state included, by its names for files.
 
-        The order is the same on every replica: what one of them has taken for a
-        variable may be waiting on another, which has failed before. Raises ValueError
-        where two variables have the same name.
+        The order is the same on every replica, also if an error left state waiting on
+        one of them only. Raises ValueError if two variables have the same name.
         """
         found: list[tuple[str, Variable]] = list(self._waiting.items())
         for owned in list(self._owned.values()):
             if owned.variable() is not None:
                 kinds = owned.kinds.items()
                 found += [(f"{kind}/{owned.name}", slot) for kind, slot in kinds]
-        # Stable: of two of one name the error names the same on every replica.
+        # A stable order, so that the error about a name is the same on every replica.
         found.sort(key=lambda item: item[0])
         names = file_names([name for name, _ in found])
         return dict(zip(names, [slot for _, slot in found], strict=True))
 
     def forget_garbage(self, current: Collection[int]) -> None:
-        """Forget the variables that only cycles of references keep.
+        """Forget variables that only reference cycles keep alive.
 
-        Else the garbage collector, which runs at another time on each rank, would
-        decide which state a rank has. ``current`` are the ids of those in use: where
-        these are all, there is none to forget.
+        Otherwise the garbage collector, which runs at different times on each rank,
+        would decide which state a rank has. ``current`` are the ids of the variables in
+        use; if there are no others, nothing is collected.
         """
         if not all(number in current for number in list(self._owned)):
             gc.collect()
 
     def drop(self, *kinds: str) -> None:
-        """Drop state that waits for its variables."""
+        """Drop state of some kinds that waits for its variables."""
         for name in list(self._waiting):
             if name.partition("/")[0] in kinds:
                 del self._waiting[name]
 
     def clear(self, *kinds: str) -> None:
-        """Set this replica's part of some state to zero, for all variables."""
+        """Set this replica's part of some kinds of state to zero, for all variables."""
         for kind in kinds:
             slots = [slot for _, slot in self.of_kind(kind)]
             for slot in (*slots, *self.waiting(kind).values()):
@@ -252,7 +248,7 @@ class Slots:
 
 
 def _class_of_state(strategy: Any) -> type[Variable]:
-    """Return the class of the state that is the same on all replicas."""
+    """Return the class of state that is the same on all replicas."""
     if strategy is None:
         return Variable
     kind: type[Variable] = strategy.variable_class(VariableOptions(trainable=False))
@@ -271,7 +267,7 @@ def _made(
     """Make a variable for state; collective unless ``is_own`` and ``each_has``."""
     on, on_read = VariableSynchronization, aggregation is not _NONE
     on_host = not is_device(array)
-    # As if in the scope of the strategy, wherever the step is made.
+    # As if in the scope of the strategy, in whatever context the step is made.
     token = push(None if strategy is None else strategy.cross_entry)
     try:
         kind = class_for_state(on_read=on_read) if each_has else Variable
@@ -308,8 +304,7 @@ def spellings(name: str) -> list[str]:
 def file_names(names: Sequence[str]) -> list[str]:
     """Return the names for files of ``<kind>/<name>``, each a dataset of its own.
 
-    They depend on what there is, not on its order. Most are as given,
-    as in old files.
+    They depend on the set of names, not on its order. Most stay as they are.
     """
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:

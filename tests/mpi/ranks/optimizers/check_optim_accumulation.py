@@ -325,7 +325,7 @@ def test_runs_that_fail_on_one_replica_add_nothing_on_any(
     plan = _plans(8)[seed]
     with make_strategy(on_error="raise") as strategy:
         program, oracle = Program(plan, strategy), Oracle(plan)
-        program.optimizer._limit = LIMIT
+        program.optimizer.clip_global_norm = LIMIT
         for number in range(14):
             calls = rng.integers(CALLS, size=rng.integers(1, 4)).tolist()
             failing = int(rng.integers(job.size)) if rng.random() < 0.4 else -1
@@ -349,7 +349,7 @@ def test_runs_that_fail_on_one_replica_add_nothing_on_any(
                 memory.commit(number)
             if keep != "nowhere":
                 program = Program(plan, strategy)
-                program.optimizer._limit = LIMIT
+                program.optimizer.clip_global_norm = LIMIT
             if keep == "in a file":
                 hs.CheckpointManager(folder, **program.objects).restore()
             elif keep == "in memory":
