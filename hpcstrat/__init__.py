@@ -146,6 +146,7 @@ _MODULES = {
     "partitioners": "variables.partitioners",
     "testing": "testing",
 }
+# Public names by the module that defines them.
 _NAMES = {
     "checkpoint": ("CheckpointManager", "KeepBest"),
     "engine.reduction.cross_device_ops": (

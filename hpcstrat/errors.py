@@ -50,7 +50,7 @@ class CollectiveError(HpcstratError, RuntimeError):
         self.ranks = tuple(ranks)
 
     def __str__(self) -> str:
-        """Return the message; some classes that are mixed in would quote it."""
+        """Return the message, which some mixed-in classes would quote."""
         return str(self.args[0])
 
 
@@ -65,14 +65,14 @@ class ReplicaError(CollectiveError):
 class DivergenceError(CollectiveError):
     """Copies that must be equal have come to differ; raised on every replica.
 
-    Those of a mirrored variable, or what was given to ``Strategy.check_equal``.
+    They are copies of a mirrored variable, or values given to ``Strategy.check_equal``.
 
     Parameters
     ----------
     message : str
-        Which variable, in which element, with which values.
+        Names the variable and the element, with the values.
     ranks : sequence of int
-        The replicas whose copies are not those of most of them.
+        The replicas whose copies differ from those of most.
     variable : str
         Name of the first variable that differs, in order of creation; or of the leaf of
         a tree, such as ``tree['bias'][0]``.
@@ -95,9 +95,9 @@ class DivergenceError(CollectiveError):
 class RankLostError(CollectiveError):
     """The process of a rank has died; raised on every rank that is left.
 
-    Only with ``on_lost_rank="raise"``, and by `hpcstrat.elastic.run`. The strategy can
-    make no call any more. ``ranks`` are the replicas known to be lost; a survivor that
-    learns of the loss from another may not know them.
+    It is raised with ``on_lost_rank="raise"``, and by `hpcstrat.elastic.run`. The
+    strategy can make no more calls. ``ranks`` are the replicas known to be lost; a
+    survivor that learns of the loss from another may not know them.
     """
 
 
@@ -129,4 +129,4 @@ class CancelledError(HpcstratError):
 
 
 class UnavailableError(HpcstratError):
-    """A parameter server, or what a lost worker kept, is there no more."""
+    """A parameter server, or data that a lost worker had, no longer exists."""

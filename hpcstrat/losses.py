@@ -66,7 +66,7 @@ def compute_average_loss(
         losses = losses * (to_device(weights) if is_device(losses) else weights)
     size = global_batch_size
     if size is None:
-        # The others are not asked: a loss makes no call.
+        # A loss makes no call, so that the sizes of other replicas are unknown.
         size = losses.shape[0] * get_strategy().num_replicas_in_sync
     number = np.int64(size) if type(size) is int and size < 1 << 63 else as_array(size)
     if number.ndim or number.dtype.kind not in "iu" or number <= 0:
@@ -74,7 +74,7 @@ def compute_average_loss(
             f"expected a positive integer as global_batch_size, found {size!r}; pass "
             "the number of examples of all replicas"
         )
-    # Neither the sum nor the size need fit a half type.
+    # The sum and the size may not fit a half type.
     wide = np.dtype(np.float32) if is_half(losses.dtype) else losses.dtype
     mean = losses.sum(dtype=wide) / wide.type(number)
     return as_array(mean).astype(losses.dtype, copy=False)

@@ -1,8 +1,8 @@
 """Random numbers: a stream for each replica, and one that all replicas share.
 
-All are Philox4x64-10, a counter-based generator (Salmon et al. 2011,
-https://doi.org/10.1145/2063384.2063405), whose keys are drawn from the seed, the name,
-the replica and the generation by NumPy's SeedSequence.
+All streams are Philox4x64-10, a counter-based generator (Salmon et al. 2011,
+https://doi.org/10.1145/2063384.2063405), whose keys NumPy's SeedSequence makes from the
+seed, the name, the replica and the generation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpcstrat.errors import CollectiveError
 
 _BIT_GENERATOR = "Philox"
 _NUM_WORDS = 12
-"""Of a saved stream: generation in which it began, key (2), counter (4), buffer (4),
+"""A saved stream has: generation in which it began, key (2), counter (4), buffer (4),
 and a word whose bits 0 to 7 are the position in the buffer, bit 8 whether half a drawn
 word is left over, and bits 32 to 63 that half."""
 
@@ -33,24 +33,24 @@ class RandomStreams:
 
     Give it to a `CheckpointManager` by any name, and the streams go on after a restore:
     bit for bit on the same number of replicas. On another number, the replicas that
-    there were go on, and new ones get streams that were never used before. The two
+    were there before go on, and new ones get streams that were never used. The two
     generators stay the same objects.
 
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas.
+        Whose replicas draw.
     name : str
-        Of the streams; those of two names are independent.
+        Name of the streams; those of two names are independent.
     seed : int
         At least 0, below 2**63.
 
     Attributes
     ----------
     name : str
-        Of the streams.
+        Name of the streams.
     seed : int
-        Of the streams.
+        Seed of the streams.
     generation : int
         How many restores have changed the number of replicas.
 
@@ -100,9 +100,9 @@ class RandomStreams:
 
     @property
     def shared(self) -> np.random.Generator:
-        """A numpy.random.Generator that gives the same on all replicas.
+        """A numpy.random.Generator that draws the same on all replicas.
 
-        As long as all draw the same from it.
+        It does so as long as all replicas draw the same from it.
         """
         return self._shared[own_index() or 0]
 
@@ -110,8 +110,8 @@ class RandomStreams:
         return np.random.Generator(np.random.Philox(key=self._key(birth, replica)))
 
     def _key(self, birth: int, replica: int) -> Array:
-        # Every word is below 2**32 and their number is fixed, so that no two lists of
-        # words are the same to SeedSequence.
+        # Every word is below 2**32, and their number is fixed: different lists of words
+        # give SeedSequence different keys.
         place = (*self._stream, birth, replica)
         return np.random.SeedSequence(self.seed, spawn_key=place).generate_state(
             2, np.uint64

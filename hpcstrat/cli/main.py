@@ -70,7 +70,7 @@ def info(workers: int | None, ranks_per_worker: int | None) -> None:
 
 
 def _sums(num_workers: int, each: int) -> Iterator[tuple[str, str]]:
-    """Say from which size on how arrays of the host are summed."""
+    """Give the sizes from which on arrays of the host are summed in each way."""
     from hpcstrat.engine.collectives.select import schedule
 
     ranks = f"{each} rank{'s' if each > 1 else ''}"

@@ -28,8 +28,8 @@ __all__ = [
 class CurrentStrategy(Replicas, Protocol):
     """A strategy, as values, variables and its own less common methods see it.
 
-    They all lie below it. What each member is, and who must call it, stands at
-    `hpcstrat.strategies.Strategy`.
+    They all lie below it. `hpcstrat.strategies.Strategy` documents each member, and who
+    must call it.
     """
 
     @property

@@ -8,10 +8,10 @@ __all__ = ["open_for_reading"]
 
 
 def open_for_reading(path: str) -> Any:
-    """Return an open ``h5py.File``; raise what h5py raises.
+    """Return an open ``h5py.File``; raise the errors of h5py.
 
-    Without locks, which file systems of clusters lack. But HDF5 opens a file that the
-    program has open, such as a notebook, only with the same flag for locks.
+    It takes no locks, which file systems of clusters lack, unless the program has the
+    file open with locks: HDF5 opens a file twice only with the same flag for locks.
     """
     import h5py
 

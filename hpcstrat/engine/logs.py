@@ -15,7 +15,7 @@ _ROOT = "hpcstrat"
 
 
 class _Rank:
-    """This process's place in the job: the launcher's word, then a topology's."""
+    """This process's place in the job, from the launcher, later from a topology."""
 
     rank = launch_from_environment().rank
     size = launch_from_environment().size
@@ -100,7 +100,6 @@ def get_logger(name: str | None = None) -> logging.Logger:
         rank, and lower levels of rank 0.
     """
     root = logging.getLogger(_ROOT)
-    # It is there already where it was added before.
     root.addHandler(_own)
     logger = root if name is None else root.getChild(name)
     # A logger passes on the records of its children without asking its own filters.
@@ -122,5 +121,5 @@ def print_once(*values: Any, **options: Any) -> None:
     """
     if is_first_rank():
         print(*values, **options)
-        # Launchers read pipes, in which lines would be kept back.
+        # Lines would stay in the buffer, as launchers read pipes.
         (options.get("file") or sys.stdout).flush()

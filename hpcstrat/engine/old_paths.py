@@ -1,4 +1,4 @@
-"""Import paths of version 0.1, of modules that have moved since."""
+"""Import paths of version 0.1 for modules that have moved since."""
 
 from __future__ import annotations
 

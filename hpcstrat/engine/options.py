@@ -80,7 +80,7 @@ class ReduceOp(_NamedEnum):
         Parameters
         ----------
         value : ReduceOp or str or VariableAggregation
-            A member, or its name in upper or lower case; of aggregations ``SUM`` and
+            A member, its name in upper or lower case, or the aggregation ``SUM`` or
             ``MEAN``.
 
         Returns
@@ -119,10 +119,8 @@ class ReduceOp(_NamedEnum):
             For ``NONE`` and ``ONLY_FIRST_REPLICA``, which are no reductions.
         """
         parsed = VariableAggregation.parse(aggregation)
-        if parsed is VariableAggregation.SUM:
-            return ReduceOp.SUM
-        if parsed is VariableAggregation.MEAN:
-            return ReduceOp.MEAN
+        if parsed.name in ReduceOp.__members__:
+            return ReduceOp[parsed.name]
         raise ValueError(
             f"expected the aggregation SUM or MEAN, found {parsed.name}, which cannot "
             "be converted to a ReduceOp; choose one of the two"
@@ -210,7 +208,7 @@ class CommunicationOptions:
                 "expected wire_dtype 'float16', 'bfloat16' or None, found "
                 f"{self.wire_dtype!r}; pass None for full precision"
             )
-        # Here, not at the first sum, which is collective and comes late.
+        # Checked here, not at the first sum, which is collective and comes late.
         if self.wire_dtype == "bfloat16" and find_spec("ml_dtypes") is None:
             raise ValueError(
                 "expected the package ml_dtypes for wire_dtype='bfloat16', found "
@@ -295,37 +293,36 @@ class InputOptions:
     Parameters
     ----------
     experimental_fetch_to_device : bool
-        Whether batches are copied to the replica's GPU, while it still computes with
-        those before; only with strategies that put variables on GPUs.
+        Whether batches are copied to the replica's GPU while it still computes with
+        earlier ones; only with strategies that put variables on GPUs.
     experimental_replication_mode : InputReplicationMode or str
         One pipeline per worker, or one per replica.
     experimental_place_dataset_on_device : bool
         Whether the pipeline itself runs on the device; needs ``PER_REPLICA`` and no
         fetching.
     experimental_per_replica_buffer_size : int
-        Batches that a replica holds at once: one is the program's, the others are read
-        ahead by threads. For a `Dataset` with random access.
+        Batches that a replica holds at once: one is the program's, threads read the
+        others ahead. For a `Dataset` with random access.
     independent : bool
         Allow a strategy of one replica in a job of several ranks: each rank then goes
         through the whole data set by itself.
     own_rows : bool
-        Whether the rows of each global batch are dealt so that every replica gets as
-        many as there are of its own part of the data, the same in all epochs. The
-        batches have the same rows as without. After ``cache()`` each rank keeps its own
-        rows in memory, one N-th of the data, and reads few others. For a `Dataset` with
-        random access.
+        Whether each replica gets rows of its own part of the data, the same in all
+        epochs, as many of a batch as the part has; the batches have the same rows as
+        without. After ``cache()`` each rank keeps its own rows in memory, one N-th of
+        the data, and reads few others. For a `Dataset` with random access.
     single_pipeline : bool
         Whether replica 0 alone runs the iterable, or the input function, and deals to
         the replicas of all workers. For data that are small, or drawn at random.
     compare_every : int
-        Every how many batches of an iterable the workers compare what they have read,
-        beginning with the first; 0: never. A hash of the batch travels with what they
-        tell each other in each step anyway.
+        The workers compare every ``compare_every``-th batch of an iterable, beginning
+        with the first; 0 compares none. A hash of the batch travels with the messages
+        that they send in each step anyway.
 
     Raises
     ------
     ValueError
-        For one pipeline in all that is one per replica, too, and if ``compare_every``
+        For one pipeline for all that is one per replica, too, and if ``compare_every``
         is negative.
     """
 
@@ -394,7 +391,7 @@ class InputContext:
         ValueError
             If the replicas do not divide the global batch size.
         """
-        # As tf.distribute: rounding would change the global batch unnoticed.
+        # As in tf.distribute: rounding would change the global batch unnoticed.
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 f"expected a global batch size that {self.num_replicas_in_sync} "

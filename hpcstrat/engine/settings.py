@@ -1,8 +1,9 @@
 """Settings of the checks and records that are always on: by option, or by environment.
 
-What a program gives as `Settings` comes first, then the environment (``HPCSTRAT_`` and
-the name in capitals) of replica 0, then the default. Replica 0's settings hold for the
-whole job: launchers often give other nodes another environment.
+Values that a program gives as `Settings` come first, then the environment
+(``HPCSTRAT_`` and the name in capitals) of replica 0, then the default. Replica 0's
+settings hold for the whole job, as launchers often give other nodes another
+environment.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Self
 __all__ = ["PREFIX", "Settings"]
 
 PREFIX = "HPCSTRAT_"
-"""What the names of all variables of the environment begin with."""
+"""The names of all variables of the environment begin with this."""
 
 # Variables of our own test suite, of its stand-in for CuPy, and of hpcstrat.testing.
 _NOT_SETTINGS = (f"{PREFIX}TEST", f"{PREFIX}STANDIN")
@@ -40,42 +41,42 @@ class Settings:
     Parameters
     ----------
     watchdog : bool, optional
-        Whether a thread of each rank says which ranks are late, and what they do.
+        Whether a thread of each rank reports which ranks are late, and what they do.
         Default: True.
     warn_seconds : float, optional
-        After how many seconds of waiting it says so. Default: 60.
+        Seconds of waiting until that report. Default: 60.
     limit_seconds : float, optional
-        After how many seconds of waiting the job ends. Default: 1800.
+        Seconds of waiting until the job ends. Default: 1800.
     stack_signal : int, optional
-        By which real-time signal, counted from SIGRTMIN, a rank that is stuck in C code
-        is made to show its stack by another rank of its machine; 0: by none.
-        Default: 9.
+        Real-time signal, counted from SIGRTMIN, by which another rank of its machine
+        makes a rank that is stuck in C code show its stack; 0 is none. Default: 9.
     divergence : str, optional
         How mirrored variables, whose copies must be equal, are compared at entries into
         ``run``: ``"rolling"``, a thousandth of the bytes each time; ``"full"``, also
         all bytes, every `divergence_interval` times; ``"off"``. Default: ``"rolling"``.
     divergence_interval : int, optional
-        See there. Default: 1000.
+        Number of entries into ``run`` from one full comparison to the next.
+        Default: 1000.
     divergence_tolerance : float, optional
-        By how much floating copies may differ, relative to the largest absolute value
-        of the variable. 0 compares bits; anything else, which needs messages, turns the
+        Allowed difference of floating copies, relative to the largest absolute value of
+        the variable. 0 compares bits; another value, which needs messages, turns the
         rolling comparison off, so that only full ones are left. Default: 0.
     non_finite : str, optional
         What optimizers do about combined gradients that are NaN or infinite: ``"off"``;
         ``"warn"``; ``"raise"`` a NonFiniteError on all replicas; ``"skip"`` the step on
         all of them, with a warning. Default: ``"off"``.
     summary : str, optional
-        Whether replica 0 says at the end who was late: ``"on"``; ``"auto"``, if more
+        Whether replica 0 reports at the end who was late: ``"on"``; ``"auto"``, if more
         than a tenth of the time and more than 10 s were lost by waiting for late
         replicas; ``"off"``. Default: ``"auto"``.
     summary_signal : str, optional
-        On which signal each worker's first replica says who was late so far:
-        ``"usr1"``, ``"usr2"``, ``"none"``. One that the program uses itself is left
-        alone. Default: ``"usr2"``.
+        Signal on which each worker's first replica reports who was late so far:
+        ``"usr1"``, ``"usr2"``, ``"none"``. A signal that the program uses itself is
+        left alone. Default: ``"usr2"``.
     timeline : str, optional
         Folder for a timeline of the whole program; empty for none. Default: empty.
     timeline_megabytes : int, optional
-        After how many MiB a rank's file of a timeline ends. Default: 256.
+        Size in MiB at which a rank's file of a timeline ends. Default: 256.
     direct_io : str, optional
         Whether checkpoints go past the page cache (O_DIRECT): ``"on"``; ``"off"``;
         ``"auto"`` does so on ext4 and XFS, not on parallel and network file systems.
@@ -102,8 +103,8 @@ class Settings:
         ``HPCSTRAT_NATIVE=0`` leaves the update rules of optimizers to NumPy, too.
         Default: True.
     math_threads : int, optional
-        With logical replicas, how many threads BLAS, OpenMP, PyTorch and XLA have in
-        each rank: their number changes the bits of a matrix product. Default: 1.
+        With logical replicas, number of threads that BLAS, OpenMP, PyTorch and XLA have
+        in each rank: it changes the bits of a matrix product. Default: 1.
     step_digests : str, optional
         Folder for a log of digests of the mirrored variables, one for each entry into
         ``run``, which ``hpcstrat verify-bits`` compares with that of another run; empty
@@ -164,7 +165,7 @@ class Settings:
             if name.startswith(PREFIX) and not name.startswith(_NOT_SETTINGS)
         }
         for name in given:
-            # A name with a slip would quietly be the default, and nobody would notice.
+            # Otherwise nobody would notice that a misspelled name has no effect.
             if name not in fields:
                 raise ValueError(
                     f"expected {PREFIX}* to name a setting, found {name}; "
@@ -190,7 +191,7 @@ class Settings:
 
 def _advice(name: str, known: list[str]) -> str:
     ends = [other.removeprefix(PREFIX) for other in known]
-    # Without the prefix, which is alike in all and would make every name close.
+    # The prefix, which all names share, would make every name close.
     close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, 1, 0.6)
     if close:
         return f"write {PREFIX}{close[0]}, or unset it"
@@ -238,7 +239,6 @@ def _checked(field: Any, value: Any, name: str) -> Any:
                 f"expected {name} to be one of {words}, found {value!r}; choose one"
             )
     least = field.metadata["least"]
-    # NaN is below nothing.
     if kind in (int, float) and (not math.isfinite(value) or value < least):
         raise ValueError(
             f"expected {name} >= {least:g} and finite, found {value}; change it"

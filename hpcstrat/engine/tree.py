@@ -1,4 +1,4 @@
-"""Nested structures: a thin face over optree.
+"""Nested structures, by optree.
 
 Lists, tuples, named tuples and mappings are nodes; everything else is a leaf, ``None``,
 sets, arrays, distributed values and variables included.
@@ -20,7 +20,7 @@ _NODES = (list, tuple, dict)
 
 
 def is_leaf(tree: Tree) -> bool:
-    """Whether a value is a leaf."""
+    """Return whether a value is a leaf."""
     return not isinstance(tree, _NODES) and optree.tree_is_leaf(tree, none_is_leaf=True)
 
 
@@ -35,7 +35,7 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
 
 
 def unflatten(structure: Any, leaves: list[Any]) -> Tree:
-    """Rebuild a tree, of containers of the original types, from what `flatten` gave."""
+    """Rebuild a tree, with the original types of containers, from `flatten`."""
     return optree.tree_unflatten(structure, leaves)
 
 

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
-"""An array that a replica holds; NumPy so far."""
+"""An array that a replica holds, of NumPy or CuPy."""
 
 ArrayLike: TypeAlias = Any
 """An array, an array scalar, a Python number, or nested sequences of them."""
@@ -31,10 +31,10 @@ Tree: TypeAlias = Any
 
 
 class Replicas(Protocol):
-    """A strategy, as the modules see it that only work for its replicas.
+    """A strategy, as modules that only work for its replicas see it.
 
-    They may lie below the strategies, which import them. What each member is, and who
-    must call it, stands at `hpcstrat.strategies.Strategy`.
+    They may lie below the strategies, which import them. `hpcstrat.strategies.Strategy`
+    documents each member, and who must call it.
     """
 
     @property
@@ -94,16 +94,16 @@ class CopyCheck(Protocol):
     """A check of variables whose copies all replicas keep equal."""
 
     def mark(self, run_index: int, mark: int) -> int:
-        """Return what the headers of the calls after an entry into ``run`` carry.
+        """Return the mark that the headers of calls after an entry into ``run`` carry.
 
-        From 0 to 2**63 - 1; equal on all replicas only if ``run_index`` is, and the
-        copies that were looked at. ``mark`` is what they carried before.
+        It is from 0 to 2**63 - 1, and equal on all replicas only if ``run_index`` is,
+        and the copies that were looked at. ``mark`` is the one before.
         """
 
     def difference(self, comm: Any) -> CollectiveError | None:
         """Compare all copies after their hashes differed; collective over ``comm``.
 
-        Returns what all replicas raise; None where the copies are equal.
+        Return the error that all replicas raise; None where the copies are equal.
         """
 
 

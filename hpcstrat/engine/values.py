@@ -1,4 +1,4 @@
-"""Distributed values: what each replica holds of one thing.
+"""Distributed values, which have a component for each replica.
 
 Every process holds the components of its own replicas: one, unless there are several
 logical replicas on a rank.
@@ -73,7 +73,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
                 "variable.numpy()"
             )
         if dtype is not None and array.dtype != dtype:
-            # NumPy 2 asks so: the caller would write into a copy unnoticed.
+            # NumPy 2 asks for this: the caller would write into a copy unnoticed.
             if copy is False:
                 raise ValueError(
                     f"expected an array of {np.dtype(dtype)} without a copy, found "
@@ -85,7 +85,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
     ) -> Any:
-        """Apply a NumPy function to the array that this stands for."""
+        """Apply a NumPy function to the array for which this object stands."""
         for out in kwargs.get("out", ()):
             if isinstance(out, ArrayOperators):
                 raise _not_written(ufunc, out)
@@ -168,7 +168,7 @@ def _not_written(function: Any, out: Any) -> TypeError:
 
 
 def _operands(argument: Any) -> Any:
-    """Replace what stands for arrays, also in the lists that functions take."""
+    """Replace objects that stand for arrays, also in the lists that functions take."""
     if isinstance(argument, ArrayOperators):
         return argument._operand()
     # Named tuples and other subclasses are left alone: their constructors may not take
@@ -181,9 +181,9 @@ def _operands(argument: Any) -> Any:
 class HostValue:
     """An initial value that stays in host memory, whatever the setting ``device`` says.
 
-    For counters, which the host reads in each step. With ``is_own`` it is this
-    replica's component, as it is on each of them: it is not replaced by replica 0's,
-    and nothing is sent. It stays where it is, on a GPU, too.
+    For counters, which the host reads in each step. With ``is_own`` each replica keeps
+    its own value, where it is, on a GPU, too, and nothing is sent; otherwise all take
+    replica 0's.
     """
 
     __slots__ = ("array", "is_own")
@@ -194,7 +194,7 @@ class HostValue:
 
 
 class Adopted:
-    """An initial value whose memory becomes the component: nothing is copied out of it.
+    """An initial value whose memory becomes the component, without a copy.
 
     With ``is_equal`` it is equal on all replicas already, and nothing is sent.
     """
@@ -347,8 +347,5 @@ def part_of(tree: Tree, index: int, *, variables: bool = False) -> Tree:
 
 
 def localize(tree: Tree) -> Tree:
-    """Replace each distributed value of a tree by this replica's component.
-
-    Variables stay as they are.
-    """
+    """Replace each distributed value, but no variable, by this replica's component."""
     return tree_map(_own, tree)

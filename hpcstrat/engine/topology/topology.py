@@ -158,9 +158,9 @@ class Topology:
         self.worker_replicas: list[int] = self.worker_comm.allgather(self.replica_id)
         self.cross_worker_comm = self._made(
             self.replica_comm,
-            functools.partial(
-                self.replica_comm.Split, self.worker_comm.rank, self.worker_id
-            ),
+            self.replica_comm.Split,
+            self.worker_comm.rank,
+            self.worker_id,
         )
         sizes = (self.worker_comm.size, -self.worker_comm.size)
         smallest, largest = (
@@ -184,9 +184,9 @@ class Topology:
         cores = self.worker_comm.allgather(os.sched_getaffinity(0))
         self.num_cores = len(set().union(*cores))
 
-    def _made(self, parent: Any, make: Callable[[], Any]) -> Any:
-        """Make a communicator, and keep it in mind to be revoked."""
-        comm = create(self.mpi, parent, make, self.survives)
+    def _made(self, parent: Any, make: Callable[..., Any], *args: Any) -> Any:
+        """Make a communicator, which a loss of ranks revokes."""
+        comm = create(self.mpi, parent, functools.partial(make, *args), self.survives)
         self._comms.append(comm)
         return comm
 
@@ -230,10 +230,9 @@ class Topology:
 
     def _split_worker(self, replicas_per_worker: int | None) -> Any:
         """Group by shared memory, never by the host's name."""
-        shared, rank = self.mpi.COMM_TYPE_SHARED, self.replica_id
+        shared = self.mpi.COMM_TYPE_SHARED
         node = self._made(
-            self.replica_comm,
-            functools.partial(self.replica_comm.Split_type, shared, rank),
+            self.replica_comm, self.replica_comm.Split_type, shared, self.replica_id
         )
         nodes = self.replica_comm.allreduce(int(node.rank == 0))
         if self.survives:
@@ -249,8 +248,7 @@ class Topology:
         if replicas_per_worker is None:
             return node
         worker = self._made(
-            node,
-            functools.partial(node.Split, node.rank // replicas_per_worker, node.rank),
+            node, node.Split, node.rank // replicas_per_worker, node.rank
         )
         self._comms.remove(node)
         node.Free()
@@ -260,8 +258,7 @@ class Topology:
         """Number the workers by their first replicas."""
         color = 0 if self.worker_comm.rank == 0 else self.mpi.UNDEFINED
         leaders = self._made(
-            self.replica_comm,
-            functools.partial(self.replica_comm.Split, color, self.replica_id),
+            self.replica_comm, self.replica_comm.Split, color, self.replica_id
         )
         place = None
         if leaders != self.mpi.COMM_NULL:

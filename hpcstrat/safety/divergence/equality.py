@@ -48,7 +48,7 @@ class _ComparedLeaf:
 
     leaf: int
     field: str
-    # Type and shape of an array; type and value of anything else.
+    # Type and shape of an array; type and value of other leaves.
     kind: str
     digest: int
     array: Array | None = None
@@ -164,7 +164,7 @@ class _Described:
     path: str
     kind: str
     digest: int
-    # None for what is no array, whose value is part of the kind.
+    # None for other leaves than arrays, whose value is part of the kind.
     shape: tuple[int, ...] | None
 
 
