@@ -102,7 +102,7 @@ def _distributed(method: Any) -> Any:
             return method(self, *args, **options)
         with strategy.collectives.section(f"{name} of Keras"):
             # By its name: it stands above this module.
-            found = importlib.import_module("hpcstrat.integrations.keras.in_scope")
+            found = importlib.import_module("hpcstrat.integrations.keras.distribution")
             given = inspect.signature(method).bind(self, *args, **options).arguments
             data = {key: value for key, value in given.items() if key != "self"}
             data |= data.pop("kwargs", {})

@@ -23,15 +23,15 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "global_mean", "leaf_names"]
 def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     """Sum the arrays of all replicas, or take their mean, inside or outside of jit.
 
-    Collective over the strategy's replicas, for each time that it runs; inside of a
-    jitted function that is when the function runs. Calls inside and outside are made in
-    the order of the program, and so are those of the strategy itself, which wait for
-    the exchanges in jitted functions that still run.
+    Collective over the strategy's replicas, each time that it runs; inside of a jitted
+    function that is when the function runs. All calls are made in the order of the
+    program; the strategy's own calls wait for the exchanges in jitted functions that
+    still run.
 
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-        Of the same structure, shapes and dtypes on all replicas. Integers, floating and
+        Of the same structure, shapes and dtypes on all replicas: integers, floating and
         complex numbers of at least 8 bits. Not modified.
     op : ReduceOp or str
         ``SUM`` or ``MEAN``. The mean of integers is of JAX's floating type, as of
@@ -54,7 +54,7 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     ValueError
         For another operation, or arrays without a sum, such as of bool.
     NotImplementedError
-        Inside of ``vmap``; and of arrays on a GPU if the strategy has none, see the
+        Inside of ``vmap``; and for arrays on a GPU if the strategy has none, see the
         guide on GPUs.
 
     Examples
@@ -87,18 +87,14 @@ def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
     """Return the means over the examples of all replicas, inside or outside of jit.
 
     Collective over the strategy's replicas, as `all_reduce` is; one call for a loss,
-    its gradient and the count.
-
-    These are what one process would have found for the global batch, however many of
-    the examples are on each replica. The mean of the replicas' own means is another
-    number where these have different counts.
+    its gradient and the count. The result is that of one process with the global batch;
+    the mean of the replicas' own means differs where their counts do.
 
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
         Sums over this replica's examples, of which there may be none: what
-        ``jax.value_and_grad`` returns of the sum of the losses. Otherwise as of
-        `all_reduce`.
+        ``jax.value_and_grad`` returns of the sum of the losses.
     count : int, float or jax.Array of shape ()
         How many examples these are, or the sum of their weights.
     strategy : Strategy
@@ -107,17 +103,13 @@ def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
     Returns
     -------
     tree of jax.Array
-        Equal bit for bit on all replicas; NaN where there is no example on any. Means
-        of integers are of JAX's floating type.
+        Equal bit for bit on all replicas; NaN where no replica has an example. Means of
+        integers are of JAX's floating type.
 
     Raises
     ------
-    CollectiveError
-        As of `all_reduce`.
     ValueError
-        As of `all_reduce`; and for a count of several elements.
-    NotImplementedError
-        As of `all_reduce`.
+        For a count of several elements. This and other errors as of `all_reduce`.
 
     Examples
     --------
@@ -158,15 +150,15 @@ def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
 def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
     """Concatenate the replicas' arrays along an axis, inside or outside of jit.
 
-    Collective over the strategy's replicas, as `all_reduce` is.
+    Collective over the strategy's replicas, as `all_reduce` is, with the same errors.
 
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-        Of the same structure, shapes and dtypes on all replicas; `Strategy.gather`
-        takes lengths that differ. Not modified.
+        As for `all_reduce`; `Strategy.gather` takes lengths that differ.
     axis : int
-        At least 0, and smaller than the number of dimensions of all arrays.
+        At least 0, and smaller than the number of dimensions of all arrays; otherwise
+        ValueError.
     strategy : Strategy
         Whose replicas.
 
@@ -175,15 +167,6 @@ def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
     tree of jax.Array
         In replica order; the same on all replicas. Its gradient is that of the sum of
         what all replicas compute.
-
-    Raises
-    ------
-    CollectiveError
-        As of `all_reduce`.
-    ValueError
-        For an axis out of range.
-    NotImplementedError
-        As of `all_reduce`.
     """
 
     def convert(leaf: Any) -> Any:
@@ -201,14 +184,15 @@ def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
 def broadcast(tree: Tree, root: int, strategy: Any) -> Tree:
     """Give all replicas the arrays of one, inside or outside of jit.
 
-    Collective over the strategy's replicas, as `all_reduce` is.
+    Collective over the strategy's replicas, as `all_reduce` is, with the same errors.
 
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-        Of the same structure, shapes and dtypes on all replicas. Not modified.
+        As for `all_reduce`.
     root : int
-        Replica whose values all get, from 0; the same on all.
+        Replica whose values all get, from 0; the same on all. ValueError where there is
+        no such replica.
     strategy : Strategy
         Whose replicas.
 
@@ -217,15 +201,6 @@ def broadcast(tree: Tree, root: int, strategy: Any) -> Tree:
     tree of jax.Array
         The same on all replicas. Its gradient, that of the sum of what all replicas
         compute, is the root's; that of others is zero.
-
-    Raises
-    ------
-    CollectiveError
-        As of `all_reduce`; and for another ``root``.
-    ValueError
-        For a ``root`` that is no replica.
-    NotImplementedError
-        As of `all_reduce`.
     """
 
     def check() -> None:
@@ -274,7 +249,7 @@ def _exchanged(
 
 
 def _checked(strategy: Any, what: str, function: Any, *args: Any) -> Any:
-    """Call what looks at arguments; an error is told to the other replicas."""
+    """Call a function that checks arguments; the other replicas learn of an error."""
     try:
         return function(*args)
     except Exception as error:

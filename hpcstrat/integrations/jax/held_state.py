@@ -25,7 +25,7 @@ def state(tree: Tree, strategy: Any) -> HeldState:
     Parameters
     ----------
     tree : tree of jax.Array
-        What all replicas have equally, such as parameters, optax's state and keys of
+        The same on all replicas, such as parameters, optax's state and keys of
         ``jax.random``. All replicas start with replica 0's values.
     strategy : Strategy
         Whose replicas.
@@ -61,10 +61,10 @@ def state(tree: Tree, strategy: Any) -> HeldState:
 
 
 class HeldState:
-    """A tree of JAX's arrays that a CheckpointManager saves and restores.
+    """A tree of JAX's arrays that a CheckpointManager saves and restores; see `state`.
 
-    Collective over the strategy's replicas is its making, see `state`. The values are
-    in host memory a second time, in variables whose copies the replicas compare.
+    The values are in host memory a second time, in variables whose copies the replicas
+    compare.
     """
 
     def __init__(self, tree: Tree, strategy: Any) -> None:
@@ -91,9 +91,9 @@ class HeldState:
     def tree(self) -> Tree:
         """The newest tree that was assigned, or restored; not collective.
 
-        What is assigned must have the structure, shapes and dtypes of the first tree;
-        ValueError where it has not. JAX is waited for, so that the calls of its threads
-        do not meet those of a save.
+        A tree that is assigned must have the structure, shapes and dtypes of the first;
+        otherwise ValueError. This waits for JAX, so that the calls of its threads do
+        not meet those of a save.
         """
         if self._lent:
             for index, variable in enumerate(self._variables.values()):
@@ -124,31 +124,20 @@ class HeldState:
     def checkpoint_variables(self) -> dict[str, Variable]:
         """Return variables with the values of the tree, by the paths of its leaves.
 
-        Not collective; for a CheckpointManager, which reads or writes them.
-
-        Returns
-        -------
-        dict of str to Variable
-            The same ones each time.
+        For the library's own modules: CheckpointManager reads or writes them.
         """
         if not self._lent:
-            for leaf, variable in zip(
-                self._leaves, self._variables.values(), strict=True
-            ):
+            pairs = zip(self._leaves, self._variables.values(), strict=True)
+            for leaf, variable in pairs:
                 np.copyto(variable.component, np.asarray(_plain(leaf)))
             self._lent = True
         return dict(self._variables)
 
     def __repr__(self) -> str:
         """Show name, type and shape of each array."""
-        return (
-            f"<{type(self).__name__} of "
-            + ", ".join(
-                f"{name} {variable.dtype}{list(variable.shape)}"
-                for name, variable in self._variables.items()
-            )
-            + ">"
-        )
+        found = self._variables.items()
+        arrays = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in found)
+        return f"<{type(self).__name__} of {arrays}>"
 
 
 def _checked_leaf(leaf: Any) -> Any:

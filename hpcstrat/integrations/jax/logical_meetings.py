@@ -31,7 +31,7 @@ class _TurnListener:
         """Let this thread, which serves one replica, compile functions of its own.
 
         A function is locked until its first call has ended. In that call the first
-        replica may wait for the others, which so must not need the same lock.
+        replica may wait for the others, which therefore must not need the same lock.
         """
         if index and _replica is not None and _replica.value != index:
             _replica(index).__enter__()
@@ -41,7 +41,7 @@ class _TurnListener:
         self._wait()
 
     def resume(self, index: int) -> None:
-        """Get the turn back; it may have begun before this listener was added."""
+        """Begin, too: the replica may have begun before this listener was added."""
         self.begin(index)
 
     def end(self) -> None:
@@ -54,8 +54,9 @@ _known: weakref.WeakKeyDictionary[Strategy, _TurnListener] = weakref.WeakKeyDict
 def let_replicas_meet(strategy: Strategy, wait: Callable[[], None]) -> str:
     """Let the replicas of a rank meet inside of compiled functions, from now on.
 
-    Called as the first such function is compiled, before another replica runs; ``wait``
-    waits for exchanges under way. Returns why that is not possible; or nothing.
+    Called when the first such function is compiled, before another replica runs;
+    ``wait`` waits for exchanges under way. Returns why that is not possible, or an
+    empty text.
     """
     count = len(strategy.local_replicas)
     if problem := xla_problem(count):

@@ -14,7 +14,7 @@ __all__ = ["GradientTransformation", "cross_replica"]
 
 
 class GradientTransformation(NamedTuple):
-    """Two functions, as of optax, which takes this for one of its own.
+    """Two functions, as of optax, which takes this for a transformation of its own.
 
     Parameters
     ----------
@@ -45,8 +45,8 @@ def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransfo
     -------
     GradientTransformation
         For ``optax.chain(cross_replica(strategy), optax.adam(1e-3))``; it comes first,
-        so that what follows sees the same gradients on all replicas. Optax is not
-        needed: ``init(params)`` and ``update(gradients, state)`` are all there is.
+        so that the next ones get the same gradients on all replicas. Optax is not
+        needed: call ``init(params)`` and ``update(gradients, state)``.
 
     Raises
     ------
@@ -65,14 +65,8 @@ def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransfo
 
     require_sums_each_step(strategy, "gradients of JAX")
 
-    def init(params: Tree) -> tuple[()]:
-        del params
-        return ()
-
-    def update(
-        updates: Tree, state: Any, params: Tree = None, **others: Any
-    ) -> tuple[Tree, Any]:
-        del params, others
+    def update(updates: Tree, state: Any, *_: Any, **others: Any) -> tuple[Tree, Any]:
+        del others
         return all_reduce(updates, op, strategy), state
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(lambda params: (), update)

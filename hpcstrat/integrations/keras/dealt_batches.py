@@ -1,4 +1,4 @@
-"""Batches of streams and iterables, of which one rank of each worker deals the rows."""
+"""Batches of streams and iterables, whose rows one rank of each worker deals."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ __all__ = ["DealtBatches", "dealt", "ends_with_its_data"]
 class DealtBatches(DataAdapter):
     """This replica's rows of global batches, as Keras asks for data.
 
-    Collective over the strategy's replicas is each of its batches. ``num_batches`` is
-    None where nobody knows.
+    Each batch is collective over the strategy's replicas. ``num_batches`` is None where
+    it is not known.
     """
+
+    num_batches: int | None = None
+    batch_size = has_partial_batch = partial_batch_size = None
 
     def __init__(
         self, dataset: ReducibleDataset, strategy: Strategy, num_batches: int | None
     ) -> None:
         self._dataset = dataset
         self._strategy = strategy
-        self._num_batches = num_batches
+        self.num_batches = num_batches
         self._class_weight: Any = None
         # The first batch, and the iterator of the others, while only the first was
         # read.
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def weigh(self, class_weight: Any) -> None:
-        """Weigh the rows of classes; Keras leaves that to what gives the batches."""
+        """Weigh the rows of classes; Keras leaves that to the class of the data."""
         self._class_weight = class_weight
 
     @property
@@ -94,28 +97,12 @@ class DealtBatches(DataAdapter):
         options.experimental_optimization.inject_prefetch = False
         return make(self.elements, output_signature=signature).with_options(options)
 
-    @property
-    def num_batches(self) -> int | None:
-        return self._num_batches
-
-    @property
-    def batch_size(self) -> None:
-        return None
-
-    @property
-    def has_partial_batch(self) -> None:
-        return None
-
-    @property
-    def partial_batch_size(self) -> None:
-        return None
-
 
 def dealt(x: Any, strategy: Strategy) -> Any:
     """Return data of global batches in a form that gives each replica its rows.
 
-    Collective over the strategy's replicas. Arrays, and what has random access, stay as
-    they are.
+    Collective over the strategy's replicas. Arrays, and data with random access, stay
+    as they are.
     """
     if isinstance(x, ReducibleDataset):
         if x.distribute_strategy is not strategy:
@@ -169,20 +156,18 @@ def _plain(batch: Any) -> Any:
 
 
 def _length(batches: Any) -> int | None:
-    """Return how many batches there are, where something says it."""
-    if hasattr(batches, "cardinality"):
-        found = int(batches.cardinality())
-    else:
-        try:
-            found = len(batches)
-        except TypeError:
-            found = -1
+    """Return the number of batches, if it is known."""
+    try:
+        number = batches.cardinality() if hasattr(batches, "cardinality") else None
+        found = len(batches) if number is None else int(number)
+    except TypeError:
+        return None
     return found if found >= 0 else None
 
 
 @contextmanager
 def ends_with_its_data() -> Iterator[None]:
-    """Take the end of data whose length nobody knows for no fault, as Keras does."""
+    """Suppress Keras' warning at the end of data whose length is not known."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Your input ran out of data")
         yield

@@ -1,12 +1,16 @@
-"""The call that makes a model of Keras train on all replicas."""
+"""Makes a model of Keras train on all replicas: by `distribute`, or by a scope."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from hpcstrat.data import Dataset
 from hpcstrat.integrations.frameworks import require_sums_each_step
+from hpcstrat.integrations.keras.dealt_batches import DealtBatches, dealt
 from hpcstrat.integrations.keras.distributed_model import DistributedMethods
 from hpcstrat.integrations.keras.logical_training import LogicalDistributed
+from hpcstrat.integrations.keras.py_dataset import Batches, columns_of
 from hpcstrat.integrations.keras.replicas import (
     optimizer_of,
     separate_seeds,
@@ -16,9 +20,12 @@ from hpcstrat.integrations.keras.requirements import (
     require_distributable,
     require_strategy,
 )
-from hpcstrat.strategies import Strategy
+from hpcstrat.strategies import Strategy, get_strategy
+from hpcstrat.strategies.keras_models import strategy_of
 
-__all__ = ["distribute", "put_on"]
+__all__ = ["distribute", "distribute_with", "owner_of"]
+
+_WHAT = "a model of Keras"
 
 
 def distribute(model: Any, strategy: Strategy) -> Any:
@@ -28,12 +35,11 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     ``evaluate``, ``predict``, ``train_on_batch``, ``test_on_batch`` and
     ``predict_on_batch``, and ``apply`` of its optimizers.
 
-    The model stays what it is, and is saved as it would be. Weights, states of layers
-    and the optimizer's begin with those of replica 0, here and in each ``fit``. Arrays
-    that are passed are global batches, or many of them, the same on every replica;
-    other data are this replica's share. What comes out is the same on every replica:
-    weights and logs, which are those of one process up to rounding, and predictions,
-    which are those of all rows.
+    The model is saved as it would be without this. Weights, states of layers and the
+    optimizer's become those of replica 0, here and in each ``fit``. Arrays that are
+    passed are global batches, or many of them, the same on every replica; other data
+    are this replica's share. Weights, logs and predictions of all rows are the same on
+    every replica, and those of one process up to rounding.
 
     Parameters
     ----------
@@ -77,12 +83,46 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     ['loss']
     """
     require_strategy(strategy)
-    require_sums_each_step(strategy, "a model of Keras")
-    return strategy.collectives.call("distribute", put_on, model, strategy)
+    return _distribute(model, strategy)
 
 
-def put_on(model: Any, strategy: Strategy, *, by_scope: bool = False) -> Any:
-    """Do what `distribute` says, in a call of all replicas.
+def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> None:
+    """Distribute a model of a scope before its first call; build it with some data.
+
+    Collective over the strategy's replicas. ``data`` are the arguments of the call, by
+    their names; ``x`` is replaced where its first batch had to be read.
+    """
+    require_sums_each_step(strategy, _WHAT)
+    if not all(layer.built for layer in model._flatten_layers()):
+        data["x"] = dealt(data["x"], strategy)
+        batch = _first(data, strategy)
+        if model.compiled:
+            model._symbolic_build(data_batch=batch)
+        else:
+            model(batch[0] if isinstance(batch, tuple) else batch)
+    _distribute(model, strategy, by_scope=True)
+
+
+def owner_of(model: Any) -> Strategy:
+    """Return the strategy that a model is of, or the current one.
+
+    Collective over its replicas for a model of a scope that has not been distributed.
+    """
+    owner, known = strategy_of(model), strategies.get(model)
+    if known is not None or owner is None:
+        return known or get_strategy()
+    _distribute(model, owner, by_scope=True)
+    return owner
+
+
+def _distribute(model: Any, strategy: Strategy, *, by_scope: bool = False) -> Any:
+    require_sums_each_step(strategy, _WHAT)
+    begin = functools.partial(_put_on, model, strategy, by_scope=by_scope)
+    return strategy.collectives.call("distribute", begin)
+
+
+def _put_on(model: Any, strategy: Strategy, *, by_scope: bool) -> Any:
+    """Distribute a model, in a call of all replicas.
 
     ``by_scope``: all data are global batches, and the model need not be compiled.
     """
@@ -98,3 +138,19 @@ def put_on(model: Any, strategy: Strategy, *, by_scope: bool = False) -> Any:
     distributed.state.begin("distribute")
     strategies[model] = strategy
     return model
+
+
+def _first(data: dict[str, Any], strategy: Strategy) -> Any:
+    """Return a first batch of the data of a call, or a part of it."""
+    x = data["x"]
+    if isinstance(x, DealtBatches):
+        return x.first
+    if isinstance(x, Dataset):
+        x = Batches.of(x, strategy)
+    if isinstance(x, Batches):
+        return x.first_rows()
+    names = ("x", "y", "sample_weight")
+    arrays = {name: data[name] for name in names if data.get(name) is not None}
+    columns: Any = columns_of(arrays)
+    rows = columns.read(slice(0, min(columns.num_rows, data.get("batch_size") or 32)))
+    return tuple(rows.values())

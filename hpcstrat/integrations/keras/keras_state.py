@@ -12,7 +12,7 @@ import numpy as np
 from hpcstrat.checkpoint import CheckpointManager
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.frameworks import variable_over
-from hpcstrat.integrations.keras.in_scope import owner_of
+from hpcstrat.integrations.keras.distribution import owner_of
 from hpcstrat.integrations.keras.replicas import (
     optimizers_of,
     seed_generators,
@@ -26,7 +26,7 @@ __all__ = ["Checkpoint", "state", "weights_of"]
 
 
 class _VariableCopies:
-    """Variables of Keras in host memory a second time, for as long as a save takes."""
+    """Copies of Keras' variables in host memory, which a CheckpointManager saves."""
 
     def __init__(self, find: Callable[[], dict[str, Any]], strategy: Strategy) -> None:
         self._find = find
@@ -75,14 +75,14 @@ def weights_of(model: Any) -> dict[str, Any]:
 
 
 def state(model: Any) -> dict[str, Any]:
-    """Return what a CheckpointManager saves of a model.
+    """Return the state of a model that a CheckpointManager saves.
 
     Not collective, but for a model of a strategy's scope that has been compiled and not
     yet trained: that is distributed here.
 
-    Weights, states of layers and seeds, and all that the optimizers have: momentum,
-    their number of steps, learning rates. What is saved on some number of replicas, and
-    on a backend, can be restored on others.
+    The state is weights, states of layers and seeds, and all that the optimizers have:
+    momentum, their number of steps, learning rates. It can be restored on another
+    number of replicas, and on another backend.
 
     Parameters
     ----------
@@ -93,8 +93,8 @@ def state(model: Any) -> dict[str, Any]:
     Returns
     -------
     dict of str to object
-        ``model``, and ``optimizer``, by the attributes that the model has them in:
-        keywords for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
+        ``model``, and ``optimizer``, by the names of the model's attributes: keywords
+        for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
 
     Examples
     --------
@@ -129,16 +129,16 @@ def state(model: Any) -> dict[str, Any]:
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """A callback of ``fit`` that goes on with what was saved, and saves each epoch.
+    """A callback of ``fit`` that restores the newest checkpoint, and saves each epoch.
 
     Logically collective over the strategy's replicas: all pass one.
 
     Parameters
     ----------
     manager : CheckpointManager
-        Of what `state` returns, and whatever else is to be saved. The number of a
-        checkpoint is that of the epochs that are done; ``keep_best`` finds the numbers
-        of the epoch's logs by their names.
+        Made with what `state` returns, and whatever else is to be saved. A checkpoint
+        has the number of the epochs that are done; ``keep_best`` finds the values of
+        the epoch's logs by their names.
     asynchronous : bool
         Whether training goes on while the files are written.
     log : hpcstrat.metrics.Log, optional
@@ -177,28 +177,19 @@ class Checkpoint(keras.callbacks.Callback):
         self._asynchronous = asynchronous
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore the newest checkpoint, where there is one.
-
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        logs : dict, optional
-            Unused.
-        """
-        model = self.model
+        """Restore the newest checkpoint, if there is one; collective."""
         # As a backup of Keras does.
-        model._initial_epoch = self._manager.restore_or_initialize()
+        self.model._initial_epoch = self._manager.restore_or_initialize()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save.
+        """Save; Keras calls this.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         epoch : int
-            Which one has ended, from 0.
+            Number of the epoch that has ended, from 0.
         logs : dict of str to float, optional
             Stored in the file.
         """
@@ -207,15 +198,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._manager.save(epoch + 1, metrics=logs, asynchronous=self._asynchronous)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Wait for the files.
-
-        Collective over the strategy's replicas.
-
-        Parameters
-        ----------
-        logs : dict, optional
-            Unused.
-        """
+        """Wait for the files; collective."""
         self._manager.wait()
         if self._log is not None:
             self._log.flush()

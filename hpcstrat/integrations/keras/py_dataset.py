@@ -21,10 +21,9 @@ class Batches(keras.utils.PyDataset):
 
     Not collective.
 
-    The rows, their order and the batches are those of one process with this batch size,
-    on any number of replicas; the last batch may be smaller. The order of an epoch is
-    that of `hpcstrat.Dataset` with the same seed, and depends on nothing else, so that
-    ``fit`` with ``initial_epoch`` goes on as if it had not been interrupted.
+    The batches are those of one process, on any number of replicas; the last one may be
+    smaller. The order of an epoch is that of `hpcstrat.Dataset` with the same seed, so
+    that ``fit`` with ``initial_epoch`` goes on as if it had not been interrupted.
 
     Parameters
     ----------
@@ -96,8 +95,8 @@ class Batches(keras.utils.PyDataset):
     ) -> Batches:
         """Return a data set's batches of inputs and targets, in the same order.
 
-        ``stage`` deals their rows otherwise. Raises ValueError where it is not in
-        batches, or has no random access.
+        For the library's own modules. ``stage`` deals the rows otherwise. Raises
+        ValueError where the data set is not in batches, or has no random access.
         """
         if not isinstance(dataset.stage, Batched):
             raise ValueError(
@@ -115,19 +114,19 @@ class Batches(keras.utils.PyDataset):
         return batches
 
     def with_steps(self, steps: int | None) -> Batches:
-        """Return one whose epochs have so many steps, and go on where one ended.
+        """Return batches of the same rows, in epochs of so many steps, from epoch 0.
 
-        Not collective. None: as many as there are batches.
+        Not collective. Each epoch begins where the one before has ended.
 
         Parameters
         ----------
         steps : int or None
-            As ``steps_per_epoch`` of Keras.
+            As ``steps_per_epoch`` of Keras; None for as many as there are batches.
 
         Returns
         -------
         Batches
-            Of the same rows; it begins with epoch 0.
+            A copy.
         """
         other = copy.copy(self)
         other.epoch, other._steps = 0, steps
@@ -160,7 +159,7 @@ class Batches(keras.utils.PyDataset):
         return stage
 
     def first_rows(self) -> Tree:
-        """Return the first global batch, of all replicas; not collective."""
+        """Return the first global batch; for the library's own modules."""
         stage = self._stage
         return stage.read(0, 0, 0, stage.stop(0))
 

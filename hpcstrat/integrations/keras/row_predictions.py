@@ -1,4 +1,4 @@
-"""Predictions of all rows, of which each replica computes those of its share."""
+"""Predictions of all rows; each replica computes those of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules whose gradients are combined over the replicas where they lie."""
+"""Modules of PyTorch whose gradients are combined over the replicas, in place."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def replicate(
 
     The module stays what it is: hooks on its parameters combine what a backward has
     added to ``.grad``, in that memory, by one reduction when the backward ends. Between
-    workers, what of it is in host memory is summed in buckets, from the layers that the
-    backward has reached first, while it goes on.
-    Gradients are there when ``backward()`` returns: they can be clipped, and any
-    optimizer applies them. Several backwards before a step add up as in one process.
-    Parameters that a backward does not reach, on some replicas or on all, are no error;
-    each replica's backward must reach one. Parameters may be frozen and thawed later;
-    after parameters were added or replaced call this again, which the module's next
-    forward demands by ValueError. ``torch.autograd.grad`` gives this replica's
-    gradients alone. A parameter in two replicated modules is combined once. Steps of an
-    optimizer belong behind ``backward()``, not into hooks.
+    workers, gradients in host memory are summed in buckets while the backward goes on.
+    When ``backward()`` returns, gradients can be clipped, and any optimizer applies
+    them. Several backwards before a step add up as in one process.
+
+    A backward need not reach all parameters, on some replicas or on all, but one on
+    each replica. Parameters may be frozen and thawed later; after parameters were added
+    or replaced call this again: the module's next forward raises ValueError otherwise.
+    ``torch.autograd.grad`` gives this replica's gradients alone. A parameter in two
+    replicated modules is combined once. Step an optimizer after ``backward()``, and not
+    in hooks.
 
     Parameters
     ----------
@@ -75,13 +75,13 @@ def replicate(
         ``"mean"`` or ``"sum"`` of the replicas' gradients. For the gradient of a mean
         over the global batch see `global_mean`.
     buffers : str or None
-        What becomes of buffers that a replica has changed, such as running means, at
-        the end of a backward: all take replica 0's with ``"first"``, those of floating
-        types their mean with ``"mean"``; with None they are left as they are.
+        Buffers that a replica has changed, such as running means, become replica 0's at
+        the end of a backward with ``"first"``, and their mean, if they are of floating
+        types, with ``"mean"``; None leaves them as they are.
     bucket_bytes : int
-        Size of a bucket, for which a worker's link should need some milliseconds; 0 for
-        one reduction at the end, which is all there is inside of one worker. Buckets
-        take as much memory as the gradients.
+        Size of a bucket, large enough that a worker's link needs some milliseconds for
+        it; 0 for one reduction at the end, as inside of one worker. Buckets take as
+        much memory as the gradients.
 
     Returns
     -------
@@ -210,11 +210,11 @@ def strategy_of(module: torch.nn.Module) -> Strategy:
 
 
 def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
-    """Return the strategy and the operation of the modules there are."""
+    """Return the strategy and the operation of all replicated modules."""
     strategy = strategy or get_strategy()
     strategies, ops = _candidates(strategy)
     if len(strategies) > 1 or len(ops) > 1:
-        # Modules that the program has dropped are there until they are collected.
+        # Modules that the program has dropped exist until they are collected.
         gc.collect()
         strategies, ops = _candidates(strategy)
     if len(strategies) > 1:
@@ -234,12 +234,11 @@ def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
     """Return strategies of modules, or the given one, and operations of the first."""
     some, strategies = list(_replicated.values()), [strategy]
     if not strategy.distributes:
-        some = [
-            one
+        found = {
+            id(one.strategy): one.strategy
             for one in some
             if not isinstance(one.strategy.collectives.channel, ClosedChannel)
-        ]
-        found = {id(one.strategy): one.strategy for one in some}
+        }
         strategies = list(found.values()) or strategies
     return strategies, {one.op for one in some if one.strategy is strategies[0]}
 
@@ -265,9 +264,8 @@ def global_mean(
     Collective over the strategy's replicas.
 
     Its gradient, combined by the hooks of `replicate`, is that of the mean over the
-    global batch, as one process would have found it, however many of the examples are
-    on each replica. The mean of the replicas' own means is another number where these
-    have different counts.
+    global batch, as of one process. The mean of the replicas' own means differs where
+    their counts do.
 
     Parameters
     ----------
@@ -299,9 +297,8 @@ def global_mean(
     tensor(3.)
     """
     strategy, op = _in_use(strategy)
-    total, number = strategy.collectives.call(
-        "global_mean", _totals, strategy, loss_sum, count
-    )
+    begin = _totals, strategy, loss_sum, count
+    total, number = strategy.collectives.call("global_mean", *begin)
     if not number > 0:
         raise ValueError(
             f"expected a positive count over all replicas, found {number:g}; leave out "

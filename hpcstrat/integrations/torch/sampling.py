@@ -1,8 +1,8 @@
 """Global batches of PyTorch's data sets, of which each replica reads its part.
 
 A loader with workers asks for batches long before the program gets them. So the loader
-that `GlobalBatchSampler.loader` makes says what the program has got, and only that is
-where the sampler stands.
+of `GlobalBatchSampler.loader` tells the sampler which batches the program has got, and
+the sampler's position counts only these.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
     Logically collective over the strategy's replicas; each ``iter()``, which begins an
     epoch, is collective.
 
-    The rows, their order and the batches are those of one process with this batch size,
-    on any number of replicas; the last batch may be smaller. All replicas make the same
-    number of steps. Give it to a `CheckpointManager`, and the next ``iter()`` after a
-    restore goes on behind the batches that the program had got, also on another number
-    of replicas.
+    The batches are those of one process, on any number of replicas; the last one may be
+    smaller. All replicas make the same number of steps. Give it to a
+    `CheckpointManager`, and the next ``iter()`` after a restore goes on behind the
+    batches that the program had got, also on another number of replicas.
 
     Iterate over `loader`. A ``DataLoader(dataset, batch_sampler=sampler)`` will do
     where it has no workers and each global batch has a row for every replica.
@@ -107,7 +106,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the latest iteration, or that of the next, where it has ended.
+        """The epoch of the latest iteration; after its end, that of the next one.
 
         Setting it makes the next iteration that epoch, from its beginning.
         """
@@ -115,14 +114,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        """Begin the next iteration with this epoch.
+        """Begin the next iteration with this epoch, from 0.
 
         Not collective.
-
-        Parameters
-        ----------
-        value : int
-            From 0.
         """
         self._epoch, self._position, self._is_begun = int(value), 0, False
 
@@ -171,10 +165,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             if counts:
                 self.took()
             found = rows.rows(epoch, first, last)
-            if isinstance(found, slice):
-                yield list(range(first, last))
-            else:
-                yield found.tolist()
+            slices = isinstance(found, slice)
+            yield list(range(first, last)) if slices else np.asarray(found).tolist()
         if counts:
             self.ended()
 
@@ -195,15 +187,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Not collective; each ``iter()`` of it is collective over the strategy's
         replicas.
 
-        Where a batch has no row for this replica, it gets one of the usual structure
-        whose tensors have no rows. With workers, the sampler stands behind the batches
-        that the program has got, not those that have been read ahead.
+        A batch without a row for this replica has the usual structure, of tensors
+        without rows. With workers, the position of the sampler counts the batches that
+        the program has got, not those that were read ahead.
 
         Parameters
         ----------
         collate_fn : callable, optional
-            Makes a batch of a list of samples; default: PyTorch's. Where there are
-            none, what it makes of the first sample is cut to no rows.
+            Makes a batch of a list of samples; default: PyTorch's. For a batch without
+            rows, its result for the first sample is cut to no rows.
         **options : object
             Of `torch.utils.data.DataLoader`, such as ``num_workers``. Start workers
             with ``multiprocessing_context="spawn"`` or ``"forkserver"``: a fork of a
@@ -218,7 +210,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return _Loader(self.dataset, batch_sampler=self, collate_fn=collate, **options)
 
     def state(self) -> dict[str, int]:
-        """Return where the latest iteration stands.
+        """Return the position of the latest iteration.
 
         Not collective; the same on every replica after the same step.
 
@@ -231,7 +223,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Raises
         ------
         ValueError
-            Where the batches that are read ahead are not known.
+            If a DataLoader of another kind reads ahead, by workers.
         """
         if not self._is_known:
             raise ValueError(
@@ -248,19 +240,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         }
 
     def check_state(self, state: dict[str, int]) -> None:
-        """Check that a state is of this data set.
+        """Check that a state is of this data set; ValueError where it is not.
 
-        Not collective.
-
-        Parameters
-        ----------
-        state : dict of str to int
-            From `state`, perhaps of another number of replicas.
-
-        Raises
-        ------
-        ValueError
-            If it is that of another data set.
+        For the library's own modules.
         """
         own = {"num_rows": self._rows.num_rows, "shuffle_seed": self._rows.seed}
         for key, value in own.items():
@@ -271,19 +253,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 )
 
     def restore_state(self, state: dict[str, int]) -> None:
-        """Make the next iteration go on where another stood.
+        """Make the next iteration go on from a state of `state`.
 
         Not collective: call it on every replica with the same state.
 
         Parameters
         ----------
         state : dict of str to int
-            From `state`, perhaps of another number of replicas.
-
-        Raises
-        ------
-        ValueError
-            If the state is that of another data set.
+            Perhaps of another number of replicas. ValueError for a state of another
+            data set.
         """
         self.check_state(state)
         self.epoch = state["epoch"]
@@ -303,8 +281,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 def _loader_of(caller: FrameType) -> DataLoader[Any] | None:
     """Return the loader that begins to read a sampler; None if it is the program.
 
-    torch has no hook for it: the iterators of a loader call ``iter(sampler)`` without
-    saying whose they are, and a sampler gets no other call before batches are read.
+    torch has no hook for it: a loader calls ``iter(sampler)`` without an argument, and
+    a sampler gets no other call before batches are read.
     """
     if caller.f_globals["__name__"] != DataLoader.__module__:
         return None
