@@ -1,11 +1,7 @@
-"""Variables that live on ranks of their own: servers, messages, handles.
+"""Parameter servers: ranks that hold variables, and the ranks that use these.
 
-bells, mailbox
-    How ranks are woken, and what they send.
-memory, server
-    What a server holds, in memory that its node may read, and what it does.
-client, variables, lookup, gradients
-    What the coordinator and workers do with it.
-handles
-    Functions with variables inside, as they travel.
+``mailbox`` and ``wakeup_pipes`` carry messages and wake ranks; ``server`` and
+``shared_files`` are on servers; ``client``, ``server_variables``, ``server_slots``,
+``server_steps``, ``pieces`` and ``lookup`` on ranks that use them; ``handles`` pickles
+functions that refer to variables.
 """

@@ -17,11 +17,11 @@ from hpcstrat.parameter_server.shared_files import FilePlace, Reader, Readers
 
 
 class Client:
-    """Sends updates, which are not waited for before `flush`, and reads.
+    """Sends updates and reads values.
 
-    ``flushes`` is whether each update is waited for: not inside of a scheduled
-    function, which waits for all of its updates at its end. Who sends several and waits
-    for them holds ``lock`` meanwhile: errors are raised where they are waited for.
+    A scheduled function waits at its end for its updates; elsewhere, with ``flushes``,
+    each update is awaited. A caller that sends several updates and then waits holds
+    ``lock`` meanwhile, so that it gets their errors.
     """
 
     def __init__(self, mailbox: Mailbox, servers: Sequence[int]) -> None:
@@ -29,30 +29,31 @@ class Client:
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
-        # Numbers of updates of ended functions, by server, that it may not have made
-        # yet.
+        # By server: the number of updates after which ended functions are complete.
         self._unseen: dict[int, int] = {}
         self._readers = Readers()
-        # Counts that servers of this node keep: updates made for this rank, and errors.
+        # In shared memory, by server of this node: updates made, and errors, per rank.
         self._counts: dict[int, tuple[Array, Array]] = {}
-        # Number of errors that are known.
+        # By server: number of errors that this rank knows.
         self._failed: Counter[int] = Counter()
         self._rules: dict[tuple[int, int], Any] = {}
         self.use(servers)
 
     def use(self, servers: Sequence[int]) -> None:
-        """Take note of the servers that there are now."""
+        """Note the servers that there are now."""
         self.servers = tuple(servers)
         bells = self.mailbox.wakeup_pipes
         for server in self.servers:
-            # Counts of lost servers stay for threads that still wait for them.
+            # Counts of lost servers stay, as threads may still wait for them.
             if (place := bells.place(server)) is not None:
                 self._counts[server] = bells.applied[place], bells.failed[place]
 
     def reader(
         self, server: int, place: FilePlace, shape: Any, dtype: Any
     ) -> Reader | None:
-        """Return a view of a shard in shared memory, if it can be seen from here."""
+        """Return a view of a shard in shared memory; None for a server of another
+        node.
+        """
         if server not in self._counts:
             return None
         return self._readers.reader(place, shape, dtype)
@@ -63,38 +64,40 @@ class Client:
 
     @one_thread_at_a_time
     def ask(self, server: int, *message: Any) -> Any:
-        """Return the answer of a server; after all updates that this rank has sent."""
+        """Return a server's answer, which follows all updates that this rank has
+        sent.
+        """
         return self.mailbox.ask(server, message)
 
     @one_thread_at_a_time
     def post(self, server: int, *message: Any) -> None:
-        """Send an update."""
+        """Send an update, for `flush` to wait for."""
         self.tell(server, *message)
         self._dirty[server] = None
 
     def tell(self, server: int, *message: Any) -> None:
-        """Send an update that nobody waits for."""
+        """Send an update that nothing waits for."""
         self.mailbox.send(server, message)
         self._sent[server] += 1
 
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
-        """Whether a server was told an optimizer's rule; if not, the caller does."""
+        """Whether a server has an optimizer's rule; if not, the caller sends it."""
         known = False
         with contextlib.suppress(Exception):
-            # Options that cannot be compared, such as arrays, are sent again.
+            # Rules whose options cannot be compared, such as arrays, are sent again.
             known = bool(self._rules.get((server, key)) == rule)
         self._rules[server, key] = rule
         return known
 
     def done(self) -> None:
-        """Wait for posted updates, unless the end of the function waits for them."""
+        """Wait for posted updates, except inside a scheduled function."""
         if self.flushes:
             self.flush()
 
     def _settle(self, server: int) -> None:
         """Wait until a server of this node has made all updates that it was sent.
 
-        Raises UnavailableError if it is lost: what it leaves in memory may lack some.
+        Raises UnavailableError if it is lost: its memory may then lack some updates.
         """
         if server in self._dirty or server in self._unseen:
             applied = self._counts[server][0]
@@ -132,9 +135,9 @@ class Client:
             raise problem
 
     def pending(self) -> dict[int, int]:
-        """Return the counts that this node's servers reach when all updates are made.
+        """Return the counts that this node's servers reach after all updates so far.
 
-        Updates on other nodes are awaited.
+        Waits for updates on other nodes.
         """
         if not self._dirty:
             return {}
@@ -148,7 +151,7 @@ class Client:
         return wanted
 
     def is_made(self, wanted: dict[int, int]) -> bool:
-        """Whether servers have counted so much, or are lost."""
+        """Whether servers have reached these counts, or are lost."""
         own, lost = self.mailbox.rank, self.mailbox.lost
         return all(
             self._counts[server][0][own] >= count or server in lost
@@ -156,7 +159,7 @@ class Client:
         )
 
     def wait_for(self, wanted: dict[int, int]) -> None:
-        """Wait until servers have counted so much."""
+        """Wait until servers have reached these counts."""
         notice = self.mailbox.notice
         self.mailbox.wait(
             lambda: self.is_made(wanted) or notice(),
@@ -165,9 +168,9 @@ class Client:
         )
 
     def check(self, wanted: dict[int, int]) -> None:
-        """Raise the first error of updates that are made, or that a server is lost.
+        """Raise the first error of these updates, or the loss of a server.
 
-        In the order in which `pending` has returned them.
+        Call it in the order of the calls of `pending`, after the updates are made.
         """
         for server, last in wanted.items():
             self._check_one(server, last)
@@ -180,7 +183,7 @@ class Client:
     def _check_one(self, server: int, last: int) -> None:
         """Raise the first error of the updates up to a number.
 
-        A server of another node is waited for.
+        Waits for a server of another node.
         """
         self._require(server)
         counts = self._counts.get(server)
@@ -208,7 +211,7 @@ class Client:
     def read_bytes(
         self, server: int, number: int, reader: Reader | None, start: int, stop: int
     ) -> Array:
-        """Return some bytes of a shard's value, as they were between two updates."""
+        """Return bytes of a shard's value, as they were between two updates."""
         if reader is not None:
             self._settle(server)
             found = reader.read_bytes(start, stop)
@@ -221,7 +224,7 @@ class Client:
     def read_rows(
         self, server: int, number: int, reader: Reader | None, indices: Array
     ) -> Array:
-        """Return rows of a shard, each as often as it is asked for."""
+        """Return rows of a shard; each index is sent once."""
         if reader is not None:
             self._settle(server)
             rows = reader.read(lambda array: array[indices])

@@ -1,9 +1,9 @@
-"""Messages between coordinator, workers and servers: tuples, pickled, with arrays.
+"""Mailboxes: messages between coordinator, workers and servers.
 
-A message is one message of MPI, with small arrays inside; large ones follow in pieces,
-straight from and into their memory, and so does all that is more than a piece. Nothing
-here blocks in MPI: what is sent is kept until it is gone, and what arrives is given out
-when it is whole, the messages of one rank in the order in which they were sent.
+A message is a tuple, pickled. It is one message of MPI with small arrays inside; large
+arrays follow in pieces, directly from and into their memory. Nothing here blocks in
+MPI: data to send are kept until they are sent, and messages from one rank are delivered
+whole, in the order of sending.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def one_thread_at_a_time(method: _Method) -> _Method:
     """Let other threads wait while one is in a method; its object has ``lock``.
 
-    Calls of one rank need no order in common with those of others, so that any number
-    of threads may make them.
+    Calls of different ranks need no common order here, so that any thread may make
+    them.
     """
 
     @functools.wraps(method)
@@ -58,7 +58,7 @@ def one_thread_at_a_time(method: _Method) -> _Method:
 
 
 class _Sending:
-    """A message of MPI that may be on its way, with its memory."""
+    """A message of MPI that may be under way, with its memory."""
 
     __slots__ = ("data", "request")
 
@@ -71,7 +71,7 @@ class _Sending:
 
 
 class _Arriving:
-    """A message that is on its way in pieces, or comes after such a one."""
+    """A message that arrives in pieces, or comes after such a message."""
 
     __slots__ = ("buffers", "payload", "requests", "source")
 
@@ -84,23 +84,23 @@ class _Arriving:
         self.requests = requests
 
     def message(self) -> Any:
-        """Return the message, which is whole."""
+        """Return the message; all pieces have come."""
         payload, buffers = self.payload, self.buffers
         if payload is None:
             payload, *buffers = buffers
         return pickle.loads(payload, buffers=buffers)
 
     def __del__(self) -> None:
-        # An interrupt may have ended the wait for it, or the sender has died.
+        # The wait may have ended by an interrupt, or by the sender's death.
         keep(self.requests, self.buffers)
 
 
 class Mailbox:
-    """Messages of a rank to others of the cluster, and from them.
+    """Messages to and from the other ranks of the cluster.
 
     Collective over ``topology.replica_comm``, as is `close`. ``lost`` are the ranks
-    that have died; ``on_loss`` is called with those that are new. Whoever uses it holds
-    ``lock``, where there are several threads.
+    that have died; ``on_loss`` is called with new ones. A program of several threads
+    holds ``lock`` for each use.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Mailbox:
         self._mpi = topology.mpi
         self._channel = channel
         self._survives = topology.survives
-        # Not one of the topology's own, which a loss revokes.
+        # A loss revokes the communicators of the topology.
         self._comm = topology.replica_comm.Dup()
         self._comm.Set_errhandler(topology.mpi.ERRORS_RETURN)
         self.wakeup_pipes = bells
@@ -119,7 +119,7 @@ class Mailbox:
         self._outbox: list[_Sending] = []
         self._arriving: list[_Arriving] = []
         self._whole: deque[tuple[int, Any]] = deque()
-        # To allocate memory for an update would take longer than the update itself.
+        # Allocating memory for an update would take longer than the update.
         self._recycler = Recycler(_MOST_KEPT_BYTES)
         self._questions = itertools.count()
         self._looked_at = 0.0
@@ -128,7 +128,7 @@ class Mailbox:
         self.on_loss: Callable[[set[int]], None] = lambda lost: None
 
     def send(self, rank: int, message: Any, tag: int = INBOX) -> None:
-        """Send a message; does not wait, unless it has large arrays.
+        """Send a message; wait only for large arrays to be sent.
 
         Arrays may be written afterwards.
         """
@@ -160,15 +160,15 @@ class Mailbox:
             ]
         self.wakeup_pipes.ring(rank)
         if large and tag == INBOX:
-            # A server's replies are its own copies, so that it need not wait. Messages
-            # that other ranks have not taken are not awaited either.
+            # The sender may write its arrays afterwards; replies are a server's own
+            # copies.
             self.wait(
                 lambda: self.drive() or not any(one in self._outbox for one in sent),
                 lambda: f"rank {rank} to take {sum(sizes)} bytes",
             )
 
     def _start(self, rank: int, data: Any, tag: int) -> _Sending | None:
-        """Start to send; return what is left in the outbox."""
+        """Start to send; return the entry in the outbox, or None if it is sent."""
         try:
             request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
             if request.Test():
@@ -181,7 +181,7 @@ class Mailbox:
         return one
 
     def drive(self) -> bool:
-        """Drive what is being sent; return whether all has gone."""
+        """Drive messages that are being sent; return whether all are gone."""
         if self._outbox:
             self._outbox = [one for one in self._outbox if not self._is_gone(one)]
         return not self._outbox
@@ -194,9 +194,9 @@ class Mailbox:
             return True
 
     def notice(self) -> bool:
-        """Drive what is being sent, and notice losses; return False.
+        """Drive messages that are being sent, and notice losses; return False.
 
-        For waits on shared memory, which ask nothing of MPI otherwise.
+        For waits on shared memory, which make no other call to MPI.
         """
         self.drive()
         if self._survives:
@@ -207,7 +207,7 @@ class Mailbox:
         return False
 
     def poll(self) -> tuple[int, Any] | None:
-        """Return the next message of the inbox and who sent it, if there is one."""
+        """Return the sender and the next message of the inbox, if there is one."""
         if self._arriving or self._outbox:
             self.drive()
             self._take_arrived()
@@ -234,7 +234,7 @@ class Mailbox:
             return False
 
     def _take(self, source: int, tag: int) -> tuple[int, Any] | None:
-        """Receive a message, or the beginning of it."""
+        """Receive a message, or its first part."""
         status = self._status
         try:
             matched = self._comm.Improbe(source, tag, status)
@@ -274,10 +274,9 @@ class Mailbox:
         return None
 
     def ask(self, rank: int, message: Any) -> Any:
-        """Send a message that is answered by `reply`; return the answer, or raise it.
+        """Send a message ``("ask", number, message)``; return the answer, or raise it.
 
-        It comes as ``("ask", number, message)``. Raises UnavailableError where that
-        rank is lost.
+        Raises UnavailableError if that rank is lost.
         """
         number = next(self._questions)
         self.send(rank, ("ask", number, message))
@@ -286,7 +285,7 @@ class Mailbox:
             while (found := self._take(rank, REPLY)) is not None:
                 if found[1][0] == number:
                     return found[1]
-                # The answer to a question whose wait was interrupted.
+                # An answer whose wait was interrupted is dropped.
             return rank in self.lost
 
         what = f"rank {rank} to answer {message[0]!r}"
@@ -302,7 +301,7 @@ class Mailbox:
         return value
 
     def leave_answers(self) -> None:
-        """Take answers for which nobody waits any more, so that their senders end."""
+        """Drop answers that nothing waits for, so that their senders end."""
         while self._take(self._mpi.ANY_SOURCE, REPLY) is not None:
             pass
 
@@ -317,9 +316,10 @@ class Mailbox:
         *,
         warns: bool = False,
     ) -> Any:
-        """Wait for something, which ``what`` names; ``ready`` drives MPI's progress.
+        """Wait until ``ready`` is true; ``what`` names it, and ``ready`` drives MPI's
+        progress.
 
-        Where this thread does not hold ``lock``, ``ready`` takes it.
+        If this thread does not hold ``lock``, ``ready`` takes it.
         """
         found = ready()
         if found:
@@ -339,7 +339,7 @@ class Mailbox:
         return bool(self._outbox or self._arriving)
 
     def _look(self, seconds: float, what: Callable[[], str]) -> None:
-        """Now and then, see whether processes of this node have died."""
+        """Check from time to time whether processes of this node have died."""
         if seconds < self._looked_at:
             self._looked_at = 0.0
         if seconds < self._looked_at + _LOOK_SECONDS:
@@ -347,7 +347,7 @@ class Mailbox:
         self._looked_at = seconds
         dead = self._channel.steps.dead()
         if self._survives:
-            # The launcher does not tell of a rank that has ended the job by itself.
+            # The launcher does not report a rank that has left the job by itself.
             with self.lock:
                 self.hear(dead)
         elif dead:
@@ -358,14 +358,14 @@ class Mailbox:
             )
 
     def _note_loss(self, error: Exception) -> None:
-        """Take note of ranks that have died, where that is survived."""
+        """Note ranks that have died, if losses are survived; else raise the error."""
         if not (self._survives and is_loss(self._mpi, error, self._comm)):
             raise error
         self._comm.Ack_failed()
         self.hear(lost_ranks(self._comm))
 
     def hear(self, lost: Iterable[int]) -> None:
-        """Take note of ranks that have died, which another one has noticed."""
+        """Note ranks that have died, as another rank reports."""
         new = set(lost) - self.lost
         self.lost |= new
         self._arriving = [one for one in self._arriving if one.source not in new]
@@ -373,6 +373,6 @@ class Mailbox:
             self.on_loss(new)
 
     def close(self) -> None:
-        """Send what is left, and free the communicator."""
+        """Wait until all messages are sent, and free the communicator."""
         self.wait(self.drive, lambda: "the last messages to be taken")
         self._comm.Free()

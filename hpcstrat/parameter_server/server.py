@@ -1,11 +1,12 @@
-"""A rank that holds variables, and does what others ask for, one after the other.
+"""A server: a rank that holds variables, and serves requests one after the other.
 
-So an update of one shard is whole or not there, whatever the number of writers, and the
-updates of one rank are made in the order in which it has sent them.
+So an update of a shard is never seen half made, whatever the number of ranks that
+write, and the updates of one rank are made in the order of sending.
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
@@ -15,19 +16,19 @@ import numpy as np
 
 from hpcstrat.engine.arrays.casting import call_without_fp_warnings
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
-from hpcstrat.engine.arrays.row_updates import apply_at
 from hpcstrat.engine.typing import Array
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.parameters import Step
 from hpcstrat.parameter_server.handles import error_bytes
 from hpcstrat.parameter_server.mailbox import Mailbox
 from hpcstrat.parameter_server.shared_files import FilePlace, SharedFiles
+from hpcstrat.variables.variable import apply_into, scatter_into
 
-_OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
+_OPERATIONS = {"scatter_add": np.add, "scatter_sub": np.subtract}
 
 
 class _StoredShard:
-    """A variable, or some of its rows, and the state of optimizers beside it."""
+    """A variable, or some of its rows, with the state of optimizers."""
 
     __slots__ = ("array", "free", "name", "place", "slots", "steps", "version")
 
@@ -41,7 +42,9 @@ class _StoredShard:
         self.steps: dict[int, int] = {}
 
     def update(self, change: Callable[[], None]) -> None:
-        """Change the array under an odd version, at which this node's readers wait."""
+        """Change the array while its version is odd, so that readers of this node
+        wait.
+        """
         self.version[0] += 1
         try:
             change()
@@ -52,8 +55,8 @@ class _StoredShard:
 class VariableServer:
     """Serves until all ``users``, which are ranks, have ended or are lost.
 
-    ``client`` is the rank that an update came from: what it counts of them is told to
-    it in shared memory, or when it asks.
+    ``client`` is the rank that sent an update. It learns the number of its updates and
+    errors from shared memory, or when it asks.
     """
 
     def __init__(self, mailbox: Mailbox, users: Collection[int]) -> None:
@@ -67,11 +70,11 @@ class VariableServer:
         )
         self._memory = SharedFiles()
         self._shards: dict[int, _StoredShard] = {}
-        # Keyed by client and optimizer: each client has its own options.
+        # By client and optimizer, as each client has its own options.
         self._rules: dict[tuple[int, int], Any] = {}
-        # Client whose update is being made.
+        # The client of the present update.
         self._client = -1
-        # Steps of optimizers before the restored ones.
+        # Number of restored steps, by optimizer.
         self._begun: dict[int, int] = {}
         # By client: the numbers of updates that have failed, and their errors.
         self._errors: defaultdict[int, list[tuple[int, bytes]]] = defaultdict(list)
@@ -97,7 +100,9 @@ class VariableServer:
         }
 
     def serve(self) -> bool:
-        """Serve; return whether all have closed their strategies, rather than left."""
+        """Serve; return whether all users have closed their strategies, rather than
+        left.
+        """
         closes, mailbox = True, self._mailbox
         ended: set[int] = set()
 
@@ -113,7 +118,7 @@ class VariableServer:
                 closes = closes and rest[0]
                 mailbox.hear(rest[1])
             elif kind == "serves":
-                # The client was a spare rank, and uses no servers any more.
+                # The client was a spare rank, and is a server now.
                 self._users.discard(client)
             else:
                 self._apply(client, kind, rest)
@@ -129,7 +134,7 @@ class VariableServer:
         try:
             self._updates[kind](kind, *rest)
         except Exception as error:
-            # It is raised where the client waits for its updates.
+            # The client raises it when it waits for its updates.
             number = int(self._applied[client]) + 1
             self._errors[client].append((number, error_bytes(error)))
             self._failed[client] += 1
@@ -159,7 +164,7 @@ class VariableServer:
     def _create(
         self, number: int, name: str, shape: tuple[int, ...], dtype: Any, value: Any
     ) -> FilePlace:
-        """Make a shard of an array, of what a function makes here, or of zeros."""
+        """Make a shard of an array, of a pickled function's result, or of zeros."""
         shard = _StoredShard(self._memory, name, shape, dtype)
         if isinstance(value, bytes):
             pickle.loads(value)(shard.array)
@@ -169,7 +174,7 @@ class VariableServer:
         return shard.place
 
     def _read(self, number: int) -> Array:
-        # A copy: it may be on its way while the next update is made.
+        # The next update may come while the message is under way.
         return self._shards[number].array.copy()
 
     def _read_rows(self, number: int, indices: Array) -> Array:
@@ -178,13 +183,13 @@ class VariableServer:
     def _read_bytes(
         self, number: int, slot: tuple[int, str] | None, start: int, stop: int
     ) -> Array | None:
-        """Return bytes of a shard, or of an optimizer's state, where there is some."""
+        """Return bytes of a shard, or of an optimizer's state; None without state."""
         shard = self._shards[number]
         array = shard.array if slot is None else shard.slots.get(slot)
         return None if array is None else _bytes_of(array)[start:stop].copy()
 
     def _stateful(self, key: int) -> list[int]:
-        """Return which shards have state of an optimizer."""
+        """Return the shards with state of an optimizer."""
         return [
             number
             for number, shard in self._shards.items()
@@ -193,31 +198,23 @@ class VariableServer:
 
     def _assign(self, kind: str, number: int, value: Array) -> None:
         shard = self._shards[number]
-        operation = _OPERATIONS.get(kind)
-        array = shard.array
-        if operation is None:
-            shard.update(lambda: np.copyto(array, value))
-        else:
-            shard.update(
-                lambda: call_without_fp_warnings(operation, array, value, array)
-            )
+        shard.update(lambda: apply_into(shard.array, kind, value))
 
     def _scatter(
-        self, kind: str, number: int, name: str, indices: Array, values: Array
+        self, kind: str, number: int, method: str, indices: Array, values: Array
     ) -> None:
         shard = self._shards[number]
+        operation = _OPERATIONS.get(method)
 
         def change() -> None:
             array = shard.array
-            if name == "replace":
-                array[indices] = values
-            elif name in ("add", "subtract"):
+            if operation is None:
+                scatter_into(array, method, indices, values)
+            else:
                 # No index is repeated: the client has added up the rows.
                 array[indices] = call_without_fp_warnings(
-                    getattr(np, name), array[indices], values
+                    operation, array[indices], values
                 )
-            else:
-                apply_at(name, array, indices, values)
 
         shard.update(change)
 
@@ -225,7 +222,7 @@ class VariableServer:
         self._rules[self._client, key] = Optimizer.from_rule(pickle.loads(rule))
 
     def _take_steps(self, kind: str, key: int, rate: float, steps: Any) -> None:
-        """Make an optimizer's step on each shard that there is a gradient for."""
+        """Make an optimizer's step on each shard with a gradient."""
         rule = self._rules[self._client, key]
         for number, gradient in steps:
             shard = self._shards[number]
@@ -238,16 +235,12 @@ class VariableServer:
             count = shard.steps.get(key, self._begun.get(key, 0)) + 1
             shard.steps[key] = count
             step = Step(rate, count, shard.name)
-            arrays = [shard.array, *slots]
-            self._step(shard, rule, step, values, arrays)
-
-    @staticmethod
-    def _step(
-        shard: _StoredShard, rule: Any, step: Step, values: Any, arrays: Any
-    ) -> None:
-        # Not `call_without_fp_warnings`, which the rule may use itself.
-        with np.errstate(all="ignore"):
-            shard.update(lambda: rule._update_one(step, values, arrays))
+            update = functools.partial(
+                rule._update_one, step, values, [shard.array, *slots]
+            )
+            # Not `call_without_fp_warnings`, which the rule may use itself.
+            with np.errstate(all="ignore"):
+                shard.update(update)
 
     @staticmethod
     def _slot_of(shard: _StoredShard, key: int, kind: str, initial: float) -> Array:
@@ -272,25 +265,27 @@ class VariableServer:
         shard.update(lambda: np.copyto(place, data))
 
     def _restored(self, kind: str, key: int, steps: int) -> None:
-        """Continue the count of steps of all shards from a number."""
+        """Set the number of steps that an optimizer has made before."""
         self._begun[key] = steps
         for shard in self._shards.values():
             shard.steps.pop(key, None)
 
     def _build(self, kind: str, number: int, key: int, state: dict[str, float]) -> None:
-        """Make an optimizer's state of a shard, where it is not there."""
+        """Make an optimizer's state of a shard, if it is missing."""
         for name, initial in state.items():
             self._slot_of(self._shards[number], key, name, initial)
 
     def _forget_state(self, kind: str) -> None:
-        """Let all optimizers begin anew."""
+        """Reset all optimizers."""
         self._begun.clear()
         for shard in self._shards.values():
             shard.slots.clear()
             shard.steps.clear()
 
     def _delete(self, kind: str, numbers: Iterable[int]) -> None:
-        """Free shards, and the state of optimizers that count steps by a variable."""
+        """Free shards, and the state of optimizers whose steps a freed variable
+        counts.
+        """
         for number in numbers:
             self._shards.pop(number, None)
             self._begun.pop(number, None)
@@ -303,5 +298,5 @@ class VariableServer:
 
 
 def _bytes_of(array: Array) -> Array:
-    """Return a view of an array's bytes; it is contiguous."""
+    """Return a view of a contiguous array's bytes."""
     return array.reshape(-1).view(np.uint8)

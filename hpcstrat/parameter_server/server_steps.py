@@ -1,7 +1,8 @@
-"""An optimizer's step on variables that live on servers, with its state beside them."""
+"""Steps of optimizers on servers, which have the variables and their state."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.errors import NonFiniteError
 from hpcstrat.optimizers.gradients import clip_to_norm, merged_rows, require_names
+from hpcstrat.optimizers.non_finite import are_finite
 from hpcstrat.optimizers.optimizer import Optimizer
 from hpcstrat.optimizers.rules import is_of_elements
 from hpcstrat.parameter_server.client import Client
@@ -44,35 +46,33 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, ServerVariable
 def _conditioned(
     optimizer: Optimizer, pairs: list[tuple[Any, ServerVariable]], non_finite: str
 ) -> list[tuple[Any, ServerVariable]] | None:
-    """Return gradients that are clipped, as the options say; None to skip the step."""
+    """Return clipped gradients; None if the step is to be skipped."""
     limit = optimizer.clip_global_norm
     if limit is not None:
-        copies = [
-            IndexedSlices(g.values.copy(), g.indices, g.dense_shape)
-            if isinstance(g, IndexedSlices)
-            else g.copy()
-            for g, _ in pairs
-        ]
-        arrays = [g.values if isinstance(g, IndexedSlices) else g for g in copies]
+        # Copies, as the caller keeps its gradients.
+        pairs = [(copy.deepcopy(gradient), variable) for gradient, variable in pairs]
+        given = [g for g, _ in pairs]
+        arrays = [g.values if isinstance(g, IndexedSlices) else g for g in given]
         clip_to_norm(arrays, limit)
-        pairs = [(g, v) for g, (_, v) in zip(copies, pairs, strict=True)]
-    if non_finite in ("raise", "skip"):
-        for gradient, variable in pairs:
-            own = gradient.values if isinstance(gradient, IndexedSlices) else gradient
-            if own.dtype.kind in "fc" and not np.isfinite(own).all():
-                if non_finite == "skip":
-                    return None
-                raise NonFiniteError(
-                    f"expected finite gradients, found others for {variable.name!r}; "
-                    "lower the learning rate, or look at the batch"
-                )
-    return pairs
+    if non_finite not in ("raise", "skip"):
+        return pairs
+    bad = next((v.name for g, v in pairs if not are_finite([g])), None)
+    if bad is None:
+        return pairs
+    if non_finite == "skip":
+        return None
+    raise NonFiniteError(
+        f"expected finite gradients, found others for {bad!r}; lower the learning "
+        "rate, or look at the batch"
+    )
 
 
 def _require_whole(
     optimizer: Optimizer, pairs: list[tuple[Any, ServerVariable]]
 ) -> None:
-    """Refuse rules that would take each shard for a whole variable, as for a norm."""
+    """Refuse rules that need whole variables, for a norm, if there are several
+    shards.
+    """
     if is_of_elements(type(optimizer)):
         return
     for _, variable in pairs:
@@ -88,9 +88,9 @@ def _require_whole(
 def apply_at_servers(
     client: Client, optimizer: Optimizer, pairs: Iterable[Any], non_finite: str
 ) -> bool:
-    """Send each server its parts of the gradients; it makes the step.
+    """Send each server its parts of the gradients, with which it makes the step.
 
-    Each shard counts its own steps, whose number some rules need.
+    Each shard counts its steps, as some rules need their number.
     """
     optimizer.require_alone()
     if not isinstance(optimizer.iterations, ServerVariable):
@@ -113,7 +113,7 @@ def apply_at_servers(
         for server, number, part in variable.gradient_parts(gradient):
             by_server.setdefault(server, []).append((number, part))
     for server, steps in by_server.items():
-        # Another thread's rule must not come between.
+        # No other thread may send its rule in between.
         with client.lock:
             if not client.knows_rule(server, key, rule):
                 client.post(server, "rule", key, pickled(rule))

@@ -20,15 +20,6 @@ from hpcstrat.parameter_server.pieces import ServerBytes
 from hpcstrat.parameter_server.shared_files import FilePlace, Reader
 from hpcstrat.variables import Variable
 
-_SCATTER = {
-    "scatter_add": "add",
-    "scatter_sub": "subtract",
-    "scatter_mul": "multiply",
-    "scatter_div": "divide",
-    "scatter_min": "minimum",
-    "scatter_max": "maximum",
-    "scatter_update": "replace",
-}
 _PIECE_BYTES = 64 << 20
 _numbers = itertools.count()
 
@@ -36,17 +27,17 @@ _numbers = itertools.count()
 class Rows:
     """An initial value that servers make, each its own rows.
 
-    For tables that fit into the memory of no other rank.
+    For tables that fit into no other rank's memory.
 
     Parameters
     ----------
     shape : sequence of int
-        Of the whole variable.
+        Shape of the whole variable.
     dtype : dtype
-        Of the variable.
+        Type of the variable.
     make : callable
-        Takes the first row and the one after the last, and returns these rows; runs on
-        a server, for pieces of its rows of at most 64 MiB, or one row.
+        Takes the first row and the row after the last, and returns these rows. It runs
+        on a server, for at most 64 MiB or one row at a time.
     """
 
     def __init__(
@@ -82,12 +73,11 @@ class _ShardLocation:
 class ServerVariable(Variable):
     """A variable on a parameter server, the same for the coordinator and all workers.
 
-    Made by ``hs.Variable`` in the scope of a ParameterServerStrategy, on the
-    coordinator; scheduled functions use those that they capture, or get as arguments.
-    An update is made at the server: it is whole or not there, a read never sees half of
-    one, and the updates of one worker are made in the order of its program. A function
-    waits at its end until its updates are made; the coordinator waits in each.
-    ``assign`` and the like return the variable.
+    The coordinator makes it by ``hs.Variable`` in the scope of a
+    ParameterServerStrategy; scheduled functions use variables that they capture, or get
+    as arguments. The server makes updates: no read sees half of one, and updates of one
+    worker are made in the order of its program. A function waits at its end for its
+    updates, the coordinator after each. ``assign`` and the like return the variable.
     """
 
     is_remote = True
@@ -108,7 +98,7 @@ class ServerVariable(Variable):
         else:
             self._given = super()._initialize(value, dtype)
             shape, kind = self._given.shape, self._given.dtype
-        # It stands for shape and type, and takes no memory.
+        # A view of one zero: it has shape and type, and takes no memory.
         return np.broadcast_to(np.zeros((), kind), shape)
 
     def _made(self) -> None:
@@ -126,7 +116,7 @@ class ServerVariable(Variable):
         try:
             for start, stop in self._ranges():
                 if isinstance(given, Rows):
-                    # No other rank than the server ever holds them.
+                    # Only the server makes these rows.
                     value: Any = pickled(_Make(given.make, start))
                 else:
                     value = given[start:stop] if self.ndim else given
@@ -139,9 +129,8 @@ class ServerVariable(Variable):
     def _placed(
         self, start: int, stop: int, value: Any, server: int | None = None
     ) -> _ShardLocation:
-        """Put rows on a server: an array, what makes them, or None for zeros.
-
-        By default on the next one.
+        """Put rows on a server, by default the next: an array, a function, or None for
+        zeros.
         """
         if server is None:
             server = self._strategy.next_server()
@@ -154,17 +143,18 @@ class ServerVariable(Variable):
         return _ShardLocation(server, number, start, stop, place)
 
     def _begin(self) -> None:
-        """Let others know the variable, where it is now."""
+        """Announce the variable at its present place."""
         self._number = next(_numbers)
         self._held.append(self._number)
         self._attach()
         self._strategy.known(self._number, self)
 
     def move_from(self, lost: Collection[int], places: Mapping[int, int]) -> bool:
-        """Put the shards of lost servers on others; they are zero there.
+        """Move the shards of lost servers to others, as zeros; return whether there
+        were any.
 
-        Not collective; on the coordinator, while no function is under way. For the
-        library's own modules.
+        On the coordinator, while no function is under way. For the library's own
+        modules.
         """
         if not any(shard.server in lost for shard in self._shards):
             return False
@@ -185,21 +175,18 @@ class ServerVariable(Variable):
 
     @property
     def num_shards(self) -> int:
-        """In how many parts it lies. For the library's own modules.
-
-        For the library's own modules.
-        """
+        """Number of shards."""
         return len(self._shards)
 
     def _attach(self) -> None:
-        """Map the shards that lie in shared memory of this node."""
+        """Map the shards that are in shared memory of this node."""
         client = self._strategy.client
         for shard in self._shards:
             shape = (shard.stop - shard.start, *self.shape[1:]) if self.ndim else ()
             shard.reader = client.reader(shard.server, shard.place, shape, self.dtype)
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return the parts from which another rank makes its own object."""
+        """Return the data from which another rank makes its own object."""
         kept = ("name", "trainable", "aggregation", "synchronization", "_shards")
         state = {name: self.__dict__[name] for name in kept}
         return "variable", self._number, (type(self), state, self.shape, self.dtype)
@@ -216,7 +203,7 @@ class ServerVariable(Variable):
 
     @property
     def number(self) -> int:
-        """The same on every rank, and of no other variable.
+        """A number that only this variable has, the same on every rank.
 
         For the library's own modules.
         """
@@ -224,7 +211,7 @@ class ServerVariable(Variable):
 
     @property
     def component(self) -> Array:
-        """A copy of the value, which cannot be written: it lies on servers."""
+        """A read-only copy of the value, which is on servers."""
         return self.value()
 
     @property
@@ -233,7 +220,7 @@ class ServerVariable(Variable):
         return f"rank:{self._shards[0].server}"
 
     def value(self) -> Array:
-        """Return a copy of the value, without a way to write it.
+        """Return a read-only copy of the value.
 
         Not collective.
 
@@ -247,7 +234,7 @@ class ServerVariable(Variable):
         return array
 
     def pieces(self, slot: tuple[int, str, float] | None = None) -> ServerBytes:
-        """Return the value's bytes on servers, to be read and written piece by piece.
+        """Return the value's bytes on servers, or those of an optimizer's state.
 
         For the library's own modules.
         """
@@ -258,9 +245,9 @@ class ServerVariable(Variable):
         return ServerBytes(self._strategy.client, self.shape, self.dtype, parts, slot)
 
     def read_value(self) -> Array:
-        """Return a copy of the value.
+        """Return a copy of the value, from shared memory on the server's node.
 
-        Not collective. Out of shared memory on the server's node.
+        Not collective.
 
         Returns
         -------
@@ -274,19 +261,10 @@ class ServerVariable(Variable):
         return out
 
     def numpy(self) -> Array:
-        """Return a copy of the value.
-
-        Not collective.
-
-        Returns
-        -------
-        numpy.ndarray
-            A fresh array.
-        """
         return self.read_value()
 
     def _require_alone(self, method: str) -> None:
-        """Let every rank update the variable: it is the same one."""
+        """Allow all ranks to update the variable, which they share."""
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
         client = self._strategy.client
@@ -297,23 +275,20 @@ class ServerVariable(Variable):
         return self if read_value else None
 
     def _scatter_own(self, method: str, rows: IndexedSlices) -> Any:
-        values, name = self._rows(method, rows), _SCATTER[method]
-        indices = rows.indices
-        if name in ("add", "subtract"):
-            # Each row travels once.
+        values, indices = self._rows(method, rows), rows.indices
+        if method in ("scatter_add", "scatter_sub"):
+            # Each row is sent once.
             indices, values = summed_rows(indices, values)
         client = self._strategy.client
         with client.lock:
             for shard, chosen in self._by_shard(indices):
-                own = indices[chosen] - shard.start
-                client.post(
-                    shard.server, "scatter", shard.number, name, own, values[chosen]
-                )
+                own, part = indices[chosen] - shard.start, values[chosen]
+                client.post(shard.server, "scatter", shard.number, method, own, part)
             client.done()
         return self
 
     def _by_shard(self, indices: Array) -> Iterator[tuple[_ShardLocation, Any]]:
-        """Yield the shards of some rows, with a mask of the rows that they hold."""
+        """Yield the shards of some rows, with a mask of the rows in each."""
         if len(self._shards) == 1:
             yield self._shards[0], slice(None)
             return
@@ -323,14 +298,14 @@ class ServerVariable(Variable):
                 yield shard, chosen
 
     def read_rows(self, indices: Array) -> Array:
-        """Return rows, each of which is sent once where several are the same.
+        """Return rows; a row that comes several times is sent once.
 
         Not collective.
 
         Parameters
         ----------
         indices : ndarray of int of shape (n,)
-            Which rows.
+            Numbers of the rows.
 
         Returns
         -------
@@ -361,11 +336,10 @@ class ServerVariable(Variable):
         return out
 
     def gradient_parts(self, gradient: Any) -> Iterator[tuple[int, int, Any]]:
-        """Yield server, number of the shard and its part of a gradient.
+        """Yield each shard's server, number and part of a gradient.
 
-        A shard that has none of a sparse gradient's rows has a part as well: in a step
-        all of an optimizer's state moves, and the result must not depend on the number
-        of shards. For the library's own modules.
+        Shards without a row of a sparse gradient are included: a step changes all of an
+        optimizer's state, whatever the number of shards. For the library's own modules.
         """
         if not isinstance(gradient, IndexedSlices):
             for shard, part in self._parts(gradient):
@@ -406,11 +380,11 @@ class ServerVariable(Variable):
 
 
 class ShardedVariable(ServerVariable):
-    """A variable in shards by its first dimension, dealt to the servers in turn.
+    """A variable in shards by its first dimension, which servers get in turn.
 
-    Made by ``hs.Variable`` where the strategy has a ``variable_partitioner``. Reading,
-    assigning, scattering and `embedding_lookup` go to all its shards. What is promised
-    of an update holds for each shard.
+    Made by ``hs.Variable`` if the strategy has a ``variable_partitioner``. Reading,
+    assigning, scattering and `embedding_lookup` use all its shards. Updates are whole
+    for each shard.
     """
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
@@ -431,13 +405,8 @@ class ShardedVariable(ServerVariable):
             start = stop
 
     @property
-    def num_shards(self) -> int:
-        """Number of shards."""
-        return len(self._shards)
-
-    @property
     def shard_rows(self) -> tuple[tuple[int, int], ...]:
-        """First row, and the one after the last, of each shard."""
+        """First row, and the row after the last, of each shard."""
         return tuple((shard.start, shard.stop) for shard in self._shards)
 
 

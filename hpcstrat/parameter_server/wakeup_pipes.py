@@ -1,10 +1,11 @@
-"""Lets an idle rank sleep, and be woken by others of its node.
+"""Wakeup pipes let an idle rank sleep until another rank of its node wakes it.
 
-A rank spins for a moment, and then sleeps in ``poll`` on a pipe, into which whoever has
-sent it something writes a byte; only where a flag in shared memory says that it sleeps.
-Others open the pipe by ``/proc``, so that it has no name and ends with the process.
-With several nodes, or without a pipe, no rank is woken, and sleeps are short. They are
-short, too, while messages are under way, as MPI moves them only while it is called.
+A rank spins for a moment, and then sleeps in ``poll`` on a pipe. A rank that has sent
+it something writes a byte into the pipe, if a flag in shared memory says that it
+sleeps. Others open the pipe by ``/proc``, so that it needs no name and ends with the
+process. With several nodes, or without a pipe, no rank is woken, and sleeps are short.
+They are also short while messages are under way, as MPI moves them only while it is
+called.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _SHORT_SLEEP_MILLISECONDS = 1
 class WakeupPipes:
     """Wakeup pipes of a node's ranks, and the counts of its servers.
 
-    Collective over ``topology.worker_comm``, as is `close`. ``applied`` counts what
-    each server of the node has done for each rank, ``failed`` what has gone wrong;
-    their first index is that of the server in ``topology.worker_replicas``.
+    Collective over ``topology.worker_comm``, as is `close`. ``applied`` counts the
+    updates that each server of the node has made for each rank, ``failed`` the errors;
+    the first index is the place of the server in ``topology.worker_replicas``.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -50,8 +51,7 @@ class WakeupPipes:
         counts = np.frombuffer(buffer, np.int64, 2 * table // 8, lines)
         self.applied, self.failed = counts.reshape(2, comm.size, world)
         self._read, self._write = _pipe()
-        # Number of threads that sleep: a wakeup may reach another thread than the one
-        # it is for.
+        # Number of sleeping threads: a wakeup may reach the wrong one.
         self._num_asleep, self._lock = 0, threading.Lock()
         self._pipes = [
             _opened(pid, number)
@@ -64,14 +64,14 @@ class WakeupPipes:
         self._spin = Spin()
 
     def place(self, rank: int) -> int | None:
-        """Return the place of a rank among those of this node."""
+        """Return the place of a rank on this node; None for another node's rank."""
         return self._places.get(rank)
 
     def ring(self, rank: int) -> None:
         """Wake a rank, if it is of this node and sleeps."""
         place = self._places.get(rank)
         if place is not None and self._asleep[place * _LINE_BYTES]:
-            # A full pipe wakes the rank as well; a rank that has ended needs no wakeup.
+            # A full pipe wakes the rank, too; an ended rank needs no wakeup.
             with contextlib.suppress(OSError):
                 os.write(self._pipes[place], b"!")
 
@@ -84,8 +84,8 @@ class WakeupPipes:
     ) -> Any:
         """Return the first true result of ``ready``, which drives MPI's progress.
 
-        ``busy`` says whether messages are on their way, ``look`` is called now and then
-        with the seconds waited.
+        ``busy`` says whether messages are under way; ``look`` gets the seconds waited,
+        from time to time.
         """
         start = time.monotonic()
         while time.monotonic() < start + self._spin.seconds:
@@ -114,8 +114,7 @@ class WakeupPipes:
         while True:
             self._count_asleep(1)
             try:
-                # Twice: a probe of Open MPI only drives progress, and the next one sees
-                # what has come.
+                # Twice, as a probe of Open MPI may only receive what the next one sees.
                 found = ready() or ready()
                 if found:
                     return found
@@ -135,7 +134,7 @@ class WakeupPipes:
             self._asleep[self._own] = self._num_asleep > 0
 
     def close(self) -> None:
-        """Let go of pipes and memory."""
+        """Free pipes and memory."""
         del self.applied, self.failed
         self._asleep.release()
         for number in (self._read, self._write, *self._pipes):
@@ -145,16 +144,16 @@ class WakeupPipes:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return both ends of a pipe; -1 where the process has no room for it."""
+    """Return both ends of a pipe; -1 if the process has no descriptors left."""
     try:
         return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        # All ranks are told, and then poll instead of sleeping.
+        # All ranks learn of it, and poll instead of sleeping.
         return -1, -1
 
 
 def _opened(pid: int, number: int) -> int:
-    """Open the pipe of another process; -1 where that cannot be."""
+    """Open the pipe of another process; -1 if that is not possible."""
     try:
         return os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:

@@ -412,7 +412,7 @@ def test_the_reference_leaves_out_what_is_for_the_library_alone() -> None:
             "Strategy.all_or_none",
             "Strategy.register",
             "MpiStrategy.abandon",
-            "ParameterServerStrategy.take_roles",
+            "ParameterServerStrategy.move_from_lost",
             "Optimizer.from_rule",
         }
         == set()

@@ -26,33 +26,34 @@ if TYPE_CHECKING:
 class ParameterServerStrategyV1(ParameterServerStrategy):
     """Variables on some ranks; all others run the program, each for itself.
 
-    Collective over ``comm``, as is making a variable in its scope over the workers: the
-    same ones, in the same order; one that has made fewer is told when it closes the
-    strategy, or ends. On parameter servers the constructor serves until all workers
-    have ended or closed the strategy, and then ends the program by SystemExit. A worker
-    that ends or closes the strategy waits for the others.
-    Nothing else keeps workers in step; there is one replica in sync. The form of
+    Collective over ``comm``. Making a variable in its scope is collective over the
+    workers, which make the same variables in the same order; a worker that has made
+    fewer gets an error when it closes the strategy, or ends. On parameter servers the
+    constructor serves until all workers have ended or closed the strategy, and then
+    ends the program by SystemExit. A worker that ends or closes the strategy waits for
+    the others; apart from that, workers do not wait for each other. There is one
+    replica in sync. The form of
     ``tf.compat.v1.distribute.experimental.ParameterServerStrategy``.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
-        Says which task each rank is: any number of ``ps`` and ``worker``, and a
-        ``chief``, which is a worker, or none. Default: ranks 1 to ``num_ps`` hold
-        variables, the others work.
+        Gives each rank a task: any number of ``ps`` and ``worker``, and at most one
+        ``chief``, which is a worker. Default: ranks 1 to ``num_ps`` hold variables, the
+        others work.
     num_ps : int
-        Number of ranks for variables, where no resolver says it.
+        Number of ranks for variables, without a resolver.
     comm : mpi4py.MPI.Intracomm, optional
         Default: all ranks of the job.
     settings : Settings, optional
-        Rank 0's hold.
+        Those of rank 0 apply.
 
     Raises
     ------
     ValueError
         If there is not at least one rank for variables and one worker. On every rank.
     SystemExit
-        On parameter servers, once all workers have ended.
+        On parameter servers, after all workers have ended.
     """
 
     def __init__(
@@ -73,18 +74,18 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         if cluster.rank in cluster.roles.servers:
             cluster.serve(self)
             sys.exit(0)
-        # Before MPI ends, however this process does.
+        # Before MPI ends.
         atexit.register(self.leave)
 
     @property
     def saves_checkpoints(self) -> bool:  # type: ignore[override]
         """Whether this is the first worker; for the library's own modules."""
-        return self._cluster.coordinates
+        return self.cluster.coordinates
 
     @property
     def worker_index(self) -> int:
         """This worker's number; the first one makes variables and saves checkpoints."""
-        return self.roles.workers.index(self._cluster.rank)
+        return self.roles.workers.index(self.cluster.rank)
 
     def _require_coordinator(self, what: str) -> None:
         if self.closed:
@@ -93,11 +94,7 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
             )
 
     def told_of(self, variable: ServerVariable) -> Any:
-        """Return where the first worker has put a new variable; None on that one.
-
-        Collective over the workers. For the library's own modules.
-        """
-        if self._cluster.coordinates:
+        if self.cluster.coordinates:
             return None
         mailbox, first = self.client.mailbox, self.roles.coordinator
         message: Any = ("end",)
@@ -125,10 +122,6 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         return told
 
     def not_made(self, error: BaseException) -> None:
-        """Tell the other workers why a variable could not be made.
-
-        For the library's own modules.
-        """
         self._tell("failed", error_bytes(error))
 
     def _tell(self, *message: Any) -> None:
@@ -136,12 +129,11 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
             self.client.mailbox.send(rank, message)
 
     def known(self, number: int, variable: ServerVariable) -> None:
-        """Tell the other workers of a variable; for the library's own modules."""
         super().known(number, variable)
         self._tell(_described(variable), number, variable._shards)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Keep a variable's values on servers: other workers may use it.
+        """Do nothing: other workers may use the variable.
 
         For the library's own modules.
         """
@@ -149,7 +141,8 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def close(self) -> None:
         """Wait until all workers have closed the strategy or ended, and free it.
 
-        Not collective, but for that. A second call does nothing.
+        Collective over the workers, which need not come at the same time. A second call
+        does nothing.
 
         Raises
         ------
@@ -163,8 +156,8 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def leave(self) -> None:
         """Wait until all workers have closed the strategy or ended.
 
-        Not collective, but for that. Variables of the first worker that this one has
-        not made are logged. For the library's own modules.
+        Logs variables of the first worker that this one has not made. For the library's
+        own modules.
         """
         problem = self._not_made_here(self._end(closes=False))
         if problem:
@@ -180,53 +173,15 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         return (
             "expected all workers to make the same variables, found that rank "
             f"{self.roles.coordinator} has made {', '.join(map(repr, names[:5]))}{more}"
-            f", and rank {self._cluster.rank} has not; make the same ones on all "
+            f", and rank {self.cluster.rank} has not; make the same ones on all "
             "workers"
         )
-
-    def experimental_distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
-    ) -> Any:
-        """Return a data set of which each worker sees all.
-
-        Not collective.
-
-        Parameters
-        ----------
-        dataset : Dataset or iterable of batches
-            Gives batches.
-        options : InputOptions, optional
-            How.
-
-        Returns
-        -------
-        DistributedDataset or DealtDataset
-            This worker's.
-        """
-        return super().experimental_distribute_dataset(dataset, options)
 
     def distribute_datasets_from_function(
         self,
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> Any:
-        """Return the batches that a function makes for this worker.
-
-        Not collective.
-
-        Parameters
-        ----------
-        dataset_fn : callable
-            Takes an InputContext, with as many pipelines as there are workers, and
-            returns an iterable of batches.
-        options : InputOptions, optional
-            How.
-
-        Returns
-        -------
-        DealtDataset
-            This worker's.
-        """
         context = InputContext(len(self.roles.workers), self.worker_index, 1)
         return super().distribute_datasets_from_function(
             lambda _: dataset_fn(context), options

@@ -1,12 +1,10 @@
-"""The coordinator: schedules functions on workers, and gets what they return."""
+"""The coordinator: schedules functions on workers, and gets their results."""
 
 from __future__ import annotations
 
 import threading
 import time
-import types
-import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +21,12 @@ from hpcstrat.parameter_server.coordinator.remote_values import (
     PerWorkerIterator,
     RemoteValue,
 )
+from hpcstrat.parameter_server.coordinator.scheduled_calls import (
+    Functions,
+    ScheduledCall,
+    WorkerRecord,
+    pickled_for_workers,
+)
 from hpcstrat.parameter_server.coordinator.strategy import ParameterServerStrategy
 from hpcstrat.parameter_server.coordinator.worker import (
     ERROR,
@@ -30,66 +34,24 @@ from hpcstrat.parameter_server.coordinator.worker import (
     NOTHING,
     ON_WORKER,
 )
-from hpcstrat.parameter_server.handles import error_of, pickled, unpickled
+from hpcstrat.parameter_server.handles import error_of, unpickled
 from hpcstrat.parameter_server.mailbox import one_thread_at_a_time
 
-# So many calls may be queued before `schedule` waits.
+# Number of queued calls from which on `schedule` waits.
 _MOST_QUEUED = 256 << 10
-_MOST_FUNCTIONS = 1024
-# So much work is sent to a worker ahead of the function that it runs: it never waits
-# for the coordinator, and slow functions do not queue up on one worker.
+# Time for which a worker has calls in advance: it does not wait for the coordinator,
+# and slow functions do not queue up on one worker.
 _AHEAD_SECONDS = 0.002
 _MOST_AHEAD = 64
 _NOTHING = b""
 
 
-class _ScheduledCall:
-    """A function that is queued, or under way on a worker."""
-
-    __slots__ = (
-        "args",
-        "function",
-        "keep",
-        "number",
-        "payload",
-        "remote",
-        "since",
-    )
-
-    def __init__(self, number: int, function: int, remote: RemoteValue) -> None:
-        self.number = number
-        self.function = function
-        self.remote = remote
-        self.payload: bytes | None = None
-        # Values on workers that the payload names must not be dropped before.
-        self.args: Any = None
-        self.keep = False
-        self.since = 0.0
-
-
-class _WorkerRecord:
-    """The coordinator's knowledge of a worker."""
-
-    __slots__ = ("depth", "functions", "index", "kept", "rank", "under_way")
-
-    def __init__(self, index: int, rank: int) -> None:
-        self.index, self.rank = index, rank
-        self.depth = 1
-        self.functions: set[int] = set()
-        self.under_way: dict[int, _ScheduledCall] = {}
-        # By number: values that the worker makes once, and that functions take as
-        # arguments.
-        self.kept: weakref.WeakValueDictionary[int, RemoteValue] = (
-            weakref.WeakValueDictionary()
-        )
-
-
 class ClusterCoordinator:
     """Schedules functions on the workers of a cluster.
 
-    There is one for a strategy: making another returns the first. Functions are sent
-    whenever one of its methods is called, some ahead for each worker. In a scheduled
-    function it gives its strategy, and can do nothing else. Several threads may use it.
+    A strategy has one coordinator: making another returns the first. Each of its
+    methods sends functions to workers, some in advance. In a scheduled function it only
+    gives its strategy. Several threads may use it.
 
     Parameters
     ----------
@@ -106,7 +68,6 @@ class ClusterCoordinator:
     lock: threading.RLock
 
     def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
-        """Return the strategy's coordinator."""
         known = isinstance(strategy, ParameterServerStrategy)
         if not known or strategy.roles.between_graph:
             raise TypeError(
@@ -115,7 +76,7 @@ class ClusterCoordinator:
         if strategy.coordinator is None:
             self = super().__new__(cls)
             self._strategy, self.lock = strategy, strategy.client.lock
-            if strategy._cluster.coordinates:
+            if strategy.cluster.coordinates:
                 self._begin(strategy)
             strategy.coordinator = self
         found: ClusterCoordinator = strategy.coordinator
@@ -127,19 +88,13 @@ class ClusterCoordinator:
     def _begin(self, strategy: ParameterServerStrategy) -> None:
         self._mailbox = strategy.client.mailbox
         self._mailbox.on_loss = self._lose
-        self._workers = [
-            _WorkerRecord(index, rank)
-            for index, rank in enumerate(strategy.roles.workers)
-        ]
+        ranks = strategy.roles.workers
+        self._workers = [WorkerRecord(index, rank) for index, rank in enumerate(ranks)]
         self._by_rank = {worker.rank: worker for worker in self._workers}
-        # Workers whose ranks were lost, until a spare rank takes the place, or none
-        # can.
-        self._vacant: deque[_WorkerRecord] = deque()
-        self._queue: deque[_ScheduledCall] = deque()
-        # Keyed by `_identity`: the number of a function, and the function itself, so
-        # that its identity stays taken.
-        self._functions: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
-        self._payloads: dict[int, bytes] = {}
+        # Workers whose ranks were lost, until spare ranks are looked for.
+        self._vacant: deque[WorkerRecord] = deque()
+        self._queue: deque[ScheduledCall] = deque()
+        self._functions = Functions()
         self._dropped: deque[tuple[int, int]] = deque()
         self._count = 0
         self._error: Exception | None = None
@@ -161,24 +116,24 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         """Let any worker call a function; return at once.
 
-        Not collective; on the coordinator. Functions may run in any order. One that a
-        lost worker had may run again elsewhere, as a whole. Waits only where 262,144
-        functions are queued.
+        Not collective; on the coordinator. Functions may run in any order. After the
+        loss of a worker its functions run again elsewhere, from their beginning. Waits
+        only if 262,144 functions are queued.
 
         Parameters
         ----------
         fn : callable
-            Pickled once, with all that it captures as it is then; variables,
-            optimizers and the strategy go as handles.
+            Pickled once, with all that it captures at that time; variables, optimizers
+            and the strategy are sent as handles.
         args : sequence, optional
-            Positional arguments; of a PerWorkerValues its worker's value.
+            Positional arguments; for a PerWorkerValues each worker takes its own value.
         kwargs : mapping, optional
             Keyword arguments.
 
         Returns
         -------
         RemoteValue
-            What the function will have returned.
+            The future result of the function.
 
         Raises
         ------
@@ -187,10 +142,10 @@ class ClusterCoordinator:
         ValueError
             For a RemoteValue as an argument.
         UnavailableError
-            If a parameter server is lost; `recover` says how to go on.
+            If a parameter server is lost; see `recover`.
         Exception
-            The first error of an earlier function, once, when no function is under way
-            any more; those that were not begun are cancelled, and ``fn`` is not
+            The first error of an earlier function, once, after all functions under way
+            have ended. Functions that have not begun are cancelled, and ``fn`` is not
             scheduled.
         """
         self._require_open()
@@ -200,7 +155,11 @@ class ClusterCoordinator:
                 "arguments as args"
             )
         args, kwargs = tuple(args or ()), dict(kwargs or {})
-        self._check(args, kwargs)
+        if any(isinstance(leaf, RemoteValue) for leaf in flatten((args, kwargs))[0]):
+            raise ValueError(
+                "expected values as arguments of a scheduled function, found a "
+                "RemoteValue; fetch it first"
+            )
         with self.lock:
             self._pump()
         if len(self._queue) >= _MOST_QUEUED:
@@ -208,7 +167,7 @@ class ClusterCoordinator:
         self._raise_unavailable()
         self._raise_error()
         with self.lock:
-            call = self._made(fn, args, kwargs)
+            call = self._call(self._remote_value(), fn, args, kwargs)
             self._queue.append(call)
             self._deal()
         return call.remote
@@ -221,10 +180,9 @@ class ClusterCoordinator:
         Raises
         ------
         UnavailableError
-            If a parameter server is lost; `recover` says how to go on.
+            If a parameter server is lost; see `recover`.
         Exception
-            The first error of a function, once, when no function is under way any more;
-            those that were not begun are cancelled.
+            The first error of a function, as in `schedule`.
         """
         self._require_open()
         self._wait(self._is_idle)
@@ -232,13 +190,13 @@ class ClusterCoordinator:
         self._raise_error()
 
     def recover(self) -> None:
-        """Go on with the parameter servers that are left, after an UnavailableError.
+        """Continue with the remaining parameter servers, after an UnavailableError.
 
         Not collective; on the coordinator. Waits until the functions under way have
-        ended, and leaves out all others. What lost servers held moves to spare ranks,
-        which take their places, or to the servers that are left, as zeros, and
-        optimizers begin anew: restore the last checkpoint of all variables and
-        optimizers before the next function. Per-worker data sets go on where they are.
+        ended, and cancels all others. Variables of lost servers move, as zeros, to
+        spare ranks or to the remaining servers, and optimizers begin anew: restore the
+        last checkpoint of all variables and optimizers before the next function.
+        Per-worker data sets continue at their positions.
 
         Raises
         ------
@@ -256,7 +214,6 @@ class ClusterCoordinator:
             self._strategy.move_from_lost()
             # Pickled functions name the old places of variables.
             self._functions.clear()
-            self._payloads.clear()
             for worker in self._workers:
                 worker.functions.clear()
                 self._mailbox.send(worker.rank, ("renew",))
@@ -277,7 +234,7 @@ class ClusterCoordinator:
         Returns
         -------
         bool
-            True also where one has failed; `join` says so.
+            True also after an error, which `join` raises.
 
         Raises
         ------
@@ -290,9 +247,9 @@ class ClusterCoordinator:
 
     @one_thread_at_a_time
     def require_idle(self, what: str) -> None:
-        """Refuse a call while scheduled functions have not ended.
+        """Raise RuntimeError if scheduled functions have not ended.
 
-        RuntimeError if there are any. For the library's own modules.
+        For the library's own modules.
         """
         self._pump()
         # Kept calls, such as the iterator of a data set, write no variable.
@@ -321,7 +278,7 @@ class ClusterCoordinator:
         Returns
         -------
         tree
-            Of a PerWorkerValues a tuple.
+            A PerWorkerValues becomes a tuple.
 
         Raises
         ------
@@ -338,7 +295,7 @@ class ClusterCoordinator:
         """Make a data set on each worker.
 
         Not collective; on the coordinator. Waits until all workers have made it. Each
-        sees the whole data set: the input context says one pipeline of one.
+        has the whole data set: the input context has one pipeline.
 
         Parameters
         ----------
@@ -348,101 +305,72 @@ class ClusterCoordinator:
         Returns
         -------
         PerWorkerDataset
-            Iterate over it to get what functions take.
+            Iterate over it to get arguments for functions.
 
         Raises
         ------
         ValueError
             If the function makes a variable.
         Exception
-            What else it has raised.
+            Any other error of the function.
         """
         self._require_open()
-        make = dataset_fn if callable(dataset_fn) else _Returns(dataset_fn)
+        make = dataset_fn if callable(dataset_fn) else lambda: dataset_fn
         values = self._on_each_worker(make)
         for value in values:
             self.wait_for(value)
         for value in values:
-            if value._state == FAILED and not self._is_lost(value):
-                raise value._content
+            error = value._content
+            if value._state == FAILED and not isinstance(error, UnavailableError):
+                raise error
         return PerWorkerDataset(values)
 
     def iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         """Return an iterator on each worker; for the library's own modules."""
         return PerWorkerIterator(self._on_each_worker(iter, dataset))
 
-    def _is_lost(self, value: RemoteValue) -> bool:
-        return isinstance(value._content, UnavailableError)
-
     @one_thread_at_a_time
     def _on_each_worker(self, fn: Any, *args: Any) -> list[RemoteValue]:
         """Call a function on each worker, which keeps the result."""
         values = []
         for worker in self._workers:
-            call = self._made(fn, args, {}, keep=True)
+            call = self._call(self._remote_value((fn, args)), fn, args, {})
             worker.kept[call.number] = call.remote
             values.append(call.remote)
             self._send(worker, [call])
         return values
 
-    def _check(self, args: Any, kwargs: Any) -> None:
-        if not args and not kwargs:
-            return
-        leaves = flatten((args, kwargs))[0]
-        if any(isinstance(leaf, RemoteValue) for leaf in leaves):
-            raise ValueError(
-                "expected values as arguments of a scheduled function, found a "
-                "RemoteValue; fetch it first"
-            )
-
-    def _made(
-        self, fn: Any, args: Any, kwargs: Any, *, keep: bool = False
-    ) -> _ScheduledCall:
-        """Return a call; with ``keep`` its value stays on the worker."""
-        number = self._count = self._count + 1
-        remote = RemoteValue(self, number, (fn, args) if keep else None)
-        return self._call(remote, fn, args, kwargs)
+    def _remote_value(self, recipe: Any = None) -> RemoteValue:
+        """Return the value of a new call; with a ``recipe`` it stays on its worker."""
+        self._count += 1
+        return RemoteValue(self, self._count, recipe)
 
     def _call(
         self, remote: RemoteValue, fn: Any, args: Any, kwargs: Any
-    ) -> _ScheduledCall:
-        call = _ScheduledCall(remote._number, self._function(fn), remote)
-        call.keep = remote._recipe is not None
+    ) -> ScheduledCall:
+        functions = self._functions
+        if functions.is_full_for(fn) and self._is_idle():
+            oldest = functions.forget_oldest()
+            for worker in self._workers:
+                if oldest in worker.functions:
+                    worker.functions.remove(oldest)
+                    self._mailbox.send(worker.rank, ("forget", oldest))
+        call = ScheduledCall(functions.number(fn), remote)
         if args or kwargs:
-            call.payload = _travelling((args, kwargs), "the arguments of ", fn)
+            call.payload = pickled_for_workers((args, kwargs), "the arguments of ", fn)
             call.args = args, kwargs
         return call
 
-    def _function(self, fn: Any) -> int:
-        """Return a function's number; it is pickled when it comes first."""
-        key = _identity(fn)
-        known = self._functions.get(key)
-        if known is None:
-            number = self._count = self._count + 1
-            self._payloads[number] = _travelling(fn, "", fn)
-            known = self._functions[key] = number, fn
-            if len(self._functions) > _MOST_FUNCTIONS and self._is_idle():
-                self._forget_function()
-        return known[0]
-
-    def _forget_function(self) -> None:
-        """Forget the function that was scheduled first."""
-        number = self._functions.popitem(last=False)[1][0]
-        del self._payloads[number]
-        for worker in self._workers:
-            if number in worker.functions:
-                worker.functions.remove(number)
-                self._mailbox.send(worker.rank, ("forget", number))
-
-    def _send(self, worker: _WorkerRecord, calls: list[_ScheduledCall]) -> None:
+    def _send(self, worker: WorkerRecord, calls: list[ScheduledCall]) -> None:
         if worker.rank in self._mailbox.lost:
-            # The worker was lost since it was chosen.
+            # The worker was lost after it was chosen.
             self._run_again(worker, calls)
             return
         now = time.monotonic()
         wanted = {call.function for call in calls} - worker.functions
         worker.functions |= wanted
-        functions = [(number, self._payloads[number]) for number in wanted]
+        payloads = self._functions.payloads
+        functions = [(number, payloads[number]) for number in wanted]
         told = [(c.number, c.function, c.payload, c.keep) for c in calls]
         for call in calls:
             call.since = now
@@ -479,7 +407,7 @@ class ClusterCoordinator:
             if count > 0:
                 self._send(worker, [self._queue.popleft() for _ in range(count)])
 
-    def _take(self, worker: _WorkerRecord, mean: float, results: Iterable[Any]) -> None:
+    def _take(self, worker: WorkerRecord, mean: float, results: Iterable[Any]) -> None:
         ahead = _AHEAD_SECONDS / mean if mean > 0 else 0
         worker.depth = 1 + min(int(ahead), _MOST_AHEAD)
         for number, status, content in results:
@@ -497,10 +425,10 @@ class ClusterCoordinator:
             else:
                 call.remote._settle(FAILED, self._unavailable or _cancelled())
 
-    def _fail(self, call: _ScheduledCall, error: Exception) -> None:
+    def _fail(self, call: ScheduledCall, error: Exception) -> None:
         """Note a function's error, and cancel functions that have not begun."""
         call.remote._settle(FAILED, error)
-        # Errors after the first are raised by their own values only.
+        # Later errors are raised only when their own values are fetched.
         if call.keep or self._error is not None:
             return
         self._error = error
@@ -521,7 +449,7 @@ class ClusterCoordinator:
             raise self._unavailable
 
     def _raise_error(self) -> None:
-        """Raise the first error of the functions, when all have ended.
+        """Raise the first error of the functions, after all have ended.
 
         So no earlier function writes or fails while the program handles the error.
         """
@@ -532,16 +460,16 @@ class ClusterCoordinator:
         with self.lock:
             error, self._error = self._error, None
         if error is not None:
-            # No other thread has raised it.
+            # Another thread may have raised it.
             raise error
 
     def _is_idle(self) -> bool:
         return not self._queue and not any(w.under_way for w in self._workers)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait, and say now and then for which worker; not where a server is lost.
+        """Wait, and warn of late workers; the loss of a server ends the wait.
 
-        Other threads go on: functions may wait for what they do.
+        Other threads go on, as functions may wait for them.
         """
         self._warned_at = time.monotonic()
 
@@ -555,7 +483,7 @@ class ClusterCoordinator:
         self._mailbox.wait(look, lambda: "workers to end their functions")
 
     def _warn(self) -> None:
-        limit = self._strategy.warn_seconds
+        limit = self._mailbox.warn_seconds
         now = time.monotonic()
         if now < self._warned_at + limit:
             return
@@ -572,9 +500,9 @@ class ClusterCoordinator:
                 )
 
     def _lose(self, lost: set[int]) -> None:
-        """Queue the functions of lost workers again; the loss of a server is an error.
+        """Queue the functions of lost workers again; note the loss of a server.
 
-        It may be called while a message is sent, so it sends only the smallest ones.
+        It may be called while a message is sent, so it sends only small ones.
         """
         for rank in lost:
             worker = self._by_rank.pop(rank, None)
@@ -603,10 +531,10 @@ class ClusterCoordinator:
         if self._unavailable is not None or self._error is not None:
             self._cancel()
 
-    def _run_again(self, worker: _WorkerRecord, calls: list[_ScheduledCall]) -> int:
-        """Queue a lost worker's functions first in line; return how many.
+    def _run_again(self, worker: WorkerRecord, calls: list[ScheduledCall]) -> int:
+        """Queue a lost worker's functions first; return how many.
 
-        What it was to keep is made again by a spare rank that takes its place.
+        A spare rank that takes its place makes its kept values again.
         """
         again = [call for call in calls if not call.keep]
         self._queue.extendleft(reversed(again))
@@ -614,15 +542,15 @@ class ClusterCoordinator:
             self._fail_kept(worker)
         return len(again)
 
-    def _fail_kept(self, worker: _WorkerRecord) -> None:
+    def _fail_kept(self, worker: WorkerRecord) -> None:
         """End the wait for values that a lost worker was to make."""
         for value in list(worker.kept.values()):
             if value._state == WAITING:
                 value._settle(FAILED, _lost_error(worker))
 
-    def _fill(self, worker: _WorkerRecord) -> None:
+    def _fill(self, worker: WorkerRecord) -> None:
         """Give the place of a lost worker to a spare rank, if there is one."""
-        spare = self._strategy.replace(worker.rank)
+        spare = self._strategy.cluster.replace(worker.rank)
         self._vacant.popleft()
         if spare is None:
             self._fail_kept(worker)
@@ -630,7 +558,7 @@ class ClusterCoordinator:
         worker.rank, worker.depth = spare, 1
         worker.functions.clear()
         self._by_rank[spare] = worker
-        # In this order, as iterators need their data sets.
+        # In order of their numbers, as iterators need their data sets.
         for _, value in sorted(worker.kept.items()):
             fn, args = value._recipe
             value._settle(WAITING, None)
@@ -653,7 +581,7 @@ class ClusterCoordinator:
 
     @one_thread_at_a_time
     def load(self, value: RemoteValue) -> Any:
-        """Return a result, which is asked for where its worker has it.
+        """Return a result; ask its worker for it if necessary.
 
         For the library's own modules.
         """
@@ -663,25 +591,24 @@ class ClusterCoordinator:
             self.drop(value._content, value._number)
             value._settle(READY, data)
         content = value._content
-        return None if content == _NOTHING else self._unpickled(content)
+        if content == _NOTHING:
+            return None
+        return unpickled(content, lambda handle: self._strategy.resolve(*handle))
 
     def drop(self, worker: int, number: int) -> None:
         """Let a worker forget a value, with the next message.
 
         For the library's own modules.
         """
-        # Called by the garbage collector: no message now.
+        # The garbage collector calls this, so no message is sent now.
         self._dropped.append((worker, number))
-
-    def _unpickled(self, data: bytes) -> Any:
-        return unpickled(data, lambda handle: self._strategy.resolve(*handle))
 
     def _require_open(self) -> None:
         if self._strategy.closed:
             raise RuntimeError(
                 f"expected {self._strategy!r} to be open, found it closed; make another"
             )
-        if not self._strategy._cluster.coordinates:
+        if not self._strategy.cluster.coordinates:
             raise RuntimeError(
                 "expected the ClusterCoordinator to be used by the coordinator's "
                 "program, found that a scheduled function uses it; return what the "
@@ -692,42 +619,6 @@ class ClusterCoordinator:
         return f"ClusterCoordinator({len(self._strategy.roles.workers)} workers)"
 
 
-class _Returns:
-    """A function that returns a data set."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __call__(self) -> Any:
-        return self._value
-
-
-def _travelling(value: Any, what: str, fn: Any) -> bytes:
-    """Pickle an object for workers; an error names it, and the function."""
-    try:
-        return pickled(value)
-    except Exception as error:
-        error.add_note(
-            f"raised while {what}{fn!r:.80} was pickled for the workers, with all that "
-            "it refers to; leave out what cannot be sent, and make it on the workers"
-        )
-        raise
-
-
-def _identity(fn: Any) -> Any:
-    """Return a key that no other function has while this one lives.
-
-    Not the function itself: objects that can be called may compare equal, and do
-    different things. A bound method is made anew by each access.
-    """
-    if isinstance(fn, types.MethodType):
-        return id(fn.__self__), id(fn.__func__)
-    if isinstance(fn, (types.BuiltinMethodType, types.MethodWrapperType)):
-        # They compare the identities of object and function.
-        return fn
-    return id(fn)
-
-
 def _cancelled() -> CancelledError:
     return CancelledError(
         "expected the function to run, found that one before it had failed; schedule "
@@ -735,7 +626,7 @@ def _cancelled() -> CancelledError:
     )
 
 
-def _lost_error(worker: _WorkerRecord) -> UnavailableError:
+def _lost_error(worker: WorkerRecord) -> UnavailableError:
     return UnavailableError(
         f"expected worker {worker.index} to keep a value, found that it was lost; make "
         "the value again"

@@ -1,43 +1,31 @@
-"""Results of scheduled functions: values that stay remote until fetched."""
+"""Remote values: results of scheduled functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 WAITING, READY, KEPT, FAILED = range(4)
-
-
-class Fetches(Protocol):
-    """A coordinator, as the values that it will have see it."""
-
-    def wait_for(self, value: RemoteValue) -> None: ...
-
-    def load(self, value: RemoteValue) -> Any: ...
-
-    def drop(self, worker: int, number: int) -> None: ...
-
-    def iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator: ...
 
 
 class RemoteValue:
     """The result of a scheduled function, on its worker until it is fetched.
 
-    Made by ``ClusterCoordinator.schedule``. Small results come with the news that the
-    function has ended.
+    Made by ``ClusterCoordinator.schedule``. Small results come with the message that
+    the function has ended.
 
     Parameters
     ----------
     coordinator : ClusterCoordinator
-        Which has scheduled the function.
+        The coordinator that has scheduled the function.
     number : int
-        Of the call.
+        Number of the call.
     recipe : tuple, optional
-        The function and its arguments, for a value that is made again where its worker
-        is lost and a spare rank takes the place.
+        The function and its arguments, for a value that stays on its worker, and that a
+        spare rank makes again if the worker is lost.
     """
 
-    def __init__(self, coordinator: Fetches, number: int, recipe: Any = None) -> None:
+    def __init__(self, coordinator: Any, number: int, recipe: Any = None) -> None:
         self._coordinator = coordinator
         self._number = number
         self._recipe = recipe
@@ -58,11 +46,11 @@ class RemoteValue:
         Raises
         ------
         CancelledError
-            If the function was not run, because one before it had failed.
+            If the function was not run, because an earlier one had failed.
         UnavailableError
             If a parameter server is lost, or the worker that keeps the result.
         Exception
-            What the function has raised.
+            An error of the function.
         """
         self._coordinator.wait_for(self)
         if self._state == FAILED:
@@ -85,7 +73,7 @@ class RemoteValue:
         self._state, self._content = state, content
 
     def _handle(self) -> NoReturn:
-        """Refuse to travel."""
+        """Refuse to be sent."""
         raise ValueError(
             "expected no RemoteValue in a scheduled function or its arguments, found "
             "one; fetch it first"
@@ -101,7 +89,7 @@ class RemoteValue:
 
 
 class PerWorkerValues:
-    """A value for each worker; as an argument of a scheduled function, its worker's.
+    """A value for each worker; a scheduled function gets that of its worker.
 
     Parameters
     ----------
@@ -111,7 +99,7 @@ class PerWorkerValues:
     Raises
     ------
     AssertionError
-        For anything but a RemoteValue.
+        For other values.
     """
 
     def __init__(self, values: Sequence[RemoteValue]) -> None:
@@ -143,12 +131,12 @@ class PerWorkerDataset(PerWorkerValues):
     """
 
     def __iter__(self) -> PerWorkerIterator:
-        coordinator = self._values[0]._coordinator
-        return coordinator.iterate(self)
+        found: PerWorkerIterator = self._values[0]._coordinator.iterate(self)
+        return found
 
 
 class PerWorkerIterator(PerWorkerValues):
-    """An iterator on each worker, to be an argument of scheduled functions."""
+    """An iterator on each worker, as an argument of scheduled functions."""
 
     def __iter__(self) -> PerWorkerIterator:
         return self

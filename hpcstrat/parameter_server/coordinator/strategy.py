@@ -42,21 +42,21 @@ class ServerDef(NamedTuple):
 
 
 class Server:
-    """The task of a rank that is not the coordinator, where the program calls it.
+    """The task of a rank that is not the coordinator, called by the program.
 
-    In place of a ParameterServerStrategy: that one ends the program of such a rank once
-    the coordinator has ended, `join` returns. The first arguments are those of
-    tf.distribute, or a resolver alone; the others those of ParameterServerStrategy.
+    Use it instead of a ParameterServerStrategy, which ends the program of such a rank
+    after the coordinator; `join` returns then. The first arguments are those of
+    tf.distribute, or a resolver only; the others those of ParameterServerStrategy.
 
     Parameters
     ----------
     server_or_cluster_def : ClusterSpec, mapping, ServerDef or ClusterResolver, optional
-        All tasks, or a resolver, which knows the task of this rank, too. Default: by
-        the numbers of the ranks.
+        All tasks, or a resolver, which also has this rank's task. Default: tasks by the
+        numbers of the ranks.
     job_name : str, optional
-        Job of this rank, with a ClusterSpec; may be left out where there is one.
+        Job of this rank, with a ClusterSpec of several jobs.
     task_index : int, optional
-        Number of this rank in its job; may be left out where it has one task.
+        Number of this rank in its job, if that has several tasks.
     protocol : str, optional
         Protocol in `target`; messages are those of MPI.
     config : object, optional
@@ -114,7 +114,7 @@ class Server:
 
     @staticmethod
     def create_local_server(config: Any = None, start: bool = True) -> Server:
-        """Refuse a server in the process of the program: ranks are started by MPI.
+        """Raise NotImplementedError: MPI starts the ranks that serve.
 
         Not collective.
 
@@ -129,11 +129,6 @@ class Server:
         -------
         Server
             Never.
-
-        Raises
-        ------
-        NotImplementedError
-            Always.
         """
         del config, start
         raise NotImplementedError(
@@ -150,7 +145,7 @@ class Server:
 
     @property
     def target(self) -> str:
-        """Address of this task, with the protocol before it; empty where unknown."""
+        """Address of this task, with the protocol before it; empty if unknown."""
         resolver = self._resolver
         if resolver is None:
             return ""
@@ -159,7 +154,7 @@ class Server:
 
     @property
     def server_def(self) -> ServerDef:
-        """All tasks, and which of them this rank is."""
+        """All tasks, and the task of this rank."""
         resolver = self._resolver
         if resolver is None or resolver.task_type is None or resolver.task_id is None:
             raise ValueError(
@@ -171,7 +166,7 @@ class Server:
         return ServerDef(spec, resolver.task_type, resolver.task_id, self._protocol)
 
     def join(self) -> None:
-        """Hold variables, run functions, or be spare, until the coordinator ends.
+        """Serve as this rank's task says, until the coordinator ends.
 
         Collective over ``comm``: the coordinator makes a ParameterServerStrategy.
 
@@ -182,7 +177,7 @@ class Server:
         """
         cluster = Cluster(self._request, *self._numbers)
         if cluster.coordinates:
-            # The others serve already, and wait for this rank.
+            # The others serve already; their servers wait for this rank.
             cluster.end(closes=True)
             raise ValueError(
                 f"expected a rank other than the coordinator, found rank {cluster.rank}"
@@ -197,29 +192,29 @@ class Server:
 class ParameterServerStrategy(SingleReplicaStrategy):
     """Trains asynchronously: servers hold variables, workers run functions.
 
-    Collective over ``comm``. The program is the same on all ranks: on the coordinator
-    the constructor returns, on the others it serves until the coordinator closes the
-    strategy or ends, however it does, and then ends the program by SystemExit. Training
-    is asynchronous; there is one replica in sync.
+    Collective over ``comm``. All ranks run the same program. On the coordinator the
+    constructor returns. On other ranks it serves until the coordinator closes the
+    strategy or ends, and then ends the program by SystemExit. There is one replica in
+    sync.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
-        Says which task each rank is: one ``chief``, any number of ``ps``, ``worker``
-        and ``spare``. Default: rank 0 coordinates, the next ``num_ps`` hold variables,
-        the last ``spare_ranks`` are spare, the others work.
+        Gives each rank a task: one ``chief``, any number of ``ps``, ``worker`` and
+        ``spare``. Default: rank 0 coordinates, the next ``num_ps`` hold variables, the
+        last ``spare_ranks`` are spare, the others work.
     variable_partitioner : Partitioner, optional
-        Into how many shards a variable is cut; default: variables stay whole.
+        Number of shards of a variable; default: variables stay whole.
     num_ps : int
-        Number of ranks for variables, where no resolver says it.
+        Number of ranks for variables, without a resolver.
     spare_ranks : int
-        How many ranks wait until another is lost, and then take its place; where no
-        resolver says it. Needs ``on_lost_rank="raise"``.
+        Number of ranks that wait to take the place of a lost rank, without a resolver.
+        Needs ``on_lost_rank="raise"``.
     comm : mpi4py.MPI.Intracomm, optional
         Default: all ranks of the job.
     settings : Settings, optional
-        Rank 0's hold. After each ``warn_seconds`` of waiting, the coordinator names the
-        workers that have not ended a function.
+        Those of rank 0 apply. After each ``warn_seconds`` of waiting, the coordinator
+        names the workers that have not ended a function.
     on_lost_rank : {"abort", "raise"}
         Whether the loss of a rank ends the job. With ``"raise"``, which needs ``mpirun
         --with-ft ulfm``, functions of a lost worker run again elsewhere, a spare rank
@@ -229,7 +224,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     Attributes
     ----------
     coordinator : ClusterCoordinator or None
-        Of this strategy, once it was made.
+        The coordinator of this strategy, once the program has made it.
 
     Raises
     ------
@@ -237,7 +232,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         If there is not at least one rank for variables and one worker, or there are
         spare ranks without ``on_lost_rank="raise"``. On every rank.
     SystemExit
-        On the other ranks, once the coordinator has ended.
+        On the other ranks, after the coordinator has ended.
     """
 
     ranks_are_independent = False
@@ -263,11 +258,13 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         if not cluster.coordinates:
             cluster.serve(self)
             sys.exit(0)
-        _end_at_exit(self)
+        # The other ranks end with this process, however it ends: an uncaught error ends
+        # all ranks. Registered after the end of MPI, this runs before it.
+        atexit.register(self.leave)
 
     def _begin(self, cluster: Cluster, partitioner: Any) -> None:
         super().__init__()
-        self._cluster = cluster
+        self.cluster = cluster
         self._settings = cluster.settings
         self.variable_partitioner = partitioner
         self.client = cluster.client
@@ -275,43 +272,31 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self.coordinator: Any = None
         self.closed = False
         self._num_placed = 0
-        # Keyed by number; a worker has only those that its functions use.
+        # By number; a worker has only the variables that its functions use.
         self._variables: weakref.WeakValueDictionary[int, ServerVariable] = (
             weakref.WeakValueDictionary()
         )
         self.slots = ServerSlots(self.client, self._variables)
-        # Keyed by the optimizer's key, each with the number of its newest handle.
+        # By the optimizer's key, with the number of the newest handle.
         self._optimizers: dict[int, tuple[int, Optimizer]] = {}
         self._forgotten: deque[int] = deque()
 
     @property
     def roles(self) -> Roles:
         """The task of each rank; for the library's own modules."""
-        return self._cluster.roles
+        return self.cluster.roles
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver in use; None where ranks have roles by their numbers."""
+        """The resolver in use; None if ranks have roles by their numbers."""
         return self.__dict__.get("_resolver")
 
-    @property
-    def warn_seconds(self) -> float:
-        """The time to wait before a late worker is named.
-
-        For the library's own modules.
-        """
-        return float(self.settings.warn_seconds or 0)
-
     def variable_class(self, options: VariableOptions) -> Any:
-        """Return the class of variables made in this strategy's scope.
-
-        For the library's own modules.
-        """
         self._require_coordinator("a variable")
         return ServerVariable if self.variable_partitioner is None else ShardedVariable
 
     def _require_coordinator(self, what: str) -> None:
-        if self.closed or not self._cluster.coordinates:
+        if self.closed or not self.cluster.coordinates:
             raise ValueError(
                 f"expected {what} to be made by the coordinator, in its strategy's "
                 "scope, found a scheduled function, the function of a data set, "
@@ -319,20 +304,17 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             )
 
     def told_of(self, variable: ServerVariable) -> Any:
-        """Return where another rank has put a new variable; None: this one does.
+        """Return where another rank has put a new variable; None if this rank puts it.
 
         For the library's own modules.
         """
         return None
 
     def not_made(self, error: BaseException) -> None:
-        """Take note of why a variable could not be made.
-
-        For the library's own modules.
-        """
+        """Note why a variable could not be made; for the library's own modules."""
 
     def next_server(self) -> int:
-        """Return the rank that holds the next variable or shard: all in turn.
+        """Return the server of the next variable or shard, in turn.
 
         For the library's own modules.
         """
@@ -349,7 +331,6 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def apply_gradients(
         self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]]
     ) -> bool:
-        """Let the servers make an optimizer's step; for the library's own modules."""
         policy = self.settings.non_finite or "off"
         with self.client.lock:
             return apply_at_servers(self.client, optimizer, grads_and_vars, policy)
@@ -357,26 +338,27 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> Any:
-        """Return a data set of which each worker sees all.
+        """Return a data set that each worker reads as a whole.
 
-        Not collective; in the function of a per-worker data set.
+        Not collective; in the function of a per-worker data set, which returns the
+        result.
 
         Parameters
         ----------
         dataset : Dataset or iterable of batches
             Gives batches.
         options : InputOptions, optional
-            How.
+            How to read them.
 
         Returns
         -------
         DistributedDataset or DealtDataset
-            To be returned by that function.
+            Iterable of batches.
 
         Raises
         ------
         ValueError
-            On the coordinator.
+            On the coordinator of a `ClusterCoordinator`.
         """
         options = self._own_options("experimental_distribute_dataset", options)
         return super().experimental_distribute_dataset(dataset, options)
@@ -386,33 +368,35 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> Any:
-        """Return the batches that a function makes for one pipeline of one.
+        """Return the batches that a function makes for this worker.
 
-        Not collective; in the function of a per-worker data set.
+        Not collective; in the function of a per-worker data set, which returns the
+        result.
 
         Parameters
         ----------
         dataset_fn : callable
-            Takes an InputContext and returns an iterable of batches.
+            Takes an InputContext, with one pipeline, or as many as there are workers
+            that run the program, and returns an iterable of batches.
         options : InputOptions, optional
-            How.
+            How to read them.
 
         Returns
         -------
         DealtDataset
-            To be returned by that function.
+            Iterable of batches.
 
         Raises
         ------
         ValueError
-            On the coordinator.
+            On the coordinator of a `ClusterCoordinator`.
         """
         options = self._own_options("distribute_datasets_from_function", options)
         return super().distribute_datasets_from_function(dataset_fn, options)
 
     def _own_options(self, what: str, options: InputOptions | None) -> InputOptions:
         """Return options by which each worker has all of the data."""
-        if self._cluster.coordinates:
+        if self.cluster.coordinates:
             raise ValueError(
                 f"expected {what} in the function of a per-worker data set, found it "
                 "on the coordinator, which runs no step; use "
@@ -425,32 +409,23 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return dataclasses.replace(options or InputOptions(), independent=True)
 
     def known(self, number: int, variable: ServerVariable) -> None:
-        """Take note of a variable; for the library's own modules."""
+        """Note a new variable, and give it restored state; for the library's own
+        modules.
+        """
         self._variables[number] = variable
         self.slots.give(variable)
 
-    def replace(self, lost: int) -> int | None:
-        """Give the place of a lost rank to a spare one.
-
-        For the library's own modules.
-        """
-        return self._cluster.replace(lost)
-
-    def take_roles(self, roles: Roles) -> None:
-        """Take note of who does what from now on; for the library's own modules."""
-        self._cluster.take(roles)
-
     def move_from_lost(self) -> None:
-        """Put the variables of lost servers on others, as zeros; reset optimizers.
+        """Move variables of lost servers to spare ranks or other servers, as zeros.
 
-        Not collective; on the coordinator, while no function is under way. The others
-        are spare ranks, or the servers that are left. For the library's own modules.
+        Optimizers begin anew. On the coordinator, while no function is under way. For
+        the library's own modules.
         """
         lost = self.client.mailbox.lost
         places = {
             rank: spare
             for rank in self.roles.servers
-            if rank in lost and (spare := self.replace(rank)) is not None
+            if rank in lost and (spare := self.cluster.replace(rank)) is not None
         }
         for number, variable in list(self._variables.items()):
             if variable.move_from(lost, places):
@@ -458,17 +433,13 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self.slots.forget()
 
     def renew(self) -> None:
-        """Forget the objects that handles have stood for so far.
-
-        For the library's own modules.
-        """
+        """Forget all objects made from handles; for the library's own modules."""
         self._variables.clear()
         self._optimizers.clear()
 
     def resolve(self, kind: str, number: int, parts: Any) -> Any:
-        """Return the object that a handle from another rank stands for.
-
-        For the library's own modules.
+        """Return the object for a handle from another rank; for the library's own
+        modules.
         """
         if kind == "variable":
             variable = self._variables.get(number)
@@ -480,8 +451,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             made, *rest = parts
             last, optimizer = self._optimizers.get(number, (-1, None))
             if made > last:
-                # The newest handle's options count: older handles may still come with
-                # functions.
+                # Functions may still come with older handles, whose options are old.
                 newest = Optimizer.from_rule(*rest)
                 optimizer = optimizer or newest
                 vars(optimizer).update(vars(newest))
@@ -494,11 +464,11 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return "strategy", 0, None
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Let servers free what they keep for a variable, at the next call.
+        """Let servers free a variable's shards, at the next call.
 
         For the library's own modules.
         """
-        # Called by the garbage collector: no message now.
+        # The garbage collector calls this, so no message is sent now.
         self._forgotten.extend(numbers)
 
     def forget_now(self) -> None:
@@ -511,35 +481,31 @@ class ParameterServerStrategy(SingleReplicaStrategy):
                 self.client.tell(server, "delete", numbers)
 
     def require_idle(self, what: str) -> None:
-        """Refuse a call while scheduled functions may write variables.
-
-        RuntimeError if there are any. For the library's own modules.
-        """
         if self.coordinator is not None:
             self.coordinator.require_idle(what)
 
     def close(self) -> None:
         """Let all other ranks end, and free what they share.
 
-        Not collective; on the coordinator. Waits for the functions that workers run;
-        those that were not begun are left out. A second call does nothing.
+        Not collective; on the coordinator. Waits for functions that workers run, and
+        cancels those that have not begun. A second call does nothing.
         """
         self._end(closes=True)
 
     def leave(self) -> None:
-        """Let all other ranks end with this program; for the library's own modules.
+        """Let all other ranks end with this program, as `close` does.
 
-        Waits as `close` does.
+        For the library's own modules.
         """
         self._end(closes=False)
 
     def _end(self, *, closes: bool) -> list[Any]:
-        """End; return the messages that nobody had taken."""
+        """End; return messages that this rank has not taken."""
         with self.client.lock:
             if self.closed:
                 return []
             self.closed = True
-            return self._cluster.end(closes=closes)
+            return self.cluster.end(closes=closes)
 
     def __repr__(self) -> str:
         roles = self.roles
@@ -555,15 +521,6 @@ class _ServedStrategy(ParameterServerStrategy):
 
     def __init__(self, cluster: Cluster) -> None:
         self._begin(cluster, None)
-
-
-def _end_at_exit(strategy: ParameterServerStrategy) -> None:
-    """Let the other ranks end with this process, however it ends.
-
-    An uncaught error ends all ranks anyway. Registered after what ends MPI, this runs
-    before it.
-    """
-    atexit.register(strategy.leave)
 
 
 def _resolver_of(given: Any, job: str | None, index: int | None) -> ClusterResolver:

@@ -159,7 +159,7 @@ class Worker:
         elif kind == "forget":
             self._functions.pop(rest[0], None)
         elif kind == "roles":
-            self._strategy.take_roles(rest[0])
+            self._strategy.cluster.take(rest[0])
         elif kind == "renew":
             self._functions.clear()
             self._strategy.renew()

@@ -1202,11 +1202,11 @@ def test_a_stopped_worker_is_named_and_holds_up_nobody_else(
 ) -> None:
     if job.size < 4:
         pytest.skip("there is one worker")
-    # By a setting it would have to be the same of all strategies that are open.
-    monkeypatch.setattr(hs.ParameterServerStrategy, "warn_seconds", 0.2)
     waker = Waker()
 
     def body(strategy: Any, coordinator: Any) -> None:
+        # A setting would have to be the same for all strategies that are open.
+        monkeypatch.setattr(strategy.client.mailbox, "warn_seconds", 0.2)
         where = made(strategy, np.int64(0))
 
         def stop() -> int:
