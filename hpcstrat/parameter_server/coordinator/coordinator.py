@@ -286,10 +286,9 @@ class ClusterCoordinator:
             See ``RemoteValue.fetch``.
         """
 
-        def fetched(leaf: Any) -> Any:
-            return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
-
-        return tree_map(fetched, val)
+        return tree_map(
+            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val
+        )
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Make a data set on each worker.
@@ -414,10 +413,8 @@ class ClusterCoordinator:
             call = worker.under_way.pop(number, None)
             if call is None:
                 continue
-            if status == NOTHING:
-                call.remote._settle(READY, _NOTHING)
-            elif status == INLINE:
-                call.remote._settle(READY, content)
+            if status in (NOTHING, INLINE):
+                call.remote._settle(READY, content or _NOTHING)
             elif status == ON_WORKER:
                 call.remote._settle(KEPT, worker.rank)
             elif status == ERROR:
