@@ -1,7 +1,7 @@
 """Ends a process after a loss, and writes the file that says the work is done.
 
-``MPI_Finalize`` may wait for the dead: after a loss it is left out. The launcher's exit
-status does not help: it was 0 even if all ranks were lost.
+``MPI_Finalize`` may wait for dead ranks, so that it is left out after a loss. The
+launcher's exit status says nothing: it was 0 even where all ranks were lost.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["end_without_finalize_after_loss", "remove_marker", "write_marker"]
 
 
 def end_without_finalize_after_loss(pool: Pool) -> None:
-    """Arrange for the end of this process, if the pool knows of losses by then."""
+    """Let this process end without MPI_Finalize, if the pool knows of losses."""
     atexit.register(_end, pool, os.getpid())
 
 
 def _end(pool: Pool, process: int) -> None:
-    """Leave MPI_Finalize out, if a rank has died."""
-    # Children that were forked run it as well, and have no MPI to end.
+    """Skip MPI_Finalize if a rank has died."""
+    # Forked children run this, too, and have no MPI to end.
     if os.getpid() != process or not pool.knows_of_losses():
         return
     if abandon_mpi():
@@ -53,8 +53,8 @@ def remove_marker(path: str | os.PathLike[str] | None) -> None:
 def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
     """Write the file that says the work is done; on return it is on the disk.
 
-    One rank calls it; without a path nothing is done. ``told`` is its content, beside
-    the time.
+    One rank calls it; without a path nothing is done. The file has ``told`` and the
+    time.
     """
     if path is None:
         return
@@ -65,7 +65,7 @@ def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> N
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
-    # Whoever watches for the file never sees half of it.
+    # A program that watches for the file never sees half of it.
     os.replace(temporary, whole)
     folder = os.open(os.path.dirname(whole), os.O_RDONLY | os.O_DIRECTORY)
     try:

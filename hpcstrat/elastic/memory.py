@@ -1,4 +1,4 @@
-"""The state from which training goes on after a loss."""
+"""The state from which training continues after a loss."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Memory:
     Parameters
     ----------
     partner_copies : bool
-        Whether what one replica alone has is kept by another one, too.
+        Whether another replica keeps a copy of the state that one replica alone has.
 
     Attributes
     ----------
     state : dict
-        What the program gave to the commit that was restored, beside the step.
+        The plain values of the commit that was restored, beside the step.
     """
 
     def __init__(self, partner_copies: bool = False) -> None:
@@ -57,12 +57,12 @@ class Memory:
         if self._joined is None:
             self._joined = generation
         self.state = {}
-        # The commits stay: they are what the next `restore` goes on from.
+        # The commits stay, for the next `restore`.
         self._strategy, self._generation = strategy, generation
         self._objects, self._restored, self._number, self._calls = None, False, 0, -1
 
     def track(self, **objects: Any) -> None:
-        """Say what is kept; once, after it was made, on each call of the function.
+        """Choose the objects to keep: on each call of the function, once they are made.
 
         Not collective; the same on every rank.
 
@@ -81,7 +81,7 @@ class Memory:
         self._require_whole(self._objects)
 
     def _require_whole(self, objects: Objects) -> None:
-        """Refuse state whose parts would be lost with a rank."""
+        """Refuse state of which each rank has a part, which would be lost with it."""
         variables = objects.variables().items()
         parts = [path for path, variable in variables if variable.is_sharded]
         if parts and self._strategy is not None and not self._strategy.logical:
@@ -110,8 +110,8 @@ class Memory:
         Returns
         -------
         int or None
-            The step of the newest commit that all have; None where there is none, at
-            the start, and everything stays as it is.
+            The step of that commit; None at the start, where there is none, and nothing
+            changes.
 
         Raises
         ------
@@ -146,15 +146,15 @@ class Memory:
             if other is not commit:
                 other.key = None
         self.state = from_text(commit.python[""])
-        # A commit of this generation, which newcomers have as well: a loss before the
-        # next commit would take their parts with it.
+        # Commit at once, so that newcomers have a commit, too: otherwise a loss before
+        # the next one would take their parts with it.
         self._number += 1
-        self._keep(commit.step, commit.python[""], self._spare(commit))
+        self._keep(commit.step, commit.python[""])
         return commit.step
 
     @collective
     def commit(self, step: int, **state: Any) -> None:
-        """Keep everything as it is now, to go on from here after a loss.
+        """Keep the present state, to continue from it after a loss.
 
         Logically collective over the strategy's replicas: it copies memory, and
         communicates only with partner copies, or where no call of the strategy was made
@@ -163,17 +163,17 @@ class Memory:
         Parameters
         ----------
         step : int
-            What `restore` returns.
+            The number that `restore` returns.
         **state : object
-            More to keep, the same on every replica: plain values, as a
-            `CheckpointManager` saves them. It comes back as ``memory.state``.
+            More plain values to keep, the same on every replica, as a
+            `CheckpointManager` saves them. They come back as ``memory.state``.
 
         Raises
         ------
         RuntimeError
             Before `restore`.
         ValueError
-            If the state would come back as another one.
+            If the state would not come back as it is.
         """
         # A commit that fails on this replica counts, too: others may have made it.
         self._number += 1
@@ -183,10 +183,7 @@ class Memory:
                 "expected restore() before the first commit, found none; call it after "
                 "track(), on every call of the training function"
             )
-        text = as_text("commit", state)
-        # The newer commit is kept until this one is complete: a rank may die meanwhile.
-        oldest = min(self._commits, key=lambda c: c.key or (-1, -1))
-        self._keep(int(step), text, oldest)
+        self._keep(int(step), as_text("commit", state))
 
     def _tracked(self, what: str) -> Objects:
         if self._objects is None:
@@ -196,11 +193,9 @@ class Memory:
             )
         return self._objects
 
-    def _spare(self, commit: Snapshot) -> Snapshot:
-        """Return the place that does not hold a commit."""
-        return next(c for c in self._commits if c is not commit)
-
-    def _keep(self, step: int, text: bytes, commit: Snapshot) -> None:
+    def _keep(self, step: int, text: bytes) -> None:
+        # The newer commit is kept until this one is complete: a rank may die meanwhile.
+        commit = min(self._commits, key=lambda c: c.key or (-1, -1))
         strategy, objects = self._strategy, self._objects
         assert strategy is not None
         assert objects is not None

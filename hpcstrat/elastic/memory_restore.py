@@ -1,4 +1,4 @@
-"""Going on from memory: which commit, who has it, and what becomes of lost parts."""
+"""Restores from memory: chooses the commit, and finds or replaces lost parts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["Inventory", "choose", "restore_snapshot", "restore_whole"]
 class Inventory:
     """A replica's description of its memory.
 
-    ``joined`` is the generation in which it became active. Each of ``holdings`` is a
-    commit that it has: which, made as which replica of how many, and of which replicas
-    it has the parts, too.
+    ``joined`` is the generation in which it became active. Each of ``holdings``
+    describes a commit that it has: the key, the replica as which it made the commit,
+    the number of replicas then, and the replicas of whose parts it has copies.
     """
 
     joined: int
@@ -38,11 +38,11 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class _Handover:
-    """The replica that brings each part; the same on every replica.
+    """The replicas that supply each part; the same on every replica.
 
-    ``holders``: replica now -> replica at the commit. ``newcomers``: replica now -> the
-    lost one in whose place it is, if any. ``lost``: replica at the commit -> replica
-    now that has a copy of its part, or None.
+    ``holders`` maps a replica of now to its number at the commit; ``newcomers`` maps a
+    replica of now to the lost one whose place it takes, if any; ``lost`` maps a replica
+    at the commit to a replica of now that has a copy of its part, or None.
     """
 
     holders: dict[int, int]
@@ -55,10 +55,10 @@ class _Handover:
 
 
 def choose(reports: Sequence[Inventory]) -> Key | None:
-    """Return the newest commit that every rank holds that took part in it."""
+    """Return the newest commit that every rank has that took part in it."""
     keys = {holding[0] for report in reports for holding in report.holdings}
     for key in sorted(keys, reverse=True):
-        # Ranks that joined after this commit do not hold it, and receive it.
+        # Ranks that joined after this commit do not have it: they receive it.
         if all(
             report.joined > key[0] or key in [h[0] for h in report.holdings]
             for report in reports
@@ -137,10 +137,10 @@ def restore_whole(
     strategy: Replicas,
     reports: Sequence[Inventory],
 ) -> None:
-    """Give all objects the state of a commit that holds all logical replicas' parts.
+    """Give all objects the state of a commit that has all logical replicas' parts.
 
-    As `restore_snapshot`. Nothing is lost, whoever is left, and each replica gets what
-    it had, wherever it is now.
+    As `restore_snapshot`. Nothing is lost with a rank, and each replica gets its own
+    state, on whichever rank it is now.
     """
     handover = _handover(key, reports)
     if handover.newcomers:
@@ -158,7 +158,7 @@ def restore_whole(
 def _match(
     commit: Snapshot, objects: Objects, strategy: Replicas, *, per_replica: str
 ) -> tuple[list[Match], list[str]]:
-    """Return what `match_entries` does, by the strict rules of one running program."""
+    """Match entries and variables by the strict rules of one running program."""
     return match_entries(
         commit.header(),
         objects.variables(),
@@ -181,7 +181,7 @@ def _end(commit: Snapshot, objects: Objects, strategy: Replicas) -> None:
 def _give_to_newcomers(
     commit: Snapshot, handover: _Handover, strategy: Replicas
 ) -> None:
-    """Send what is equal on all replicas to the ranks that hold no commit."""
+    """Send the state that is equal on all replicas to the ranks that have no commit."""
     collectives, what = strategy.collectives, "state for newcomers"
     described = None
     if strategy.rank == handover.root:
@@ -213,7 +213,7 @@ def _restore_lost(
     values: dict[str, Array],
     rows: dict[str, Array],
 ) -> None:
-    """Find a place for the parts of the lost replicas, and parts for newcomers."""
+    """Give the parts of lost replicas to other replicas, and parts to newcomers."""
     now = strategy.replica_id
     collectives = strategy.collectives
     heirs = {lost: new for new, lost in handover.newcomers.items() if lost is not None}
@@ -260,7 +260,7 @@ def _fill_newcomers(
     values: dict[str, Array],
     without: list[int],
 ) -> None:
-    """Give newcomers parts that change no total, if their predecessors' are lost."""
+    """Give newcomers parts that change no total, where the lost parts have no copy."""
     for path in commit.on_read():
         rule = rule_of(commit.entries[path].aggregation)
         if rule is None:
@@ -307,7 +307,7 @@ def _warn_of_lost(
 def _assign(match: Match, values: dict[str, Array], strategy: Replicas) -> None:
     value = values.get(match.entry.path)
     if value is None:
-        # With aggregation NONE a newcomer keeps the value that it was made with.
+        # With aggregation NONE a newcomer keeps its initial value.
         return
     if match.variable is None:
         # An optimizer, for example, makes its slots at the first gradients.

@@ -1,8 +1,8 @@
-"""The living ranks of a job: who is active, who is spare, who has been lost.
+"""The living ranks of a job: active ones, spare ones, and those that have been lost.
 
-Whatever happens, all living ranks meet: they shrink the pool's communicator to those
-who live, tell each other how they stand, and agree that all have heard it. A meeting
-during which a rank dies is repeated, so that no rank goes on with another list than
+After each loss all living ranks meet: they shrink the pool's communicator to the
+living, tell each other their states, and agree that all have heard them. A meeting
+during which a rank dies is repeated, so that no rank continues with another list than
 the others.
 """
 
@@ -38,7 +38,7 @@ _RELEASED = 1
 class Member:
     """A rank's description of itself; ``rank`` is its number in the whole job.
 
-    ``node`` serves to choose a spare that is near; ``returned`` says that its training
+    ``node`` helps to choose a spare that is near; ``returned`` says that its training
     has come to the end.
     """
 
@@ -53,8 +53,8 @@ class Meeting:
     """The agreement of all living ranks; ranks are numbers in the whole job.
 
     ``generation`` counts meetings. ``comm`` has the active ranks, and is None on a
-    spare. ``active`` are in the order of replicas; ``lost`` have died since the meeting
-    before.
+    spare. ``active`` are in the order of replicas; ``lost`` have died since the last
+    meeting.
     """
 
     generation: int
@@ -66,7 +66,7 @@ class Meeting:
 
 
 class Pool:
-    """All ranks of a job, of which the last ``spare_ranks`` wait until another is lost.
+    """All ranks of a job; the last ``spare_ranks`` wait until another is lost.
 
     Collective over all ranks of the job. ``world`` stays as it is. Raises
     TopologyError, on every rank, where the loss of a rank cannot be survived here.
@@ -89,8 +89,7 @@ class Pool:
         self._num_places = world.size - spare_ranks
         self._members: dict[int, Member] = {}
         if not self._alone:
-            # Each rank computes this by itself, as ranks may be lost already; all get
-            # the same.
+            # Each rank finds the same by itself, as ranks may be lost already.
             problem = problem_with_survival(mpi)
             if problem:
                 raise TopologyError(problem)
@@ -126,7 +125,7 @@ class Pool:
         return found
 
     def _agreed(self, exchange: Callable[[Any], Any]) -> Any:
-        """Shrink to the living, and exchange, until no rank dies meanwhile."""
+        """Shrink to the living, and exchange, until no rank dies during that."""
         while True:
             comm = self._comm = self._comm.Shrink()
             # The loss of a rank is raised here, and does not end this process.
@@ -147,8 +146,8 @@ class Pool:
                 if not is_loss(self._mpi, error):
                     raise
                 heard = False
-            # All have heard, or none goes on with what it has: MPI_Comm_agree gives the
-            # same answer to all that live.
+            # MPI_Comm_agree gives the same answer to all that live: either all use the
+            # result, or none does.
             if heard:
                 return result
             revoke([comm])
@@ -200,7 +199,7 @@ class Pool:
         for place, member in sorted(self._places.items()):
             if member.rank in present:
                 places[place] = member
-        # Those that live keep their places, so that their parts of the state stay.
+        # Living members keep their places, so that their parts of the state stay.
         for place in range(self._num_places):
             if place in places or not spares:
                 continue
@@ -213,12 +212,12 @@ class Pool:
     def wait(self) -> bool:
         """Wait as a spare until all meet; False if an active rank has left by an error.
 
-        It naps: the active ranks may need its core.
+        It naps, as the active ranks may need its core.
         """
         look_at = time.monotonic() + _LOOK_SECONDS
         while not self._comm.Is_revoked():
-            # A communicator of this rank alone drives the progress of all, and knows
-            # no dead.
+            # A call on the communicator of this rank alone drives MPI's progress, and
+            # never fails because of dead ranks.
             self._mpi.COMM_SELF.Iprobe()
             now = time.monotonic()
             if now > look_at:
@@ -261,17 +260,14 @@ class Pool:
                         raise
 
     def knows_of_losses(self) -> bool:
-        """Whether a rank has died, also since the last meeting, as far as is known."""
+        """Return whether a rank is known to have died, also since the last meeting."""
         if self._alone:
             return False
         return len(self._members) < self._size or bool(lost_ranks(self._comm))
 
 
 def _clean_up(lost: list[Member]) -> None:
-    """Remove files of dead processes of this node in its memory file system.
-
-    They are unlinked by the rank that makes them, which may die in between.
-    """
+    """Remove files that dead processes of this node left in /dev/shm."""
     for member in lost:
         if member.node == platform.node():
             for path in glob.glob(f"/dev/shm/hpcstrat-{member.pid}-*"):

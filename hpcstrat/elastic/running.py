@@ -91,7 +91,7 @@ def run(
         If the numbers do not fit the number of ranks, or an option is not allowed; the
         ranks without that option raise ReplicaError.
     """
-    # Told at the meeting below, so that all ranks raise, whichever has the option.
+    # The meeting tells all ranks, so that all raise, whichever has the option.
     problem = _problem_of(strategy_options)
     given = strategy_options.get("settings") or Settings()
     with Creation("start of elastic.run", given) as creation:
@@ -101,11 +101,11 @@ def run(
         numbers = f"spare_ranks={spare_ranks}, min_replicas={min_replicas}"
         call = describe_call(f"elastic.run({numbers}, max_losses={max_losses})")
         with contextlib.suppress(RankLostError):
-            # The meeting finds out who has died.
+            # The meeting below finds out who has died.
             creation.meet(mpi, Topology.world(), call, problem, survives=True)
     pool = Pool(mpi, Topology.world(), spare_ranks)
     _check_least(min_replicas, mpi.COMM_WORLD.size - spare_ranks)
-    # Before the first meeting, in which a rank may be lost already.
+    # This comes before the first meeting, in which a rank may be lost already.
     end_without_finalize_after_loss(pool)
     _clear(completion_marker, mpi)
     memory = Memory(partner_copies)
@@ -117,14 +117,14 @@ def run(
         if meeting.comm is not None:
             outcome = _train(train, pool, memory, meeting, strategy_options)
         elif not pool.wait():
-            # Active ranks have left by an error, and end the job, or handle it alike.
+            # Active ranks have left by an error, and end the job or handle the error.
             return None
         meeting = pool.meet(outcome.returned)
         # All ranks have left the strategy. This rank may have finished, and others not.
         if outcome.strategy is not None:
             outcome.strategy.abandon()
         if not meeting.finished:
-            # Otherwise its thread might overwrite what the next training saves.
+            # A save that still runs might overwrite the files of the next training.
             give_up_all(RankLostError("a rank was lost", meeting.lost))
     if completion_marker is not None:
         _mark(completion_marker, pool, meeting, mpi.COMM_WORLD.rank)
@@ -183,7 +183,7 @@ def _train(
             pool.release_spares()
             raise
         # A rank whose function has returned keeps its result: the loss came in the
-        # barrier after it. If all others have returned, too, the training is finished.
+        # barrier after it. If all have returned, the training is finished.
         if not outcome.returned:
             outcome.exits = outcome.result = None
         if not isinstance(error, RankLostError):
@@ -199,13 +199,13 @@ def _train(
     if strategy is not None and not outcome.returned:
         strategy.abandon()
         outcome.strategy = None
-        # The frames that the error has left may hold all of the old variables.
+        # Frames of the error may keep all of the old variables alive.
         gc.collect()
     return outcome
 
 
 def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) -> bool:
-    """Whether a lost rank caused an error; if so, wakes ranks that do not know it."""
+    """Return whether a lost rank caused an error; if so, tell the other ranks."""
     if strategy is None:
         return isinstance(error, RankLostError)
     if strategy.lost_ranks is not None:
@@ -223,7 +223,7 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
 def _mark(
     path: str | os.PathLike[str], pool: Pool, meeting: Meeting, rank: int
 ) -> None:
-    """Write the marker, on the first active rank that lives to do so."""
+    """Write the marker, on the first active rank that is alive."""
     told = {"num_replicas": len(meeting.active), "num_lost": meeting.num_lost}
     writers = list(meeting.active)
     # The next one writes it, if the first has died meanwhile.

@@ -21,19 +21,19 @@ __all__ = ["Key", "Snapshot", "exchange", "partners_of"]
 _TAG = 17
 
 Key = tuple[int, int]
-"""Of a commit: the generation of ranks that made it, and its number among theirs."""
+"""Identifies a commit: the generation of ranks that made it, and its number there."""
 
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """All that is tracked, as it was at one commit.
+    """The state of all tracked objects at one commit.
 
-    ``arrays`` are this replica's components, and ``iterators`` hold its own row of each
+    ``arrays`` are this replica's components; ``iterators`` have its own row of each
     random stream. In ``python`` the program's own state has an empty name. ``copies``
-    are `own_part` of other replicas.
+    are the results of `own_part` on other replicas.
     """
 
-    # None while it is not complete: a rank that dies in `fill` has not committed.
+    # None while the copy is incomplete: a rank that dies in `fill` has not committed.
     key: Key | None = None
     step: int = 0
     # The rank that made it, and the number of ranks then; a loss changes both.
@@ -94,7 +94,7 @@ class Snapshot:
             if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
                 self.arrays[path] = value.copy()
             else:
-                # Pages that were touched before: no fault for each of them.
+                # These pages were touched before, so that writing causes no faults.
                 kept[...] = value
 
     def _copy_python(self, objects: Objects, python: Mapping[str, bytes]) -> None:
@@ -105,9 +105,10 @@ class Snapshot:
         self.copies = {}
 
     def own_part(self) -> Array:
-        """Return what no other replica has: SyncOnRead parts and random streams.
+        """Return the state of this replica alone: SyncOnRead parts and random streams.
 
-        Bytes, equally many on every replica, so that partners can make room for them.
+        As bytes, equally many on every replica, so that partners can make room for
+        them.
         """
         parts = [self.arrays[p].reshape(-1).view(np.uint8) for p in self.on_read()]
         parts += [row.reshape(-1).view(np.uint8) for row in self._rows()]
@@ -134,7 +135,7 @@ class Snapshot:
     def on_read(self) -> list[str]:
         """Return the paths of values of which each replica has a part.
 
-        In the same order on every replica, as those of `mirrored` are.
+        The order is the same on every replica, as in `mirrored`.
         """
         return [p for p, e in self.entries.items() if e.synchronization == _on(True)]
 
@@ -147,7 +148,7 @@ class Snapshot:
         return [state["state"] for state in states if "bit_generator" in state]
 
     def header(self) -> Header:
-        """Return what `match_entries` compares with the program, as of a checkpoint."""
+        """Return a header like that of a checkpoint, for `match_entries`."""
         python = {name: from_text(text) for name, text in self.python.items()}
         # The empty name holds the program's own state, which belongs to no object.
         own = {name: state for name, state in python.items() if name}
@@ -163,8 +164,8 @@ def _on(read: bool) -> str:
 def partners_of(workers: Sequence[int]) -> list[int]:
     """Return which replica keeps the copy of each, by the worker of each.
 
-    It is the one at the same position of the next worker, as a host is lost as a whole;
-    where there is one worker only, the next replica.
+    It is the replica at the same position of the next worker, as a host is lost as a
+    whole; where there is only one worker, the next replica.
     """
     count = len(workers)
     if len(set(workers)) == 1:
@@ -185,10 +186,10 @@ def partners_of(workers: Sequence[int]) -> list[int]:
 def exchange(
     strategy: Replicas, part: Array, partners: Sequence[int]
 ) -> dict[int, Array]:
-    """Send a part to this replica's partner, and return those that it keeps.
+    """Send a part to this replica's partner, and return the parts that it keeps.
 
-    Collective over the strategy's replicas, of which there must be two or more; the
-    parts are equally long on all of them.
+    Collective over the strategy's replicas, two or more; the parts are equally long on
+    all.
     """
     own = strategy.replica_id
     sources = [r for r, partner in enumerate(partners) if partner == own]

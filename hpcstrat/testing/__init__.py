@@ -1,8 +1,8 @@
 """Run functions and commands on several ranks of this machine, for tests.
 
-``run(n, function, *args)`` calls a function on n ranks and returns what they returned;
+``run(n, function, *args)`` calls a function on n ranks and returns their results;
 ``launch(n, command)`` runs a whole program. Both end every process that they started,
-on every way out, and both say where each rank was when the time is up.
+however they end, and both show where each rank was when the time is up.
 """
 
 from hpcstrat.testing.launcher import launch_command

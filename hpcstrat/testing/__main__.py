@@ -1,4 +1,4 @@
-"""One rank of ``hpcstrat.testing.run``: read the call, make it, write what became."""
+"""One rank of ``hpcstrat.testing.run``: reads the call, makes it, writes the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.testing.job import note_rank, wait_until, write_whole
 
-# So long a failed rank waits for others to write down their own failures.
+# Time that a failed rank gives others to write their own failures.
 _GRACE_SECONDS = 1.0
 
 
@@ -28,7 +28,7 @@ def _call(folder: Path) -> bytes:
 
 
 def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
-    """Write down an exception and end the job, as the exception would in a program."""
+    """Write an exception to a file, and end the job, as it would in a program."""
     while (
         exc.__traceback__ and exc.__traceback__.tb_frame.f_code.co_filename == __file__
     ):

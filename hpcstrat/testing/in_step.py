@@ -35,10 +35,10 @@ FAILED = _OUTCOMES.index("failed")
 
 
 class RanksInStep:
-    """The plugin; ``comm`` is used by nothing else.
+    """The plugin; nothing else uses ``comm``.
 
-    ``command`` are the words after ``python`` that run pytest on a rank; ``folder`` is
-    that of the job, where its starter looks for what failed.
+    ``command`` has the words after ``python`` that run pytest on a rank. ``folder`` is
+    the job's, in which the process that started it looks for failures.
     """
 
     def __init__(

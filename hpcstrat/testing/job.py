@@ -1,14 +1,14 @@
-"""One launcher and all the processes that came of it: start, wait, stacks, end.
+"""One launcher and all the processes that it started: start, wait, stacks, end.
 
 SIGKILL of Open MPI's mpirun leaves its ranks alive, so that the end of the launcher is
 not the end of the job, and MPICH's ranks leave the launcher's session. Every process of
 a job therefore has the job's folder in its environment, and the ranks of ``run`` write
-their process numbers into it; whatever shows either of the two is ended.
+their process numbers into it; every process with one of the two is ended.
 
 A launcher that is killed also leaves its session directory, by default one of the
-machine that is named by the launcher's process number. A later mpirun that is given the
-same number ends at once ("The PMIx server's listener thread failed to start"), so each
-job keeps that directory in its folder.
+machine that is named by the launcher's process number. A later mpirun with the same
+number ends at once ("The PMIx server's listener thread failed to start"), so each job
+keeps that directory in its folder.
 
 Open MPI 5.0's mpirun may wait for itself, for ever, once its ranks have gone: its main
 thread in PMIx_server_deregister_client, for a thread that waits for a lock. Of a job
@@ -69,14 +69,14 @@ def start_time(pid: int) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file so that others see all of it or nothing."""
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_bytes(content)
     partial.rename(path)
 
 
 def note_rank(folder: Path, rank: int) -> None:
-    """Let the job of a folder ask this process for its stacks, and end it."""
+    """Let the job of a folder get this process's stacks, and end it."""
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     pid = os.getpid()
@@ -92,8 +92,8 @@ def _signal(pid: int, number: int) -> None:
 class Job:
     """A launcher in a session of its own, with its output in files of a folder.
 
-    The folder exists, and the caller removes it; ``environment`` is the whole one of
-    the launcher.
+    The folder exists, and the caller removes it; ``environment`` is the launcher's
+    whole environment.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class Job:
     def wait(self, seconds: float) -> int | None:
         """Wait for the launcher; return its exit code, None if it still runs.
 
-        Negative for a signal, as where it waited for itself and was ended here.
+        The code is negative for a signal, also where the launcher waited for itself and
+        was ended here.
         """
         deadline = time.monotonic() + max(seconds, 0)
         while True:
@@ -149,7 +150,7 @@ class Job:
             self._end_launcher_alone()
 
     def _end_launcher_alone(self) -> None:
-        """End a launcher that goes on long after all that it had started has gone."""
+        """End a launcher that still runs long after its processes have gone."""
         now = time.monotonic()
         if (self._marked() | self._ranks()) - {self._process.pid}:
             self._has_started, self._alone_since = True, None
@@ -180,7 +181,7 @@ class Job:
         ranks = set()
         for path in self.folder.glob("*.pid"):
             number, _, started = path.read_text().partition(" ")
-            # Otherwise the number belongs to a later process by now.
+            # With another start time, the number belongs to a later process.
             if start_time(int(number)) == started:
                 ranks.add(int(number))
         return ranks
@@ -213,7 +214,7 @@ class Job:
         return found
 
     def end(self) -> None:
-        """End what is left of the job; nothing happens where nothing is left."""
+        """End the processes of the job that are left."""
         if self.wait(0) is None:
             # A launcher that is asked to end removes its own temporary files.
             _signal(self._process.pid, signal.SIGTERM)

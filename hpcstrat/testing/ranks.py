@@ -1,12 +1,13 @@
 """A pytest plugin: ``@pytest.mark.ranks(2, 3)`` runs a test on 2, and on 3 ranks.
 
-Where pytest runs, a marked test is a job: ``rank_jobs`` starts mpirun with pytest on
-each rank, and the report of the ranks becomes that of the test. Its fixtures are made
-on the ranks only. Started with ``--in-job``, pytest is one of these ranks.
+In the pytest that a user starts, a marked test is a job: ``rank_jobs`` starts mpirun
+with pytest on each rank, and the report of the ranks becomes that of the test. Its
+fixtures are made on the ranks only. With ``--in-job``, pytest is one of these ranks.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
@@ -34,19 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="this process is a rank: run the tests marked with this job's number of "
         "ranks, in it (mpirun -n 3 python -m pytest --in-job)",
     )
-    # Given by the plugin itself to the ranks that it starts.
-    group.addoption("--job-folder", help=_hidden())
+    # The plugin gives it to the ranks that it starts.
+    group.addoption("--job-folder", help=argparse.SUPPRESS)
     parser.addini(
         "ranks_timeout",
         "seconds after which a test marked with ranks is ended, start included",
         default=str(_TIMEOUT_SECONDS),
     )
-
-
-def _hidden() -> str:
-    import argparse
-
-    return argparse.SUPPRESS
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,11 +63,10 @@ def _counts(definition: pytest.Item) -> list[int]:
     numbers = [n for n in mark.args if type(n) is int and n > 0]
     if not numbers or len(numbers) < len(mark.args) or unknown:
         words = [*map(repr, mark.args), *(f"{k}={v!r}" for k, v in mark.kwargs.items())]
-        message = (
+        raise pytest.UsageError(
             "expected numbers of ranks, as in @pytest.mark.ranks(2, 3, timeout=60), "
             f"found @pytest.mark.ranks({', '.join(words)}) at {definition.nodeid}"
         )
-        raise pytest.UsageError(message)
     return numbers
 
 
@@ -91,11 +85,10 @@ def _size(item: pytest.Item) -> int:
         return 0
     callspec = getattr(item, "callspec", None)
     if callspec is None or "num_ranks" not in callspec.params:
-        message = (
+        raise pytest.UsageError(
             f"expected @pytest.mark.ranks at a function or a plain class, found it at "
             f"{item.nodeid}; tests of unittest.TestCase cannot run on ranks"
         )
-        raise pytest.UsageError(message)
     return int(callspec.params["num_ranks"])
 
 
@@ -118,7 +111,7 @@ def pytest_collection_modifyitems(
         rank_jobs.refuse_ranks()
     for item in items:
         if sizes[item]:
-            # Setting up fixtures here, too, could only do harm.
+            # The ranks make the fixtures, so that this process makes none.
             item.fixturenames.clear()  # type: ignore[attr-defined]
 
 
@@ -138,7 +131,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Put the report of the ranks in the place of the one of the call here."""
+    """Replace the report of the call here by that of the ranks."""
     report = yield
     ranks = item.stash.get(_REPORT, None)
     if call.when != "call" or ranks is None:

@@ -1,4 +1,4 @@
-"""Run a function or a program on several ranks, and say what became of each."""
+"""Runs a function or a program on several ranks, and reports how each rank ended."""
 
 from __future__ import annotations
 
@@ -114,11 +114,10 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         import cloudpickle
     except ImportError as exc:
-        message = (
+        raise HpcstratError(
             "expected cloudpickle to send the function to the ranks, found it missing; "
             "pip install cloudpickle"
-        )
-        raise HpcstratError(message) from exc
+        ) from exc
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     # The name __main__ means another module in the ranks; cloudpickle knows that.
     by_value = (
@@ -134,7 +133,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    # The path goes first: what the call refers to by name is found through it.
+    # The path comes first, as Python finds names in the call through it.
     return pickle.dumps((sys.path, call))
 
 
@@ -162,7 +161,7 @@ def sections(title: str, texts: Mapping[int, str]) -> str:
 
 def _time_is_up(job: Job, n: int, timeout: float) -> RankTimeout:
     """Collect the stacks of a job that still runs."""
-    # Now: the end of the job takes its processes with it.
+    # The processes, and their stacks, end with the job.
     job.show_stacks()
     stacks, stderr = job.stacks(), job.stderr
     ended = [rank for rank in range(n) if (job.folder / f"{rank}.result").exists()]
@@ -181,7 +180,7 @@ def _time_is_up(job: Job, n: int, timeout: float) -> RankTimeout:
 
 
 def read_failures(folder: Path) -> dict[int, str]:
-    """Return what ranks of a job wrote into its folder of how they failed."""
+    """Return the failures that ranks of a job wrote into its folder."""
     return {int(path.stem): path.read_text() for path in folder.glob("*.failure")}
 
 
@@ -192,7 +191,7 @@ def finish(
     timeout: float,
     env: Mapping[str, str] | None,
 ) -> Finished:
-    """Run a command to its end, whatever that is, and leave no process behind."""
+    """Run a command until it ends or its time is up, and leave no process behind."""
     job = Job(command, folder, _environment(env))
     try:
         returncode = job.wait(timeout)
@@ -321,14 +320,11 @@ def _results(folder: Path, n: int, finished: Finished) -> list[Any]:
         found += [f"rank {rank} ended without a result" for rank in silent]
     if not found:
         found = ["the job failed after the function returned on every rank"]
-    message = (
+    raise RankFailure(
         f"expected {n} ranks to return, found that {', '.join(found)} (the launcher's "
         f"exit code is {finished.returncode}); read the ranks' reports"
         + sections("traceback", failures)
-        + ("" if failures else f"\n--- standard error\n{finished.stderr}")
-    )
-    raise RankFailure(
-        message,
+        + ("" if failures else f"\n--- standard error\n{finished.stderr}"),
         failures,
         finished.returncode,
         stdout=finished.stdout,

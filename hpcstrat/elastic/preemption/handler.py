@@ -19,12 +19,12 @@ __all__ = ["PreemptionCheckpointHandler"]
 
 _EXIT_STATUS = 42
 _NAME = "preemption"
-# Before the first save, or a restore, nobody knows how long one takes. Three times the
-# variables, since optimizers make theirs later, to a disk that is shared.
+# The guess of the time of a save before the first save or restore. The speed is a third
+# of a shared disk's, since optimizers make their variables later.
 _FIRST_SAVE_SECONDS = 5.0
 _FIRST_BYTES_PER_SECOND = 50e6 / 3
 _LEAST_MARGIN_SECONDS = 10.0
-# A disk that many jobs write to at their ends is slower than before.
+# Many jobs may write to the disk at their ends, which makes it slower than before.
 _MARGIN = 3.0
 
 
@@ -47,23 +47,24 @@ class PreemptionCheckpointHandler:
     Collective over the strategy's replicas, as are its methods. It restores the newest
     checkpoint, if there is one, and listens for signals from then on.
 
-    A signal to any one rank is enough: it tells the others in the header of the next
-    collective call, so that a step costs nothing. The step under way is finished, and
-    the next `run` saves, and leaves the program with exit status 42. The same holds in
-    time before the end that the scheduler has told for the job. The job that is started
-    again goes on by itself, on any number of ranks.
+    A signal to any one rank is enough: the header of its next collective call tells the
+    others, so that a step costs nothing. The step under way is finished, and the next
+    `run` saves, and leaves the program with exit status 42. The handler does the same
+    in time before the end of the job that the scheduler has set. The job that is
+    started again continues by itself, on any number of ranks.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver or None
         Not used: MPI knows the cluster. For programs of tf.distribute.
     checkpoint_or_checkpoint_manager : CheckpointManager, or mapping of str to object
-        What is saved. It gets one more object, ``"preemption"``, the number of calls.
-        A mapping, of what a `CheckpointManager` takes, needs ``checkpoint_dir``.
+        The objects to save. The manager gets one more object, ``"preemption"``, the
+        number of calls. A mapping, like the arguments of a `CheckpointManager`, needs
+        ``checkpoint_dir``.
     checkpoint_dir : str or path, optional
-        Folder of the checkpoints of a mapping, of which the newest one is kept.
+        Folder of the checkpoints of a mapping; only the newest one is kept.
     termination_config : TerminationConfig, optional
-        What is a notice, and what is done then.
+        Which events are notices of the end, and what to do then.
 
     Raises
     ------
@@ -79,7 +80,7 @@ class PreemptionCheckpointHandler:
     Notes
     -----
     As ``tf.distribute.experimental.PreemptionCheckpointHandler``, with other signals,
-    the scheduler's time limit and requeueing in addition.
+    and in addition with the scheduler's time limit and requeueing.
 
     Examples
     --------
@@ -106,7 +107,7 @@ class PreemptionCheckpointHandler:
         del cluster_resolver
         self._config = config = termination_config or TerminationConfig()
         self._calls = _Calls()
-        # A notice of a strategy of one replica; those of others are the channel's.
+        # The notice of a strategy of one replica; others have a channel for notices.
         self._notice = ""
         # Whether all knew of a notice when the last step ended, the same on all.
         self._due = False
@@ -143,7 +144,7 @@ class PreemptionCheckpointHandler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Listen no more; a further signal does not kill a rank that is leaving."""
+        """Stop listening, but not in an exit, so that no further signal kills it."""
         if kind is None or not issubclass(kind, SystemExit):
             self.close()
 
@@ -189,7 +190,7 @@ class PreemptionCheckpointHandler:
             self._act()
         result = distributed_train_function(*args, **kwargs)
         self._calls.number += 1
-        self._due = self._is_told()
+        self._due = bool(self._told())
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
@@ -208,7 +209,7 @@ class PreemptionCheckpointHandler:
         self._calls.number += 1
         if self._due:
             self._act(*args, **kwargs)
-        self._due = self._is_told()
+        self._due = bool(self._told())
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
@@ -236,7 +237,7 @@ class PreemptionCheckpointHandler:
         return channel is None or bool(channel.topology.replica_id == 0)
 
     def _tell(self, reason: str) -> None:
-        # This runs in a signal handler or a thread: it only assigns.
+        # A signal handler or a thread runs this, so that it only assigns.
         if self._channel is None:
             self._notice = reason
         else:
@@ -247,9 +248,6 @@ class PreemptionCheckpointHandler:
             return {0: self._notice} if self._notice else {}
         told: dict[int, str] = self._channel.noticed
         return told
-
-    def _is_told(self) -> bool:
-        return bool(self._told())
 
     def _forget(self) -> None:
         self._due, self._notice = False, ""
@@ -281,7 +279,7 @@ class PreemptionCheckpointHandler:
             self._config.save_fn(*args, **kwargs)
         else:
             self._manager.save(*args, **kwargs)
-            # A save in the background must be on the disk.
+            # A save in the background must be on the disk before the exit.
             self._manager.wait()
         self._longest_save = max(self._longest_save, time.monotonic() - began)
         if self._config.grace_period and not self._in_grace:
@@ -295,7 +293,7 @@ class PreemptionCheckpointHandler:
         self._config.exit_fn()
 
     def __repr__(self) -> str:
-        """Show by what it saves."""
+        """Show the manager that saves."""
         return f"<{type(self).__name__} by {self._manager!r}>"
 
 
@@ -312,7 +310,7 @@ def _manager_of(given: Any, directory: Any) -> CheckpointManager:
 
 
 def _requeue() -> None:
-    """Ask the scheduler to start this job once more; it ends this one meanwhile."""
+    """Ask the scheduler to start this job once more."""
     job = batch_job_from_environment()
     if job is None:
         get_logger("preemption").warning(

@@ -19,11 +19,11 @@ _POLL_SECONDS = 1.0
 
 
 class PreemptionWatch:
-    """Reports signals, the result of a program's function, and a time that comes near.
+    """Reports signals, the result of a program's function, and the end of the job.
 
-    Not collective, as are its calls. ``tell`` may be called in a handler of a signal
-    and in a thread; ``save_seconds`` returns how long before the end is too late.
-    ``asks`` is whether this rank asks the scheduler for the end of the job.
+    ``tell`` may be called in a signal handler and in a thread; ``save_seconds`` returns
+    how long before the end a save must begin. ``asks`` is whether this rank asks the
+    scheduler for the end of the job.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PreemptionWatch:
             self._start()
 
     def be_done_in(self, seconds: float) -> None:
-        """From here on, report only that this time is nearly over."""
+        """Report from here on only that this time is nearly over."""
         self._function = None
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
@@ -61,7 +61,7 @@ class PreemptionWatch:
         self._start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._end.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -76,14 +76,13 @@ class PreemptionWatch:
             )
         for number in config.signals or ():
             before = signal.signal(number, self._on_signal)
-            # A handler of C code cannot be given back; the default can.
+            # Python cannot restore a handler of C code, only the default one.
             self._before[int(number)] = signal.SIG_DFL if before is None else before
 
     def _on_signal(self, number: int, frame: Any) -> None:
         del frame
         if os.getpid() != self._process:
-            # This is a forked child, such as a data loader's worker: its parent ends
-            # it.
+            # In a forked child, such as a data loader's worker, the signal ends it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -103,8 +102,7 @@ class PreemptionWatch:
             try:
                 self._look_once()
             except Exception as error:
-                # The program's function has failed: a job that is told too early can go
-                # on.
+                # An error of the program's function must not end the job.
                 get_logger("preemption").warning(
                     "the termination_watcher_fn raised %s: %s; that is no notice",
                     type(error).__name__,

@@ -1,4 +1,4 @@
-"""Learns that a job is about to end, and acts on it."""
+"""Options: how a program learns of the end of its job, and what it does then."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class TerminationConfig:
     ----------
     termination_watcher_fn : callable, optional
         Called without arguments about each second, in a thread of each rank, instead of
-        listening for signals; true on any one rank is a notice. It must not make calls
-        of hpcstrat.
+        listening for signals; a true result on any one rank is a notice. It must not
+        make calls of hpcstrat.
     exit_fn : callable, optional
         Called without arguments on every rank, when all is saved; default:
-        ``sys.exit(42)``. If it returns, the training goes on.
+        ``sys.exit(42)``. If it returns, the training continues.
     grace_period : float, optional
         Seconds from a notice until the job is ended. Above 0 everything is saved at
-        once, the training goes on, and is saved again and left when they are nearly
-        over. Default: 0, save and leave.
+        once, the training continues, and when the time is nearly over everything is
+        saved again and the program left. Default: 0, save and leave.
     save_fn : callable, optional
         Called on every rank in place of the manager's ``save``.
     signals : sequence of signal.Signals or str, optional
-        Which signals are a notice, to any one rank. Default: SIGTERM and SIGUSR1; in
+        Signals that are a notice, to any one rank. Default: SIGTERM and SIGUSR1; in
         jobs of LSF and SGE, which warn by it, SIGUSR2, too.
     job_end : float or "scheduler" or None
-        When the job ends, in seconds since the epoch; ``"scheduler"`` is what Slurm,
-        PBS, Flux, LSF or SGE says of the job that this process is in. Everything is
-        saved, and the training left, in time for a save as long as the longest one so
-        far. ``"slurm"`` is an older word for it.
+        When the job ends, in seconds since the epoch; ``"scheduler"`` asks Slurm, PBS,
+        Flux, LSF or SGE for the end of this job. Everything is saved, and the training
+        left, in time for a save as long as the longest one so far. ``"slurm"`` is an
+        older word for it.
     requeue : bool
         Whether the first rank asks Slurm, LSF or SGE to requeue the job before it
         leaves. PBS and Flux do not do so for users: see ``jobs/pbs/``, ``jobs/flux/``.
