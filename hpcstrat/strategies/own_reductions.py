@@ -16,6 +16,7 @@ from hpcstrat.engine.channel.entries import collective
 from hpcstrat.engine.context import push
 from hpcstrat.engine.options import CommunicationOptions, ReduceOp
 from hpcstrat.engine.reduction.cross_device_ops import CrossDeviceOps
+from hpcstrat.engine.reduction.reductions import repeat_nothing
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Tree
@@ -53,12 +54,8 @@ class HookedCollectives(Collectives):
         self.strategy: Any = None
         self.reduce_in_call = self._by_hooks
         self.batch_reduce = self._entered
-        self.repeat = self._never
+        self.repeat = repeat_nothing
         self.start_in_call = self.start_reduce = self._start_nothing
-
-    @staticmethod
-    def _never(what: str, op: Any, value: Any, out: Any = None) -> Any:
-        """Return None, so that no call goes the way of an earlier one."""
 
     def _start_nothing(
         self, op: ReduceOp, trees: Tree, what: str, *args: Any, **options: Any

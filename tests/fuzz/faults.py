@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.collectives.kernel_sum import KernelSum
+from hpcstrat.safety import exits
 
 __all__ = ["BadBatchError", "Interrupting", "memory_runs_out", "raised"]
 
@@ -55,6 +56,9 @@ def memory_runs_out() -> Iterator[None]:
 
     Recycler.arrays = fails  # type: ignore[method-assign, assignment]
     KernelSum.repeat = repeats  # type: ignore[method-assign]
+    for channel in exits._channels:
+        # The kernel makes no call alone, and so the next one comes here.
+        channel.state.attention = True
     try:
         yield
     finally:

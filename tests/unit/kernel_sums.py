@@ -43,12 +43,15 @@ class Worker:
         piece_bytes: int,
         divisor: int,
         scattered: bool,
+        digest: int = 11,
+        allocate: Any = None,
     ) -> list[Any]:
         """Return each rank's object for a sum of such arrays."""
         codes = type_codes([a.dtype for a in arrays[0]], means=bool(divisor))
         results = [result_like(array, divisor) for array in arrays[0]]
         options = codes, list(arrays[0]), results, piece_bytes, divisor, scattered
-        return [self.module.Sum(kernel, *options) for kernel in self.kernels]
+        call = "call", digest, allocate
+        return [self.module.Sum(kernel, *options, *call) for kernel in self.kernels]
 
 
 def result_like(array: Any, divisor: int) -> Any:
@@ -100,14 +103,14 @@ def same_bits(one: Any, other: Any) -> bool:
     return np.array_equal(*nans) and cleaned[0].tobytes() == cleaned[1].tobytes()
 
 
-def finish(sums: Sequence[Any], digest: int, draw: random.Random) -> None:
+def finish(sums: Sequence[Any], draw: random.Random) -> None:
     """Take the sums of all ranks to their ends, in a random order."""
     open_ = list(range(len(sums)))
     for _ in range(1_000_000):
         if not open_:
             return
         rank = draw.choice(open_)
-        found = sums[rank].go_on(digest, draw.randrange(3))
+        found = sums[rank].go_on(draw.randrange(3))
         assert found in (DONE, HEADER_AWAITED, STEP_AWAITED), found
         if found == DONE:
             open_.remove(rank)
@@ -131,7 +134,7 @@ def check(worker: Worker, draw: random.Random) -> None:
     for rank in draw.sample(range(ranks), ranks):
         assert sums[rank].start(arrays[rank], results[rank])
         worker.kernels[rank].post(7, 11 ^ worker.kernels[rank].next, 0)
-    finish(sums, 11, draw)
+    finish(sums, draw)
     for rank in range(ranks):
         for result, right in zip(results[rank], expected, strict=True):
             assert same_bits(result, right), (rank, kinds, piece, divisor)

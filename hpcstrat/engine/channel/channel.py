@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcstrat.engine.channel.call import Call, describe_call
+from hpcstrat.engine.channel.call_state import CallState, Watched
 from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
 from hpcstrat.engine.channel.failures import Failures
 from hpcstrat.engine.channel.headers import (
@@ -57,26 +58,25 @@ class Channel:
     otherwise.
     """
 
+    closed = Watched(False)
+    # Waits for calls that the program has made before, but that other threads, such as
+    # XLA's, still carry out; they come first. None where there are no such.
+    elsewhere = Watched[Callable[[], None] | None](None)
+    # This rank's notice to the others, such as a signal that it got: the next header
+    # of a call that waits carries it, and it ends nothing. The notices of all ranks are
+    # the same on all after each call.
+    notice = Watched("")
+
     def __init__(self, topology: Topology, *, native: bool = True) -> None:
         self.topology = topology
-        self.closed = False
-        # Number of headers so far; the same on all ranks at the same point.
-        self.num_calls = 0
-        # The thread that is in a call, and the name of the outermost one, see
-        # hpcstrat.engine.channel.entries.
-        self.running: tuple[int, str] | None = None
-        # The last call to which all ranks have come, and the one whose data this rank
-        # moves now.
-        self.last_call: Call | None = None
+        # The kernel that sums in this worker's memory, where all its ranks have it; it
+        # reads and writes the state of the calls.
+        self.kernel = make_kernel(topology) if native else None
+        self.state: Any = CallState() if self.kernel is None else self.kernel
+        active.channels.add(self)
+        # The call whose data this rank moves now.
         self.exchanging: Call | None = None
-        self.position = Position()
-        # Waits for calls that the program has made before, but that other threads, such
-        # as XLA's, still carry out; they come first. None where there are no such.
-        self.elsewhere: Callable[[], None] | None = None
-        # This rank's notice to the others, such as a signal that it got: the next
-        # header of a call that waits carries it, and it ends nothing. The notices
-        # of all ranks are the same on all after each call.
-        self.notice = ""
+        self.position = Position(self.state)
         self.noticed: dict[int, str] = {}
         self.pending = PendingCalls(self)
         # Made at the first call with arrays on GPUs, see device_group.
@@ -84,21 +84,53 @@ class Channel:
         self._comm = topology.duplicate()
         self._interruptible: dict[int, InterruptibleComm] = {}
         self.failures = Failures(self, self._comm)
-        # The kernel that sums in this worker's memory, where all its ranks have it.
-        self.kernel = make_kernel(topology) if native else None
         self.steps = (
             SegmentHeaders(topology)
             if self.kernel is None
             else KernelHeaders(topology, self.kernel)
         )
-        self.rings = SharedRings(topology, self.kernel)
+        self.rings = SharedRings(topology, self.state)
         self.arrivals = Arrivals(topology, self._comm, lambda: self.num_calls)
-        self.waiter = Waiter(topology, self.failures.look, self.steps, self.arrivals)
+        self.waiter = Waiter(
+            topology, self.failures.look, self.steps, self.arrivals, self.state
+        )
         # Headers between workers, which carry the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
             self.wire = WireHeaders(topology, self._comm, self.steps, self.rings)
         self.headers: SegmentHeaders | WireHeaders = self.wire or self.steps
+
+    @property
+    def num_calls(self) -> int:
+        """Number of headers so far; the same on all ranks at the same point."""
+        return int(self.state.num_calls)
+
+    @property
+    def last_call(self) -> Call | None:
+        """The last call to which all ranks have come."""
+        last: Call | None = self.state.last_call
+        return last
+
+    def may_repeat(self) -> bool:
+        """Whether the kernel may make calls alone: nothing is out of the ordinary.
+
+        The flag is lowered before anything is looked at, see `Watched`: what changes
+        meanwhile raises it again, and the next call looks once more.
+        """
+        failures = self.failures
+        self.state.attention = False
+        if (
+            failures.broken
+            or self.closed
+            or self.pending
+            or self.notice
+            or failures.leaving is not None
+            or self.elsewhere is not None
+            or active.recorder is not None
+        ):
+            self.state.attention = True
+            return False
+        return True
 
     # Calls that wait: a header, then an exchange of data.
 
@@ -177,7 +209,7 @@ class Channel:
             agreed = self.headers.agreed
             for _ in range(self.waiter.quick_looks):
                 if agreed():
-                    self.last_call = call
+                    self.state.last_call = call
                     return True
             return self.wait_header(call, timeout_seconds)
         except BaseException as error:
@@ -198,7 +230,7 @@ class Channel:
         ``run`` is the position's ``step_fingerprint``, or its ``run_fingerprint`` for a
         call that waits; ``carried`` travels in the header.
         """
-        self.num_calls += 1
+        self.state.num_calls += 1
         if self.wire is None:
             # An interrupt before a header leaves a rank's ring a place ahead.
             self.steps.post(run, call.digest ^ self.rings.next, flags)
@@ -215,13 +247,13 @@ class Channel:
         if not headers.agreed() and headers.missing():
             self.failures.look()
             return None
-        self.last_call = call
+        self.state.last_call = call
         return headers.agreed()
 
     def wait_header(self, call: Call, timeout_seconds: float | None) -> bool:
         """Wait for the headers of all ranks; whether all have announced the same."""
         came = self.waiter.wait_header(self.headers, call, timeout_seconds)
-        self.last_call = call
+        self.state.last_call = call
         return came
 
     # Data.

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.call_state import CallState
 from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.position import Position
 from hpcstrat.errors import CollectiveError
@@ -17,13 +18,13 @@ class ClosedChannel:
     """Refuses the calls of a channel by CollectiveError; nothing is collective."""
 
     num_calls = told_at = 0
-    running: tuple[int, str] | None = None
     broken, closed = "", True
     device_group = elsewhere = None
 
     def __init__(self) -> None:
+        self.state = CallState()
         # ``run`` counts its steps also where nobody compares them.
-        self.position = Position()
+        self.position = Position(self.state)
         self.pending = PendingCalls(self)
         # This object refuses what they would be asked, too.
         self.failures = self

@@ -38,39 +38,42 @@ def collective(method: _Method) -> _Method:
         if channel.elsewhere is not None:
             channel.elsewhere()
         # No other thread runs between the look and the assignment.
-        thread, outer = get_ident(), channel.running
-        if outer is not None and outer[0] != thread:
+        state, thread = channel.state, get_ident()
+        outer = state.thread
+        if outer not in (0, thread):
             _refuse(channel, outer, what)
-        entered, channel.running = channel.num_calls, outer or (thread, what)
+        entered, state.thread = state.num_calls, thread
+        if not outer:
+            state.what = what
         try:
-            if channel.failures.broken and outer is None:
+            if channel.failures.broken and not outer:
                 # Before any data are laid out; otherwise the method raises.
                 channel.failures.resume(what)
-                entered = channel.num_calls
+                entered = state.num_calls
             return method(self, *args, **kwargs)
         except BaseException as error:
             named = inspect.signature(method).bind_partial(self, *args, **kwargs)
             channel.failures.leave(named.arguments.get("what", what), error, entered)
             raise
         finally:
-            channel.running = outer
+            state.thread = outer
 
     return entry  # type: ignore[return-value]
 
 
-def _refuse(channel: Any, running: tuple[int, str], what: str) -> NoReturn:
+def _refuse(channel: Any, other: int, what: str) -> NoReturn:
     """End all calls where another thread is in one, by an error that names both."""
-    (other, its_call), failures = running, channel.failures
+    failures, state = channel.failures, channel.state
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.current_thread().name
     text = (
         f"thread {own!r} called {what} while thread {names.get(other, other)!r} was in "
-        f"{its_call}"
+        f"{state.what}"
     )
     failures.broken = failures.broken or text
     # MPI serves one thread at a time; a wait of the other one ends now.
     interrupt: BaseException | None = None
-    while channel.running is running:
+    while state.thread == other:
         try:
             time.sleep(_NAP_SECONDS)
         except BaseException as error:

@@ -15,6 +15,7 @@ from typing import Any
 from hpcstrat.engine.call_sites import call_site
 from hpcstrat.engine.channel.abort_messages import AbortMessages
 from hpcstrat.engine.channel.call import Call, describe_call
+from hpcstrat.engine.channel.call_state import Watched
 from hpcstrat.engine.channel.disagreement import (
     FAILED,
     LEFT,
@@ -119,20 +120,22 @@ class Failures:
     otherwise.
     """
 
+    # Why no call can be made any more; empty while all is well.
+    broken = Watched("")
+    # Why this rank is leaving sections: no call can be made meanwhile.
+    leaving = Watched[Failure | None](None)
+
     def __init__(self, channel: Any, comm: Any) -> None:
         self._channel, self._comm = channel, comm
+        self.state = channel.state
         self._rank: int = comm.rank
-        # Why no call can be made any more; empty while all is well.
-        self.broken = ""
         # Whether the rank was in no call when it broke, so that it can still announce
         # its own end.
         self.between_calls = False
         # The number of the last header in which all ranks have learned of an error.
         self.told_at = 0
-        # Number of sections that this rank is in, and why it is leaving them: no call
-        # can be made meanwhile.
+        # Number of sections that this rank is in.
         self.depth = 0
-        self.leaving: Failure | None = None
         self.aborts = AbortMessages(channel.topology, comm)
         self.rank_loss = RankLoss(channel.topology, comm)
         # Whether it looks just now who has left the same call: then no look raises.

@@ -238,6 +238,7 @@ class PendingCalls(deque[PendingCall]):
             active.recorder.started(started)
         with self.lock:
             self.append(started)
+            self._channel.state.attention = True
             self.progress()
         if self._thread is not None:
             self._started.set()

@@ -6,6 +6,9 @@ steps its rank has made.
 
 from __future__ import annotations
 
+from typing import Any
+
+from hpcstrat.engine.channel.call_state import CallState
 from hpcstrat.engine.typing import CopyCheck
 
 __all__ = ["Position"]
@@ -21,26 +24,36 @@ class Position:
     """The steps of one channel's rank; all calls are logically collective."""
 
     __slots__ = (
+        "_state",
         "backward_index",
         "copy_check",
         "next_index",
-        "run_fingerprint",
         "run_index",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, state: Any = None) -> None:
+        self._state = state or CallState()
         # Number of times that this rank has entered run, and has asked for a batch of
         # any data set that all replicas share.
         self.run_index = 0
         self.next_index = 0
         # Number of backwards of replicated modules that it has begun.
         self.backward_index = 0
-        # Headers carry one number in their place, with the result of copy_check.
-        # Pending calls carry step_fingerprint alone: when their headers are
-        # compared, ranks may be at different points of the program.
-        self.run_fingerprint = 0
         # Looks at the copies of variables at each entry into run.
         self.copy_check: CopyCheck | None = None
+
+    @property
+    def run_fingerprint(self) -> int:
+        """The number that headers carry in place of the counts, with ``copy_check``.
+
+        Pending calls carry step_fingerprint alone: when their headers are compared,
+        ranks may be at different points of the program.
+        """
+        return int(self._state.run_fingerprint)
+
+    @run_fingerprint.setter
+    def run_fingerprint(self, mark: int) -> None:
+        self._state.run_fingerprint = mark
 
     def enter_run(self) -> None:
         """Take note that this rank enters ``run``.

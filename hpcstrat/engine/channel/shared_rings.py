@@ -17,7 +17,6 @@ ring changes no result.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,17 +33,19 @@ _SMALLEST_PLACE_BYTES = 32 << 10
 
 
 class SharedRings:
-    """The rings of a worker's ranks, in the topology's segment."""
+    """The rings of a worker's ranks, in the topology's segment.
 
-    def __init__(self, topology: Topology, kernel: Any = None) -> None:
+    ``state`` knows where the next place begins.
+    """
+
+    def __init__(self, topology: Topology, state: Any) -> None:
         segment, comm = topology.segment, topology.worker_comm
         parts = np.frombuffer(segment.buffer, np.uint8, offset=segment.common_bytes)
         parts = parts.reshape(comm.size, segment.part_bytes)
         # Size of the largest place, and of a ring.
         self.slot_bytes = topology.slot_bytes
         self.ring_bytes = topology.slot_bytes * SLOTS_IN_RING
-        # The kernel takes places, too.
-        self._counter: Any = SimpleNamespace(next=0) if kernel is None else kernel
+        self._state = state
         self._bytes = parts[:, : self.ring_bytes]
         self._typed: dict[np.dtype[Any], Array] = {}
         self._scratch: dict[np.dtype[Any], Array] = {}
@@ -53,7 +54,7 @@ class SharedRings:
     @property
     def next(self) -> int:
         """The offset of the next place; the same on all ranks of a worker."""
-        return int(self._counter.next)
+        return int(self._state.next)
 
     def place_bytes(self, nbytes: int) -> int:
         """Return the size of a place for at most ``slot_bytes``: a power of two."""
@@ -68,7 +69,7 @@ class SharedRings:
         start = (self.next + place_bytes - 1) // place_bytes * place_bytes
         if start >= self.ring_bytes:
             start = 0
-        self._counter.next = start + place_bytes
+        self._state.next = start + place_bytes
         return start
 
     def restart(self) -> None:
@@ -77,7 +78,7 @@ class SharedRings:
         Logically collective over ``topology.worker_comm``: after calls that differed
         between ranks.
         """
-        self._counter.next = 0
+        self._state.next = 0
 
     def close(self) -> None:
         """Let go of the memory; not collective."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.headers import SegmentHeaders
@@ -107,7 +108,8 @@ class Waiter:
     """Waits for the other ranks of a channel.
 
     ``look`` drives MPI's progress, and raises where another rank has ended all calls;
-    ``steps`` knows the processes of this worker; ``arrivals`` counts the waits.
+    ``steps`` knows the processes of this worker; ``arrivals`` counts the waits;
+    ``state`` tells the kernel how often to look.
     """
 
     def __init__(
@@ -116,8 +118,10 @@ class Waiter:
         look: Callable[[], None],
         steps: SegmentHeaders,
         arrivals: Arrivals,
+        state: Any,
     ) -> None:
         self._look, self._steps, self._arrivals = look, steps, arrivals
+        self._state = state
         # This rank waits so long for others, where a call has no limit of its own.
         self.limit_seconds = _LIMIT_SECONDS
         # The wait that is under way, once it takes longer than a moment.
@@ -136,8 +140,7 @@ class Waiter:
         self._shares_cores = topology.worker_comm.size > topology.num_cores
         # Number of looks that a caller may make before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
-        # Number of looks that the compiled kernel makes before it comes back.
-        self.kernel_looks = self._looks_of_kernel()
+        state.looks = self._looks_of_kernel()
 
     def _looks_of_kernel(self) -> int:
         """Return as many as a spin takes, which is short where others want the core."""
@@ -191,7 +194,7 @@ class Waiter:
         finally:
             self.waiting = outer
             self._spin.learn(time.monotonic() - start - traveling)
-            self.kernel_looks = self._looks_of_kernel()
+            self._state.looks = self._looks_of_kernel()
 
     def _nap(self, awaited: Waitable, waiting: Waiting) -> bool:
         """Wait, while others may need the processor."""

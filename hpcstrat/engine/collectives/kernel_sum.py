@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.engine.arrays.packing import Signature
+from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
 from hpcstrat.engine.collectives.plan import Plan, Request
 from hpcstrat.engine.collectives.work import Choice, Work
 from hpcstrat.engine.native import load, type_codes
-from hpcstrat.engine.observe.timeline import active
 from hpcstrat.engine.typing import Array
 
 __all__ = ["KernelSum", "serves"]
@@ -50,64 +51,43 @@ class KernelSum(Plan):
         scattered = channel.topology.num_replicas > 2 and not choice.small
         algorithm = functools.partial(_reduce, scattered=scattered)
         super().__init__(request, choice.replaced(algorithm), channel)
-        self._large = any(
+        large = any(
             math.prod(shape) * dtype.itemsize >= _SMALL_BYTES
             for shape, dtype in self.results
         )
-        made = self.signatures, [dtype for _, dtype in self.results], self.divisor
-        self._sum = _make_sum(*made, choice.piece_bytes, channel, scattered=scattered)
-        self._reduce, self._digest = self._sum.reduce, self.call.digest
+        self._sum = _make_sum(
+            self.signatures,
+            [dtype for _, dtype in self.results],
+            self.divisor,
+            choice.piece_bytes,
+            channel,
+            call=self.call,
+            scattered=scattered,
+            allocate=self._allocate if large else None,
+        )
 
-    def repeat(self, value: Any, out: Any, timeout_seconds: float | None) -> Any:
-        """Do as `Plan.repeat`; None also where more than a header is to be done."""
+    def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
+        """Do as `Plan.keep`."""
         channel: Any = self.channel
-        if (
-            channel.failures.broken
-            or channel.closed
-            or channel.pending
-            or channel.notice
-            or channel.failures.leaving is not None
-            or active.recorder is not None
-        ):
+        op, what, structure = request
+        # As callers name the operation.
+        names = sys.intern(op.name.lower()), op, op.name
+        wait = functools.partial(_wait, channel, self.call, timeout_seconds)
+        leave, listed = channel.failures.leave, structure is not None
+        self._sum.keep(repeat, what, names, listed, wait, leave)
+
+    def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
+        """Do as `Plan.repeat`."""
+        channel: Any = self.channel
+        if channel.pending:
+            # Their headers came first, and their data use the same places.
+            channel.pending.drain()
+        if not channel.may_repeat():
             return None
-        if out is None and self._large:
-            out = self._allocate()
-            if type(value) is not list:
-                [out] = out
-        mark, looks = channel.position.run_fingerprint, channel.waiter.kernel_looks
-        channel.num_calls += 1
-        try:
-            found = self._reduce(value, out, mark, self._digest, looks)
-        except MemoryError:
-            # Memory for the results is missing: nothing has been announced.
-            channel.num_calls -= 1
-            raise
-        except BaseException as error:
-            channel.failures.interrupted(self.call, error)
-            raise
-        if found is None:
-            channel.num_calls -= 1
-            return None
+        found = self._sum.reduce(arrays, outs)
         if type(found) is int:
-            return self._go_on(found, timeout_seconds)
-        channel.last_call = self.call
+            return _wait(channel, self.call, timeout_seconds, self._sum, found)
         return found
-
-    def _go_on(self, found: int, timeout_seconds: float | None) -> Any:
-        """Wait for what the kernel has not seen; return the results."""
-        channel: Any = self.channel
-        try:
-            if found == _HEADER_AWAITED and not channel.waiter.wait_header(
-                channel.steps, self.call, timeout_seconds
-            ):
-                found = _DIFFERS
-            channel.last_call = self.call
-        except BaseException as error:
-            channel.failures.interrupted(self.call, error)
-            raise
-        if found == _DIFFERS:
-            channel.failures.settle(self.call, timeout_seconds)
-        return self._finish()
 
     def run(
         self,
@@ -115,11 +95,8 @@ class KernelSum(Plan):
         results: Sequence[Array],
         timeout_seconds: float | None,
     ) -> None:
-        """Do as `Plan.run`."""
+        """Do as `Plan.run`; started calls have ended in `repeat`."""
         channel: Any = self.channel
-        if channel.pending:
-            # Their headers came first, and their data use the same places.
-            channel.pending.drain()
         sources, targets = list(arrays), list(results)
         if not self._sum.start(sources, targets):
             # Some have gaps, or another order.
@@ -128,20 +105,35 @@ class KernelSum(Plan):
             started = self._sum.start(sources, targets)
             assert started
         channel.agree(self.call, timeout_seconds)
-        self._finish()
+        _finish(channel, self.call, self._sum)
         for result, target in zip(results, targets, strict=True):
             if target is not result:
                 result[...] = target
 
-    def _finish(self) -> Any:
-        """Go on after the header, to the end; return the results."""
-        channel, call = self.channel, self.call
-        assert channel is not None
-        with channel.moving(call):
-            while self._sum.go_on(call.digest, channel.waiter.kernel_looks) != _DONE:
-                # Raises where ranks differ.
-                channel.wait(channel.steps, call)
-        return self._sum.take_results()
+
+def _wait(
+    channel: Any, call: Call, timeout_seconds: float | None, one: Any, found: int
+) -> Any:
+    """Wait for what the kernel has not seen in a call; return the results."""
+    try:
+        if found == _HEADER_AWAITED and not channel.wait_header(call, timeout_seconds):
+            found = _DIFFERS
+        channel.state.last_call = call
+    except BaseException as error:
+        channel.failures.interrupted(call, error)
+        raise
+    if found == _DIFFERS:
+        channel.failures.settle(call, timeout_seconds)
+    return _finish(channel, call, one)
+
+
+def _finish(channel: Any, call: Call, one: Any) -> Any:
+    """Go on after the header, to the end; return the results."""
+    with channel.moving(call):
+        while one.go_on(channel.state.looks) != _DONE:
+            # Raises where ranks differ.
+            channel.wait(channel.steps, call)
+    return one.take_results()
 
 
 def _make_sum(
@@ -151,11 +143,13 @@ def _make_sum(
     piece_bytes: int,
     channel: Channel,
     *,
+    call: Call,
     scattered: bool,
+    allocate: Callable[[], list[Array]] | None = None,
 ) -> Any:
     """Return the kernel's own object for sums of such arrays.
 
-    ``results`` are the types of their results.
+    ``results`` are the types of their results, which ``allocate`` makes, or the kernel.
     """
     module, codes = load(), type_codes([d for d, _ in signatures], means=bool(divisor))
     assert module is not None
@@ -165,18 +159,20 @@ def _make_sum(
         np.broadcast_to(np.empty((), dtype), shape)
         for dtype, (_, shape) in zip(results, signatures, strict=True)
     ]
-    made = channel.kernel, codes, likes, result_likes
-    return module.Sum(*made, piece_bytes, divisor, scattered)
+    made = channel.kernel, codes, likes, result_likes, piece_bytes, divisor, scattered
+    return module.Sum(*made, call, call.digest, allocate)
 
 
 def _reduce(work: Work, channel: Channel, *, scattered: bool) -> WaitSteps:
     """Do the same in a call that others may come between, as an algorithm."""
     signatures = [(source.dtype, source.shape) for source in work.sources]
     made = signatures, [result.dtype for result in work.results], work.divisor
-    one = _make_sum(*made, work.piece_bytes, channel, scattered=scattered)
+    one = _make_sum(
+        *made, work.piece_bytes, channel, call=work.call, scattered=scattered
+    )
     started = one.start(list(work.sources), list(work.results))
     assert started
     yield HEADER
-    while one.go_on(work.call.digest, 0) != _DONE:
+    while one.go_on(0) != _DONE:
         yield channel.steps
     one.take_results()

@@ -18,7 +18,6 @@ import numpy as np
 
 from hpcstrat.engine.arrays.casting import assign, call_without_fp_warnings
 from hpcstrat.engine.arrays.kinds import array_module, is_device
-from hpcstrat.engine.arrays.overlaps import copied_where_overwritten, overlap
 from hpcstrat.engine.arrays.packing import Piece, Signature, cut
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
@@ -87,28 +86,19 @@ class Plan:
         """Whether the reduction can be started, and awaited later."""
         return self.choice is None or self.choice.starts
 
-    def repeat(self, value: Any, out: Any, timeout_seconds: float | None) -> Any:
-        """Reduce an array, or a list of arrays, as in an earlier call.
+    def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
+        """Let ``repeat`` make such calls in the kernel alone, if that serves them.
 
-        Into new arrays, or into ``out``. Returns None, and has done nothing, where the
-        arrays are of other kinds, or the results would lie over each other.
+        ``request`` is the operation, the name of the call, and what holds the arrays: a
+        list, or None for a single one.
         """
-        listed = type(value) is list
-        arrays = value if listed else [value]
-        kinds = [(dtype, shape) for shape, dtype in self.results]
-        if not _are(arrays, self.signatures):
-            return None
-        if out is None:
-            results = self._allocate()
-        else:
-            results = out if listed else [out]
-            if not _are(results, kinds) or not all(r.flags.carray for r in results):
-                return None
-            if overlap(results, arrays) is not None:
-                return None
-            arrays = copied_where_overwritten(arrays, results)
-        self.run(arrays, results, timeout_seconds)
-        return results if listed else results[0]
+
+    def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
+        """Reduce a list of arrays in fewer steps than `run`, where there are such.
+
+        Into new arrays, or into ``outs``. Returns None, and has done nothing, where
+        there are none, or the arrays need more.
+        """
 
     def run(
         self,
@@ -186,15 +176,3 @@ class Plan:
             return some
         # Huge arrays are cut anew in each call, which costs little then.
         return pieces()
-
-
-def _are(arrays: Sequence[Any], kinds: Sequence[Signature]) -> bool:
-    """Whether values are plain arrays of NumPy of some kinds."""
-    if len(arrays) != len(kinds):
-        return False
-    for array, (dtype, shape) in zip(arrays, kinds, strict=True):
-        if type(array) is not np.ndarray:
-            return False
-        if array.dtype != dtype or array.shape != shape:
-            return False
-    return True

@@ -7,7 +7,8 @@
  *
  * Every wait is bounded. What a call returns says how far it came; Python then waits with its
  * own means, which serve signals and see dead processes, and calls `go_on`. Places and records
- * are those of hpcstrat/engine/channel/shared_rings.py and hpcstrat/engine/channel/headers.py. No MPI in here.
+ * are those of hpcstrat/engine/channel/shared_rings.py and hpcstrat/engine/channel/headers.py. No
+ * MPI in here.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -23,198 +24,12 @@
 #include <string.h>
 #include <time.h>
 
-#include "loops.h"
-
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#define RELAX() _mm_pause()
-#define FENCE() _mm_sfence()
-#else
-#define RELAX() ((void)0)
-#define FENCE() ((void)0)
-#endif
+#include "elements.h"
 
 enum { DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS };
-enum { LINE = 64, CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
-
-/* ---- Types of elements ---------------------------------------------------------------- */
-
-typedef void (*binary)(void *, const void *, const void *, size_t);
-typedef void (*convert)(void *, const void *, size_t);
-typedef void (*scale)(void *, size_t, double);
-
-#define ADDER(name, type)                                                                          \
-    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {                \
-        type *total = out;                                                                         \
-        const type *left = a, *right = b;                                                          \
-        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);                  \
-    }
-ADDER(add_float, float)
-ADDER(add_double, double)
-/* Signed numbers wrap around as unsigned ones do. */
-ADDER(add_uint8, uint8_t)
-ADDER(add_uint16, uint16_t)
-ADDER(add_uint32, uint32_t)
-ADDER(add_uint64, uint64_t)
-
-static void add_complex64(void *out, const void *a, const void *b, size_t count) {
-    add_float(out, a, b, 2 * count);
-}
-
-static void add_complex128(void *out, const void *a, const void *b, size_t count) {
-    add_double(out, a, b, 2 * count);
-}
-
-/* As NumPy divides: by a power of two a product has the same bits. */
-#define SCALER(name, type)                                                                         \
-    LOOPS static void name(void *values, size_t count, double divisor) {                           \
-        type *sums = values;                                                                       \
-        uint64_t whole = (uint64_t)divisor;                                                        \
-        if (whole & (whole - 1)) {                                                                 \
-            type by = (type)divisor;                                                               \
-            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                             \
-        } else {                                                                                   \
-            type by = (type)(1 / divisor);                                                         \
-            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                             \
-        }                                                                                          \
-    }
-SCALER(scale_float, float)
-SCALER(scale_double, double)
-
-/* As NumPy divides by a complex number whose imaginary part is 0. */
-#define COMPLEX_SCALER(name, type)                                                                 \
-    static void name(void *values, size_t count, double divisor) {                                 \
-        type *sums = values, ratio = 0, by = 1 / (type)divisor;                                    \
-        for (size_t i = 0; i < count; i++) {                                                       \
-            type real = sums[2 * i], imaginary = sums[2 * i + 1];                                  \
-            sums[2 * i] = (real + imaginary * ratio) * by;                                         \
-            sums[2 * i + 1] = (imaginary - real * ratio) * by;                                     \
-        }                                                                                          \
-    }
-COMPLEX_SCALER(scale_complex64, float)
-COMPLEX_SCALER(scale_complex128, double)
-
-#define CONVERTER(name, from, to)                                                                  \
-    LOOPS static void name(void *out, const void *in, size_t count) {                              \
-        to *result = out;                                                                          \
-        const from *values = in;                                                                   \
-        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                              \
-    }
-CONVERTER(int8_to_double, int8_t, double)
-CONVERTER(uint8_to_double, uint8_t, double)
-CONVERTER(int16_to_double, int16_t, double)
-CONVERTER(uint16_to_double, uint16_t, double)
-CONVERTER(int32_to_double, int32_t, double)
-CONVERTER(uint32_to_double, uint32_t, double)
-CONVERTER(int64_to_double, int64_t, double)
-CONVERTER(uint64_to_double, uint64_t, double)
-
-typedef union {
-    uint32_t bits;
-    float value;
-} word;
-#define FLOAT(b) (((word){.bits = (b)}).value)
-#define BITS(v) (((word){.value = (v)}).bits)
-
-LOOPS static void half_to_float(void *out, const void *in, size_t count) {
-    uint32_t *result = out;
-    const uint16_t *values = in;
-    EACH(size_t i = 0; i < count; i++) {
-        uint32_t bits = (uint32_t)(values[i] & 0x7fff) << 13;
-        uint32_t exponent = bits & (0x7c00u << 13);
-        uint32_t wide = bits + (112u << 23);
-        uint32_t special = wide + (112u << 23);
-        uint32_t subnormal = BITS(FLOAT(wide + (1u << 23)) - FLOAT(113u << 23));
-        wide = exponent == (0x7c00u << 13) ? special : exponent ? wide : subnormal;
-        result[i] = wide | (uint32_t)(values[i] & 0x8000) << 16;
-    }
-}
-
-/* Rounds to nearest, ties to even. */
-LOOPS static void float_to_half(void *out, const void *in, size_t count) {
-    uint16_t *result = out;
-    const uint32_t *values = in;
-    const uint32_t infinity = 255u << 23, magic = 126u << 23;
-    EACH(size_t i = 0; i < count; i++) {
-        uint32_t sign = values[i] & 0x80000000u, bits = values[i] ^ sign;
-        uint32_t payload = 0x7c00u + ((bits & 0x7fffffu) >> 13);
-        payload += payload == 0x7c00u;
-        uint32_t subnormal = BITS(FLOAT(bits) + FLOAT(magic)) - magic;
-        uint32_t normal = (bits + 0xc8000fffu + (bits >> 13 & 1)) >> 13;
-        uint32_t half = bits < 113u << 23 ? subnormal : normal;
-        half = bits >= 143u << 23 ? 0x7c00u : half;
-        half = bits > infinity ? payload : half;
-        result[i] = (uint16_t)(half | sign >> 16);
-    }
-}
-
-LOOPS static void bfloat16_to_float(void *out, const void *in, size_t count) {
-    uint32_t *result = out;
-    const uint16_t *values = in;
-    EACH(size_t i = 0; i < count; i++) result[i] = (uint32_t)values[i] << 16;
-}
-
-LOOPS static void float_to_bfloat16(void *out, const void *in, size_t count) {
-    uint16_t *result = out;
-    const uint32_t *values = in;
-    EACH(size_t i = 0; i < count; i++) {
-        uint32_t bits = values[i];
-        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        uint32_t nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
-        result[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
-    }
-}
-
-/* How values are added: what they are turned into before, and the sums after. Where
- * nothing is turned, `widen` and `narrow` are NULL. */
-typedef struct {
-    size_t size, wide, result;
-    binary add;
-    scale divide;
-    convert widen, narrow;
-} type;
-
-/* By the code that Python gives, see hpcstrat/engine/native/__init__.py: floats; sums of integers;
- * means of integers. */
-static const type TYPES[] = {
-    {4, 4, 4, add_float, scale_float, NULL, NULL},
-    {8, 8, 8, add_double, scale_double, NULL, NULL},
-    {8, 8, 8, add_complex64, scale_complex64, NULL, NULL},
-    {16, 16, 16, add_complex128, scale_complex128, NULL, NULL},
-    {2, 4, 2, add_float, scale_float, half_to_float, float_to_half},
-    {2, 4, 2, add_float, scale_float, bfloat16_to_float, float_to_bfloat16},
-    {1, 1, 1, add_uint8, NULL, NULL, NULL},
-    {2, 2, 2, add_uint16, NULL, NULL, NULL},
-    {4, 4, 4, add_uint32, NULL, NULL, NULL},
-    {8, 8, 8, add_uint64, NULL, NULL, NULL},
-    {1, 8, 8, add_double, scale_double, int8_to_double, NULL},
-    {1, 8, 8, add_double, scale_double, uint8_to_double, NULL},
-    {2, 8, 8, add_double, scale_double, int16_to_double, NULL},
-    {2, 8, 8, add_double, scale_double, uint16_to_double, NULL},
-    {4, 8, 8, add_double, scale_double, int32_to_double, NULL},
-    {4, 8, 8, add_double, scale_double, uint32_to_double, NULL},
-    {8, 8, 8, add_double, scale_double, int64_to_double, NULL},
-    {8, 8, 8, add_double, scale_double, uint64_to_double, NULL},
-};
-enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
+enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
 
 /* ---- Copies --------------------------------------------------------------------------- */
-
-/* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
-static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
-#if defined(__x86_64__)
-    size_t head = -(uintptr_t)to & (LINE - 1);
-    if (past_cache && head < nbytes) {
-        memcpy(to, from, head);
-        for (to += head, from += head, nbytes -= head; nbytes >= LINE; nbytes -= LINE) {
-            for (int j = 0; j < LINE; j += 16, to += 16, from += 16)
-                _mm_stream_si128((__m128i *)to, _mm_loadu_si128((const __m128i *)from));
-        }
-    }
-#endif
-    (void)past_cache;
-    memcpy(to, from, nbytes);
-}
 
 /* Which copies go past the cache. Which is fastest depends on where the ranks' cores lie, which
  * may change: each rank tries them, now and then again, and takes the one that was fastest. What
@@ -275,37 +90,36 @@ typedef struct {
     _Atomic uint64_t digest, flags;
     /* How often this rank wants copies to have been tried; not compared. */
     _Atomic uint64_t trials;
-    uint64_t unused[3];
+    /* A sum that is no larger lies here, and takes no line of its own to come. */
+    char values[24];
 } record;
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
+typedef struct sum sum;
+enum { NUM_SLOTS = 64 };
+
 typedef struct {
     PyObject_HEAD
-    Py_buffer segment;
-    record *records;
-    char *rings;
-    size_t room, ring;
-    int rank, size;
-    /* Where the next place may begin. */
+    /* What Python reads and writes, see hpcstrat/engine/channel/call_state.py. */
+    char attention;
+    int looks;
+    long long run_fingerprint, num_calls;
+    unsigned long thread;
+    PyObject *what, *last_call;
     size_t next;
     /* What this rank has announced. */
     uint64_t tick, digest, flags;
     int64_t run;
+    record *records;
+    char *rings;
+    size_t room, ring;
+    int rank, size;
     /* How often trials have begun anew, on all ranks alike, and how often they should. */
     uint64_t num_trials, wanted_trials;
+    Py_buffer segment;
+    /* Sums that `repeat` finds, by the shape of an array, or the number of arrays. */
+    sum *repeated[NUM_SLOTS];
 } kernel;
-
-/* Return where the next place begins in each ring; see `SharedRings.take`. */
-static size_t take(kernel *k, size_t nbytes) {
-    size_t start = (k->next + nbytes - 1) / nbytes * nbytes;
-    if (start >= k->ring) start = 0;
-    k->next = start + nbytes;
-    return start;
-}
-
-static inline char *at(const kernel *k, int rank, size_t place) {
-    return k->rings + (size_t)rank * k->room + place;
-}
 
 static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
     k->tick++;
@@ -331,6 +145,11 @@ static int look(const kernel *k) {
             atomic_load_explicit(&all[rank].flags, memory_order_relaxed) != k->flags)
             return DIFFERS;
     return DONE;
+}
+
+/* Whether a call may begin: nothing is out of the ordinary, and no other thread is in one. */
+static int is_free(const kernel *k) {
+    return !k->attention && (!k->thread || k->thread == PyThread_get_thread_ident());
 }
 
 /* Begin to try all copies anew, where any rank wants to: then the cores have moved. */
@@ -382,10 +201,17 @@ typedef struct {
     size_t elements;
 } bucket;
 
-typedef struct {
+enum { OWNER, WHAT, NAMES, WAIT, LEAVE, NUM_KEPT };
+
+struct sum {
     PyObject_HEAD
     kernel *kernel;
     int num_arrays, num_buckets, scattered;
+    uint64_t digest;
+    /* For `repeat`, see `sum_keep`; the next sum in its slot. */
+    PyObject *kept[NUM_KEPT];
+    sum *following, **slot;
+    int listed;
     size_t nbytes, piece, place_bytes;
     double divisor;
     bucket *buckets;
@@ -393,10 +219,15 @@ typedef struct {
     entry *entries;
     /* Lists of arrays without memory, like those of a call, and like their results. */
     PyObject *likes, *result_likes;
-    /* What a call keeps alive. */
+    /* The call; what makes large results, or None. */
+    PyObject *call, *allocate;
+    /* How often arrays have been looked at; what a call keeps alive. */
+    unsigned number;
     PyObject *arrays, *results;
     cursor laid, added, copied;
-    size_t place, after;
+    /* The place of rank 0, and the next one; the others' follow at equal distances. */
+    char *place, *after;
+    size_t stride;
     /* Whether own values are read where they are; which copies stream. */
     int near, form, follows, in_place;
     /* Of calls into other memory, and in place; `lap` bytes have been summed in this lap. */
@@ -406,7 +237,22 @@ typedef struct {
     double seconds;
     int timed;
     size_t lap;
-} sum;
+};
+
+/* Return the next place of rank 0: see `SharedRings.take`, or in the next record. The header of
+ * the call after that is in the other half, and a rank posts it when it has added these values. */
+static char *take(sum *s) {
+    kernel *k = s->kernel;
+    if (!s->place_bytes) return k->records[((k->tick + 1) & 1) * (size_t)k->size].values;
+    size_t start = (k->next + s->place_bytes - 1) / s->place_bytes * s->place_bytes;
+    if (start >= k->ring) start = 0;
+    k->next = start + s->place_bytes;
+    return k->rings + start;
+}
+
+static inline char *at(const sum *s, int rank, const char *place) {
+    return (char *)place + (size_t)rank * s->stride;
+}
 
 static cursor start_of(const sum *s) {
     cursor begin = {0, 0, 0, s->num_buckets ? s->buckets[0].elements : 0};
@@ -439,8 +285,8 @@ static size_t run_of(const sum *s, cursor *c, size_t *used, const type **of) {
 }
 
 /* Copy the next piece of own values into a place. */
-static void lay_out(sum *s, size_t place) {
-    char *own = at(s->kernel, s->kernel->rank, place);
+static void lay_out(sum *s, char *place) {
+    char *own = at(s, s->kernel->rank, place);
     size_t used = 0, count, first, size;
     const type *of;
     int array;
@@ -466,7 +312,7 @@ static void add_span(const sum *s, const type *of, const char *near, size_t offs
     for (size_t i = 0, part; i < count; i += part, offset += part * of->wide) {
         part = count - i < most ? count - i : most;
         char *into = straight ? out + i * of->wide : total;
-        const char *first = at(k, 0, s->place + offset), *second = at(k, 1, s->place + offset);
+        const char *first = s->place + offset, *second = at(s, 1, first);
         /* Own values are nearer where they came from; and a result may lie over them. */
         if (near && k->rank)
             second = near + i * of->wide;
@@ -474,7 +320,7 @@ static void add_span(const sum *s, const type *of, const char *near, size_t offs
             first = near + i * of->wide;
         of->add(into, first, second, part);
         for (int rank = 2; rank < k->size; rank++)
-            of->add(into, into, at(k, rank, s->place + offset), part);
+            of->add(into, into, at(s, rank, s->place + offset), part);
         if (s->divisor > 0) of->divide(into, part, s->divisor);
         if (straight) continue;
         if (of->narrow)
@@ -518,7 +364,7 @@ static void add_segments(sum *s) {
     while ((size = run_of(s, &s->added, &used, &of))) {
         size_t low = segment(s, of, size, rank), high = segment(s, of, size, rank + 1);
         size_t offset = used + low * of->wide;
-        char *own = at(s->kernel, rank, s->place + offset);
+        char *own = at(s, rank, s->place + offset);
         type plain = *of;
         plain.narrow = NULL;
         /* Of a chunk all terms are read before the sums are written over one of them. */
@@ -545,7 +391,7 @@ static void copy_out(sum *s) {
                 if (low < begin) low = begin;
                 if (high > begin + count) high = begin + count;
                 if (low >= high) continue;
-                const char *from = at(s->kernel, rank, s->place + used + low * of->wide);
+                const char *from = at(s, rank, s->place + used + low * of->wide);
                 char *to = out + (low - begin) * of->result;
                 if (of->narrow)
                     of->narrow(to, from, high - low);
@@ -590,14 +436,14 @@ static void begin(sum *s) {
         s->num_trials = s->kernel->num_trials;
     }
     begin_lap(s);
-    s->place = take(s->kernel, s->place_bytes);
+    s->place = take(s);
     lay_out(s, s->place);
     if (s->timed) s->seconds += now();
     s->follows = 0, s->state = IN_HEADER;
 }
 
 /* Do all that can be done after the header: return DONE, or what is waited for. */
-static int advance(sum *s, uint64_t digest, long looks) {
+static int advance(sum *s, long looks) {
     kernel *k = s->kernel;
     for (;;) {
         int found = look_often(k, looks);
@@ -618,14 +464,14 @@ static int advance(sum *s, uint64_t digest, long looks) {
         s->state = IN_STEP;
         s->follows = has_more(s);
         if (s->follows) {
-            s->after = take(k, s->place_bytes);
+            s->after = take(s);
             lay_out(s, s->after);
         }
         if (s->scattered) {
             add_segments(s);
-            post(k, 0, digest ^ k->next, 0);
+            post(k, 0, s->digest ^ k->next, 0);
         } else {
-            if (s->follows) post(k, 0, digest ^ k->next, 0);
+            if (s->follows) post(k, 0, s->digest ^ k->next, 0);
             add_piece(s);
         }
         s->lap += s->piece;
@@ -661,6 +507,7 @@ static int find(sum *s, PyObject *values, int writes) {
         return 0;
     int flags = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
     PyObject *likes = writes ? s->result_likes : s->likes;
+    s->number += !writes;
     for (int i = 0; i < s->num_arrays; i++) {
         PyObject *array = item(values, s->entries[i].array);
         if (!is_like(array, item(likes, s->entries[i].array), flags)) return 0;
@@ -671,6 +518,12 @@ static int find(sum *s, PyObject *values, int writes) {
             s->entries[i].source = data;
     }
     return 1;
+}
+
+static void put(PyObject **into, PyObject *value) {
+    PyObject *old = *into;
+    *into = Py_XNewRef(value);
+    Py_XDECREF(old);
 }
 
 static void let_go(sum *s) {
@@ -691,7 +544,7 @@ static int compare_extents(const void *one, const void *other) {
 /* Whether each result is the memory of its own array, or lies apart from all others. */
 static int lie_apart(const sum *s) {
     size_t n = (size_t)s->num_arrays, found = 0;
-    extent *extents = PyMem_Malloc(2 * n * sizeof *extents);
+    extent few[2], *extents = n > 1 ? PyMem_Malloc(2 * n * sizeof *extents) : few;
     if (!extents) return 0;
     for (int b = 0; b < s->num_buckets; b++) {
         const type *of = s->buckets[b].type;
@@ -713,75 +566,99 @@ static int lie_apart(const sum *s) {
         if (extents[i].end > end) end = extents[i].end;
         if (extents[i].writes && extents[i].end > written) written = extents[i].end;
     }
-    PyMem_Free(extents);
+    if (n > 1) PyMem_Free(extents);
     return apart;
 }
 
 /* Return new arrays for the results: a list where `listed`, else one. */
 static PyObject *make_results(const sum *s, int listed) {
-    PyObject *results = listed ? PyList_New(s->num_arrays) : NULL;
-    for (int i = 0; i < s->num_arrays; i++) {
+    int small = s->allocate == Py_None;
+    PyObject *results = small ? PyList_New(s->num_arrays) : PyObject_CallNoArgs(s->allocate);
+    for (int i = 0; small && results && i < s->num_arrays; i++) {
         PyArrayObject *like = (PyArrayObject *)PyList_GetItem(s->result_likes, i);
         PyObject *one = PyArray_NewLikeArray(like, NPY_CORDER, NULL, 0);
-        if (!listed) return one;
-        if (results && (!one || PyList_SetItem(results, i, one))) Py_CLEAR(results);
-        if (!results) return NULL;
+        if (!one || PyList_SetItem(results, i, one)) Py_CLEAR(results);
     }
-    return results;
+    if (listed || !results) return results;
+    PyObject *one = Py_XNewRef(PyList_GetItem(results, 0));
+    Py_DECREF(results);
+    return one;
 }
 
-/* Lay out the first piece, if the arrays are what is expected, and lie apart unless
- * `anyhow`. Return whether they do; -1 with an error. */
-static int start(sum *s, PyObject *arrays, PyObject *results, int anyhow) {
-    if (!is_open(s->kernel)) return -1;
+/* Lay out the first piece of arrays that have been found, if the results are as expected; for a
+ * `whole` call only if all lie apart, and a call may begin. Return whether they do; -1 with an
+ * error. While results are made, Python may run other threads, which may use this sum: so what
+ * they could change is looked at afterwards. From there to the header no Python runs. */
+static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
+    kernel *k = s->kernel;
+    if (!is_open(k)) return -1;
     int listed = PyList_CheckExact(arrays);
-    if (!find(s, arrays, 0)) return 0;
+    unsigned number = s->number;
+    if (whole && !is_free(k)) return 0;
     if (results != Py_None && PyList_CheckExact(results) != listed) return 0;
-    PyObject *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
-    if (!into) return -1;
-    s->near = find(s, into, 1) ? results == Py_None || lie_apart(s) : -1;
-    s->in_place = s->entries->source == s->entries->target;
-    if (s->near < !anyhow) {
-        Py_DECREF(into);
-        return 0;
-    }
     let_go(s);
-    s->results = into;
+    PyObject *kept = NULL,
+             *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
     /* The arrays themselves: their lists may change meanwhile. */
-    s->arrays = listed ? Py_BuildValue("NN", PyList_GetSlice(arrays, 0, s->num_arrays),
-                                       PyList_GetSlice(into, 0, s->num_arrays))
-                       : Py_NewRef(arrays);
-    if (!s->arrays) return -1;
+    if (into && listed)
+        kept = Py_BuildValue("NN", PyList_GetSlice(arrays, 0, s->num_arrays),
+                             PyList_GetSlice(into, 0, s->num_arrays));
+    else if (into)
+        kept = Py_NewRef(arrays);
+    int good = kept ? s->number == number && (!whole || is_free(k)) : -1;
+    if (good > 0) {
+        s->near = find(s, into, 1) ? results == Py_None || lie_apart(s) : -1;
+        good = s->near >= whole;
+    }
+    if (good <= 0) {
+        Py_XDECREF(into);
+        Py_XDECREF(kept);
+        return good;
+    }
+    s->arrays = kept, s->results = into;
+    s->in_place = s->entries->source == s->entries->target;
     begin(s);
     return 1;
 }
 
 /* start(arrays, results): before the header. Whether the arrays are as expected. */
 static PyObject *sum_start(PyObject *self, PyObject *args) {
+    sum *s = (sum *)self;
     PyObject *arrays, *results;
     if (!PyArg_ParseTuple(args, "OO", &arrays, &results)) return NULL;
-    int started = start((sum *)self, arrays, results, 1);
+    int started = find(s, arrays, 0) ? start(s, arrays, results, 0) : 0;
     return started < 0 ? NULL : PyBool_FromLong(started);
 }
 
-static int go_on(sum *s, uint64_t digest, long looks) {
-    int found = s->nbytes < UNLOCKED_FROM ? advance(s, digest, looks < 100 ? looks : 100) : 0;
+/* Note that this thread is in a call; return which was before. */
+static unsigned long enter(kernel *k, PyObject *what) {
+    unsigned long outer = k->thread;
+    if (!outer) put(&k->what, what);
+    k->thread = PyThread_get_thread_ident();
+    return outer;
+}
+
+/* Other threads may run while much is moved, or others are late: they see that this one is in a
+ * call. */
+static int go_on(sum *s, long looks) {
+    int found = s->nbytes < UNLOCKED_FROM ? advance(s, looks < 100 ? looks : 100) : 0;
     if (s->state != IDLE && (s->nbytes >= UNLOCKED_FROM || (found && looks > 100))) {
+        unsigned long outer = enter(s->kernel, s->kept[WHAT]);
         PyThreadState *thread = PyEval_SaveThread();
-        found = advance(s, digest, looks);
+        found = advance(s, looks);
         PyEval_RestoreThread(thread);
+        s->kernel->thread = outer;
     }
     return found;
 }
 
-/* go_on(digest, looks): after the header. */
-static PyObject *sum_go_on(PyObject *self, PyObject *args) {
+/* go_on(looks): after the header. */
+static PyObject *sum_go_on(PyObject *self, PyObject *looks) {
     sum *s = (sum *)self;
-    unsigned long long digest;
-    long looks;
-    if (!PyArg_ParseTuple(args, "Kl", &digest, &looks)) return NULL;
+    long most = PyLong_AsLong(looks);
+    if (most == -1 && PyErr_Occurred()) return NULL;
     if (s->state == IDLE) return PyErr_Format(PyExc_RuntimeError, "no call is under way");
-    return PyLong_FromLong(go_on(s, digest, looks));
+    return PyLong_FromLong(go_on(s, most));
 }
 
 /* Give the results away, and let go of the arrays. */
@@ -793,31 +670,114 @@ static PyObject *sum_take_results(PyObject *self, PyObject *Py_UNUSED(none)) {
     return results;
 }
 
-/* reduce(arrays, results, run, digest, looks): start, the header, and go_on. Return the
- * results, which are new where None is given; what is awaited, as a number; or None, if
- * the arrays are not as expected, or do not lie apart: then nothing has been done. */
-static PyObject *sum_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    sum *s = (sum *)self;
-    if (count != 5) return PyErr_Format(PyExc_TypeError, "expected 5 arguments");
-    int64_t run = PyLong_AsLongLong(args[2]);
-    uint64_t digest = PyLong_AsUnsignedLongLongMask(args[3]);
-    long looks = PyLong_AsLong(args[4]);
-    if (PyErr_Occurred()) return NULL;
-    int started = start(s, args[0], args[1], 0);
+/* Make a whole call of arrays that have been found; see `sum_reduce`. */
+static PyObject *reduce(sum *s, PyObject *arrays, PyObject *results) {
+    kernel *k = s->kernel;
+    int started = start(s, arrays, results, 1);
     if (started < 0) return NULL;
     if (!started) Py_RETURN_NONE;
-    post(s->kernel, run, digest ^ s->kernel->next, 0);
-    int found = go_on(s, digest, looks);
-    return found == DONE ? sum_take_results(self, NULL) : PyLong_FromLong(found);
+    k->num_calls++;
+    post(k, k->run_fingerprint, s->digest ^ k->next, 0);
+    int found = go_on(s, k->looks);
+    if (found != DONE) return PyLong_FromLong(found);
+    put(&k->last_call, s->call);
+    return sum_take_results((PyObject *)s, NULL);
+}
+
+/* reduce(arrays, results): start, the header, and go_on. Return the results, which are new where
+ * None is given; what is awaited, as a number; or None, if the arrays are not as expected, or do
+ * not lie apart, or no call may begin: then nothing has been done. */
+static PyObject *sum_reduce(PyObject *self, PyObject *args) {
+    sum *s = (sum *)self;
+    PyObject *arrays, *results;
+    if (!PyArg_ParseTuple(args, "OO", &arrays, &results)) return NULL;
+    if (!find(s, arrays, 0)) Py_RETURN_NONE;
+    return reduce(s, arrays, results);
+}
+
+/* Calls of which kind begin at a slot: by the shape of an array, or the number of arrays. */
+static sum **slot_of(kernel *k, PyObject *value) {
+    uint64_t hash = 1;
+    if (PyList_CheckExact(value)) {
+        hash = (uint64_t)PyList_Size(value) * 0x9e3779b97f4a7c15;
+    } else if (PyArray_CheckExact(value)) {
+        PyArrayObject *array = (PyArrayObject *)value;
+        for (int i = 0; i < PyArray_NDIM(array); i++)
+            hash = (hash + (uint64_t)PyArray_DIM(array, i)) * 0x9e3779b97f4a7c15;
+    }
+    return k->repeated + (hash >> 7) % NUM_SLOTS;
+}
+
+/* keep(repeat, what, names, listed, wait, leave): let a `repeat` find this sum. */
+static PyObject *sum_keep(PyObject *self, PyObject *args) {
+    sum *s = (sum *)self;
+    PyObject *kept[NUM_KEPT];
+    if (s->slot) Py_RETURN_NONE;
+    if (!PyArg_ParseTuple(args, "O!OO!pOO", &PyCFunction_Type, kept, kept + WHAT, &PyTuple_Type,
+                          kept + NAMES, &s->listed, kept + WAIT, kept + LEAVE))
+        return NULL;
+    kept[OWNER] = PyCFunction_GetSelf(kept[OWNER]);
+    for (int i = 0; i < NUM_KEPT; i++) s->kept[i] = Py_XNewRef(kept[i]);
+    s->slot = slot_of(s->kernel, s->listed ? s->likes : PyList_GetItem(s->likes, 0));
+    s->following = *s->slot;
+    *s->slot = s;
+    Py_RETURN_NONE;
+}
+
+/* Let Python wait for what has not come; an error on the way is one of `what`. */
+static PyObject *wait(sum *s, PyObject *what, PyObject *awaited) {
+    kernel *k = s->kernel;
+    long long before = k->num_calls - 1;
+    unsigned long outer = enter(k, what);
+    PyObject *type, *error, *trace, *told;
+    PyObject *found = PyObject_CallFunctionObjArgs(s->kept[WAIT], s, awaited, NULL);
+    Py_DECREF(awaited);
+    if (!found) {
+        PyErr_Fetch(&type, &error, &trace);
+        PyErr_NormalizeException(&type, &error, &trace);
+        told = PyObject_CallFunction(s->kept[LEAVE], "OOL", what, error, before);
+        if (told) PyErr_Restore(Py_XNewRef(type), Py_XNewRef(error), Py_XNewRef(trace));
+        PyObject *owned[] = {type, error, trace, told};
+        for (int i = 0; i < 4; i++) Py_XDECREF(owned[i]);
+    }
+    k->thread = outer;
+    return found;
+}
+
+/* repeat(what, op, value, out): make a call by the sum that is kept for such ones. Return the
+ * results; or None, if there is none, or it does not serve: then nothing has been done, and the
+ * usual way is to be taken, which raises what is wrong. */
+static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "expected 4 arguments");
+    PyObject *what = args[0], *value = args[2];
+    int listed = PyList_CheckExact(value);
+    sum *s = *slot_of((kernel *)PyTuple_GetItem(self, 0), value);
+    while (s && !(s->listed == listed && s->kept[OWNER] == self &&
+                  PyObject_RichCompareBool(s->kept[WHAT], what, Py_EQ) > 0 &&
+                  PySequence_Contains(s->kept[NAMES], args[1]) > 0 && find(s, value, 0)))
+        s = s->following;
+    if (!s) Py_RETURN_NONE;
+    Py_INCREF((PyObject *)s);
+    PyObject *found = reduce(s, value, args[3]);
+    if (!found && PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
+        found = Py_NewRef(Py_None);
+    } else if (found && PyLong_CheckExact(found)) {
+        found = wait(s, what, found);
+    }
+    Py_DECREF((PyObject *)s);
+    return found;
 }
 
 static void sum_dealloc(PyObject *self) {
     PyTypeObject *class = Py_TYPE(self);
-    sum *s = (sum *)self;
+    sum *s = (sum *)self, **link = s->slot;
+    while (link && *link != s) link = &(*link)->following;
+    if (link) *link = s->following;
     let_go(s);
-    Py_XDECREF(s->likes);
-    Py_XDECREF(s->result_likes);
-    Py_XDECREF((PyObject *)s->kernel);
+    PyObject *owned[] = {s->likes, s->result_likes, s->call, s->allocate, (PyObject *)s->kernel};
+    for (int i = 0; i < 5; i++) Py_XDECREF(owned[i]);
+    for (int i = 0; i < NUM_KEPT; i++) Py_XDECREF(s->kept[i]);
     PyMem_Free(s->buckets);
     PyMem_Free(s->entries);
     ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
@@ -860,15 +820,17 @@ static int holds_arrays(PyObject *list, Py_ssize_t count) {
 
 static PyObject *kernel_type, *sum_type;
 
-/* Sum(kernel, codes, likes, result_likes, piece_bytes, divisor, scattered) */
+/* Sum(kernel, codes, likes, result_likes, piece_bytes, divisor, scattered, call, digest, allocate)
+ */
 static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) {
     sum *s = (sum *)self;
-    PyObject *owner, *likes, *result_likes;
+    PyObject *owner, *likes, *result_likes, *call, *allocate;
+    unsigned long long digest;
     const char *codes;
     Py_ssize_t num_arrays, piece;
-    if (!PyArg_ParseTuple(args, "O!y#O!O!ndp", kernel_type, &owner, &codes, &num_arrays,
+    if (!PyArg_ParseTuple(args, "O!y#O!O!ndpOKO", kernel_type, &owner, &codes, &num_arrays,
                           &PyList_Type, &likes, &PyList_Type, &result_likes, &piece, &s->divisor,
-                          &s->scattered))
+                          &s->scattered, &call, &digest, &allocate))
         return -1;
     kernel *k = (kernel *)owner;
     int good = num_arrays > 0 && num_arrays < INT32_MAX && holds_arrays(likes, num_arrays) &&
@@ -890,10 +852,15 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
     }
     s->kernel = (kernel *)Py_NewRef(owner);
     s->likes = Py_NewRef(likes), s->result_likes = Py_NewRef(result_likes);
+    s->call = Py_NewRef(call), s->allocate = Py_NewRef(allocate), s->digest = digest;
     sort(s, codes);
     /* Of a single piece no more than it needs; each run may leave a part of a line. */
     size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
     s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
+    s->stride = k->room;
+    /* Few values of one type fit into the record, unless sums are written into places. */
+    if (s->nbytes <= sizeof k->records->values && s->num_buckets == 1 && !s->scattered)
+        s->place_bytes = 0, s->stride = LINE;
     return 0;
 }
 
@@ -907,6 +874,15 @@ static PyObject *kernel_post(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* repeater(): return a `repeat`, which finds the sums that are kept for it. */
+static PyObject *kernel_repeater(PyObject *self, PyObject *Py_UNUSED(none)) {
+    static PyMethodDef method = {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL,
+                                 NULL};
+    PyObject *owner = PyTuple_Pack(1, self), *made = owner ? PyCFunction_New(&method, owner) : NULL;
+    Py_XDECREF(owner);
+    return made;
+}
+
 static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
     if (!is_open((kernel *)self)) return NULL;
     return PyBool_FromLong(look((kernel *)self) == DONE);
@@ -915,12 +891,14 @@ static PyObject *kernel_agreed(PyObject *self, PyObject *Py_UNUSED(none)) {
 static PyObject *kernel_close(PyObject *self, PyObject *Py_UNUSED(none)) {
     kernel *k = (kernel *)self;
     if (k->segment.obj) PyBuffer_Release(&k->segment);
+    Py_CLEAR(k->last_call);
     Py_RETURN_NONE;
 }
 
 static void kernel_dealloc(PyObject *self) {
     PyTypeObject *class = Py_TYPE(self);
     Py_XDECREF(kernel_close(self, NULL));
+    Py_XDECREF(((kernel *)self)->what);
     ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
     Py_DECREF(class);
 }
@@ -943,6 +921,7 @@ static int kernel_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names
     k->records = k->segment.buf;
     k->rings = (char *)k->segment.buf + common;
     k->room = (size_t)room, k->ring = (size_t)ring;
+    k->attention = 1;
     return 0;
 }
 
@@ -950,10 +929,17 @@ static PyMethodDef kernel_methods[] = {
     {"post", kernel_post, METH_VARARGS, NULL},
     {"agreed", kernel_agreed, METH_NOARGS, NULL},
     {"close", kernel_close, METH_NOARGS, NULL},
+    {"repeater", kernel_repeater, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef kernel_members[] = {
-    /* Where the next place may begin. */
+    {"attention", T_BOOL, offsetof(kernel, attention), 0, NULL},
+    {"looks", T_INT, offsetof(kernel, looks), 0, NULL},
+    {"run_fingerprint", T_LONGLONG, offsetof(kernel, run_fingerprint), 0, NULL},
+    {"num_calls", T_LONGLONG, offsetof(kernel, num_calls), 0, NULL},
+    {"thread", T_ULONG, offsetof(kernel, thread), 0, NULL},
+    {"what", T_OBJECT, offsetof(kernel, what), 0, NULL},
+    {"last_call", T_OBJECT, offsetof(kernel, last_call), 0, NULL},
     {"next", T_PYSSIZET, offsetof(kernel, next), 0, NULL},
     {"tick", T_ULONGLONG, offsetof(kernel, tick), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
@@ -967,9 +953,10 @@ static PyType_Spec kernel_spec = {"hpcstrat.engine.native.kernel.Kernel", sizeof
 
 static PyMethodDef sum_methods[] = {
     {"start", sum_start, METH_VARARGS, NULL},
-    {"go_on", sum_go_on, METH_VARARGS, NULL},
+    {"go_on", sum_go_on, METH_O, NULL},
     {"take_results", sum_take_results, METH_NOARGS, NULL},
-    {"reduce", (PyCFunction)(void (*)(void))sum_reduce, METH_FASTCALL, NULL},
+    {"reduce", sum_reduce, METH_VARARGS, NULL},
+    {"keep", sum_keep, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot sum_slots[] = {
@@ -979,8 +966,8 @@ static PyType_Slot sum_slots[] = {
     {Py_tp_new, PyType_GenericNew},
     {0, NULL},
 };
-static PyType_Spec sum_spec = {"hpcstrat.engine.native.kernel.Sum", sizeof(sum), 0, Py_TPFLAGS_DEFAULT,
-                               sum_slots};
+static PyType_Spec sum_spec = {"hpcstrat.engine.native.kernel.Sum", sizeof(sum), 0,
+                               Py_TPFLAGS_DEFAULT, sum_slots};
 
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "kernel", NULL, -1, NULL, NULL, NULL, NULL, NULL};
@@ -993,7 +980,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 2);
+               !PyModule_AddIntConstant(made, "VERSION", 3);
     if (!good) Py_CLEAR(made);
     return made;
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -35,7 +34,7 @@ from hpcstrat.engine.typing import Array, Tree
 if TYPE_CHECKING:
     from hpcstrat.engine.gpu.transports.device_group import DeviceGroup
 
-__all__ = ["Reductions"]
+__all__ = ["Reductions", "repeat_nothing"]
 
 _MOST_PLANS = 1024
 # No header carries a call of this size.
@@ -43,6 +42,10 @@ _LARGE_BYTES = 1 << 20
 
 # Operation, name of the call, and what holds the arrays; None for a single array.
 _Request = tuple[ReduceOp, str, Any]
+
+
+def repeat_nothing(what: str, op: Any, value: Any, out: Any) -> Any:
+    """Return None, so that every call takes the usual way."""
 
 
 class Reductions:
@@ -60,10 +63,10 @@ class Reductions:
         self._gathers = gathers
         self._ops = ops
         self._options = options
+        kernel = getattr(self.collectives.channel, "kernel", None)
+        # Makes a call in the kernel alone, as it was made before, or returns None.
+        self.repeat = repeat_nothing if kernel is None else kernel.repeater()
         self._plans: dict[Any, Plan] = {}
-        # By call, operation, and type and shape of an array, or the number of arrays:
-        # the plan that was used last.
-        self._repeated: dict[Any, Plan] = {}
         # Memory for arrays that all ranks of the worker have mapped.
         self._areas: MappedMemory | None = None
         self._recycler = Recycler()
@@ -71,53 +74,13 @@ class Reductions:
 
     def close(self) -> None:
         """Forget the plans, which hold shared memory."""
-        self._forget()
+        self._plans.clear()
         self._device_recycler.clear()
 
     def use_mapped_memory(self, areas: MappedMemory) -> None:
         """Look for arrays in areas from here on; on all ranks at the same point."""
         self._areas = areas
-        self._forget()
-
-    def _forget(self) -> None:
         self._plans.clear()
-        self._repeated.clear()
-
-    def repeat(self, what: str, op: Any, value: Any, out: Any = None) -> Any:
-        """Reduce arrays of NumPy as in an earlier call, by what was planned then.
-
-        An entry, see `hpcstrat.engine.channel.entries`; ``value`` is an array or a list
-        of arrays, ``out`` the same, or None for new ones. Nearly all calls of a loop
-        are like this. Returns None where another way has to be taken: then it is as if
-        it had not been called. Collective over ``topology.replica_comm``.
-        """
-        if type(value) is np.ndarray:
-            key: Any = what, op, value.dtype, value.shape
-        elif type(value) is list:
-            key = what, op, len(value)
-        else:
-            return None
-        planned = self._repeated.get(key)
-        if planned is None or (out is not None and type(out) is not type(value)):
-            return None
-        seconds = self._options.timeout_seconds
-        channel = planned.channel
-        if channel is None:
-            return planned.repeat(value, out, seconds)
-        if channel.failures.broken or channel.elsewhere is not None:
-            return None
-        # No other thread runs between the look and the assignment.
-        outer, thread = channel.running, get_ident()
-        if outer is not None and outer[0] != thread:
-            return None
-        entered, channel.running = channel.num_calls, outer or (thread, what)
-        try:
-            return planned.repeat(value, out, seconds)
-        except BaseException as error:
-            channel.failures.leave(what, error, entered)
-            raise
-        finally:
-            channel.running = outer
 
     def reduce_in_call(
         self,
@@ -271,8 +234,11 @@ class Reductions:
         planned = self._plans.get(key)
         if planned is None:
             planned = self._plans[key] = self._plan(request, arrays, options)
-        if options is self._options and not on_gpu:
-            self._keep(planned, request)
+        if options is self._options and request[2] in (
+            None,
+            list_structure(len(arrays)),
+        ):
+            planned.keep(self.repeat, request, options.timeout_seconds)
         return planned
 
     def _results(
@@ -292,17 +258,6 @@ class Reductions:
             self.collectives.channel.forget_done()
         module = array_module(arrays[0])
         return self._device_recycler.arrays(planned.call, planned.results, module)
-
-    def _keep(self, planned: Plan, request: _Request) -> None:
-        """Let calls of the same kind go the way of `repeat` from here on."""
-        op, what, structure = request
-        count = len(planned.signatures)
-        # By what calls are given, too: to look that up takes time.
-        for name in (op, op.name, op.name.lower()):
-            if structure is None:
-                self._repeated[what, name, *planned.signatures[0]] = planned
-            elif structure == list_structure(count):
-                self._repeated[what, name, count] = planned
 
     def _reduce_by_memory(
         self,
@@ -376,7 +331,7 @@ class Reductions:
                 group.require_own(array)
         # A program of ever new shapes must not fill memory; the next calls plan anew.
         if len(self._plans) >= _MOST_PLANS:
-            self._forget()
+            self._plans.clear()
         return plan_reduction(
             arrays,
             cast("Channel | None", self.collectives.channel),

@@ -43,7 +43,6 @@ _PACKAGE = os.path.dirname(os.path.abspath(hs.__file__)) + os.sep
 _EDGES = {
     (os.path.join(_PACKAGE, "engine", "channel", "entries.py"), "entry"),
     (os.path.join(_PACKAGE, "engine", "channel", "failures.py"), "leave"),
-    (os.path.join(_PACKAGE, "engine", "reduction", "reductions.py"), "repeat"),
 }
 _LIMIT_SECONDS = 20
 _LATE_SECONDS = 0.004
@@ -59,7 +58,7 @@ Event = tuple[str, int, int]
 
 def _in_call() -> bool:
     """Whether this rank is in a call between the ranks of any open strategy."""
-    return any(channel.running is not None for channel in exits._channels)
+    return any(channel.state.thread for channel in exits._channels)
 
 
 class Tracer:

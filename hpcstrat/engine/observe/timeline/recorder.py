@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -26,10 +27,21 @@ DATA = "data"
 class _Active:
     """The recorder of this process; None where recording is off."""
 
-    __slots__ = ("recorder",)
-
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None
+        self._recorder: Recorder | None = None
+        # The channels of this process, whose calls it is to see.
+        self.channels: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        for channel in list(self.channels):
+            channel.state.attention = True
 
     def forget(self) -> None:
         """Stop recording in a forked child, which lacks the thread that writes."""

@@ -10,6 +10,7 @@ import pytest
 
 from hpcstrat.engine.channel import waiting
 from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.call_state import CallState
 from hpcstrat.engine.channel.waiting import Spin, Waiter
 
 MOST, LEAST = waiting._MOST_SPIN_SECONDS, waiting._LEAST_SPIN_SECONDS
@@ -74,7 +75,13 @@ def _waiter() -> Waiter:
     )
     steps: Any = _Nobody()
     # The tests call `wait`, of which nothing is counted.
-    return Waiter(topology, lambda: None, steps, arrivals=None)  # type: ignore[arg-type]
+    return Waiter(
+        topology,
+        lambda: None,
+        steps,
+        arrivals=None,  # type: ignore[arg-type]
+        state=CallState(),
+    )
 
 
 def test_a_rank_that_waits_long_soon_leaves_its_core_to_others(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,7 +50,7 @@ def _worker(kernel: ModuleType, *digests: int) -> tuple[Worker, list[Any]]:
     """Return a worker whose ranks have announced sums with some digests."""
     worker = Worker(kernel, len(digests))
     arrays = [[np.ones(40_000, np.float32)] for _ in digests]
-    sums = worker.sums(arrays, 65536, 0, False)
+    sums = worker.sums(arrays, 65536, 0, False, digest=3)
     for one, own, rank, digest in zip(
         sums, arrays, worker.kernels, digests, strict=True
     ):
@@ -60,7 +62,7 @@ def _worker(kernel: ModuleType, *digests: int) -> tuple[Worker, list[Any]]:
 def test_ranks_that_differ_are_told_and_move_nothing(kernel: ModuleType) -> None:
     _, sums = _worker(kernel, 3, 3, 4)
     for one in sums:
-        assert one.go_on(3, 10) == kernel_sums.DIFFERS
+        assert one.go_on(10) == kernel_sums.DIFFERS
 
 
 def test_ranks_agree_once_all_have_come(kernel: ModuleType) -> None:
@@ -74,10 +76,10 @@ def test_ranks_agree_once_all_have_come(kernel: ModuleType) -> None:
 
 def test_another_step_is_told_apart(kernel: ModuleType) -> None:
     worker, (first, _) = _worker(kernel, 3, 3)
-    assert first.go_on(3, 0) == kernel_sums.STEP_AWAITED
+    assert first.go_on(0) == kernel_sums.STEP_AWAITED
     # In place of the other rank's step.
     worker.kernels[1].post(0, 99, 0)
-    assert first.go_on(3, 0) == kernel_sums.STEP_DIFFERS
+    assert first.go_on(0) == kernel_sums.STEP_DIFFERS
 
 
 def test_wrong_arguments_are_refused(kernel: ModuleType) -> None:
@@ -92,11 +94,14 @@ def test_wrong_arguments_are_refused(kernel: ModuleType) -> None:
         (b"\0", [own], 1 << 30),
     ):
         with pytest.raises(ValueError, match="of known types"):
-            kernel.Sum(one, codes, likes, likes, piece, 0, False)
+            kernel.Sum(one, codes, likes, likes, piece, 0, False, "call", 5, None)
     for wrong in ((object(), b"\0", [own], [own]), (one, b"\0", own, own)):
         with pytest.raises(TypeError):
-            kernel.Sum(*wrong, 64, 0, False)
-    made = kernel.Sum(one, b"\0", [own], [own], 64, 0, False)
+            kernel.Sum(*wrong, 64, 0, False, "call", 5, None)
+    made = kernel.Sum(one, b"\0", [own], [own], 64, 0, False, "call", 5, None)
+    repeat = one.repeater()
+    made.keep(repeat, "reduce", ("sum",), False, None, None)
+    one.attention = False
     read_only = own.copy()
     read_only.flags.writeable = False
     unaligned = np.frombuffer(bytearray(25), np.uint8, 24, 1).view(np.float32)
@@ -111,18 +116,22 @@ def test_wrong_arguments_are_refused(kernel: ModuleType) -> None:
         ("text", own),
     ):
         assert not made.start([value], [result])
-        assert made.reduce(value, result, 0, 0, 1) is None
+        assert made.reduce(value, result) is None
+        assert repeat("reduce", "sum", value, result) is None
     assert not made.start([own, own], [own, own])
     assert not made.start(own, [own])
     with pytest.raises(RuntimeError, match="no call"):
-        made.go_on(0, 0)
+        made.go_on(0)
     with pytest.raises(RuntimeError, match="no call"):
         made.take_results()
-    # Nothing was taken by what was refused.
-    assert one.next == 0
+    with pytest.raises(TypeError, match="4 arguments"):
+        repeat("reduce", "sum", own)
+    # Nothing was taken or announced by what was refused.
+    assert (one.next, one.tick, one.num_calls) == (0, 0, 0)
     one.close()
     with pytest.raises(RuntimeError, match="closed"):
         made.start([own], [own])
+    assert repeat("reduce", "sum", own, own) is None
     for size in (8, 4096):
         with pytest.raises(ValueError, match="holds records"):
             kernel.Kernel(mmap.mmap(-1, size), 4096, 4096, 4096, 0, 2)
@@ -133,17 +142,18 @@ def test_results_are_new_or_those_given(kernel: ModuleType, listed: bool) -> Non
     worker = Worker(kernel, 2)
     own = [np.arange(6.0).reshape(2, 3), np.arange(4, dtype=np.int16)][: 1 + listed]
     sums = worker.sums([own, own], 4096, 2, False)
+    for one in worker.kernels:
+        one.attention, one.looks = False, 1
     wanted = [array.astype(np.float64) for array in own]
     for out in (None, [np.empty(array.shape) for array in own]):
         given = [own, own] if listed else [own[0], own[0]]
         outs = out if out is None or listed else out[0]
         results = [
-            one.reduce(value, outs, 0, 5, 1)
-            for one, value in zip(sums, given, strict=True)
+            one.reduce(value, outs) for one, value in zip(sums, given, strict=True)
         ]
         # The one that comes last needs to wait for nobody.
         assert results[0] == kernel_sums.HEADER_AWAITED
-        assert sums[0].go_on(5, 10) == kernel_sums.DONE
+        assert sums[0].go_on(10) == kernel_sums.DONE
         results[0] = sums[0].take_results()
         for found in results:
             assert found is outs or outs is None
@@ -156,8 +166,138 @@ def test_results_over_other_values_are_left_to_others(kernel: ModuleType) -> Non
     worker = Worker(kernel, 2)
     memory = np.ones(7, np.float32)
     [one, _] = worker.sums([[memory[1:]]] * 2, 64, 0, False)
-    assert one.reduce(memory[1:], memory[:-1], 0, 5, 1) is None
+    worker.kernels[0].attention = False
+    assert one.reduce(memory[1:], memory[:-1]) is None
     assert one.start([memory[1:]], [memory[:-1]])
+
+
+class _Repeating:
+    """Two ranks of which the second one's sum has been kept, and the first has come."""
+
+    def __init__(self, kernel: ModuleType, own: Any, **options: Any) -> None:
+        worker = Worker(kernel, 2)
+        self.first, self.second = worker.kernels
+        self.second.attention = False
+        self.sums = worker.sums([[own], [own]], 65536, 0, False, **options)
+        self.waited: list[Any] = []
+        self.error: BaseException | None = None
+        self.left: list[Any] = []
+        kept = self.waits, lambda *left: self.left.append(left)
+        self.repeat = self.second.repeater()
+        self.sums[1].keep(self.repeat, "reduce", ("sum", "SUM"), False, *kept)
+
+    def waits(self, one: Any, awaited: int) -> Any:
+        assert self.second.thread == threading.get_ident()
+        self.waited.append(awaited)
+        if self.error is not None:
+            raise self.error
+        return "waited"
+
+    def come(self, own: Any) -> None:
+        """Let the first rank announce its call."""
+        assert self.sums[0].start([own], [own.copy()])
+        self.first.post(0, 11 ^ self.first.next, 0)
+
+
+@pytest.mark.parametrize("size", [1, 6, 7, 5000])
+def test_a_call_is_repeated_unless_something_is_out_of_the_ordinary(
+    kernel: ModuleType, size: int
+) -> None:
+    own = np.arange(size, dtype=np.float32)
+    ranks = _Repeating(kernel, own)
+    second, call = ranks.second, ("reduce", "SUM", own, None)
+    for count in range(1, 6):
+        ranks.come(own)
+        for name, value in (("attention", True), ("thread", 1)):
+            usual = getattr(second, name)
+            setattr(second, name, value)
+            assert ranks.repeat(*call) is None
+            setattr(second, name, usual)
+        for other in (
+            ("all_reduce", *call[1:]),
+            ("reduce", "mean", own, None),
+            ("reduce", "SUM", [own], None),
+            ("reduce", "SUM", np.append(own, 1), None),
+        ):
+            assert ranks.repeat(*other) is None
+        # Sums are kept for one of several, which may have other algorithms.
+        assert second.repeater()(*call) is None
+        assert second.num_calls == count - 1
+        np.testing.assert_array_equal(ranks.repeat(*call), own + own)
+        assert second.num_calls == count
+        assert second.last_call == "call"
+        # The first rank may be late only now.
+        assert ranks.sums[0].go_on(10) == kernel_sums.DONE
+        ranks.sums[0].take_results()
+    assert not ranks.waited
+
+
+def test_python_waits_for_what_is_late(kernel: ModuleType) -> None:
+    own = np.ones(3)
+    ranks = _Repeating(kernel, own)
+    assert ranks.repeat("reduce", "sum", own, own) == "waited"
+    assert ranks.waited == [kernel_sums.HEADER_AWAITED]
+    assert ranks.second.thread == 0
+    assert ranks.second.num_calls == 1
+
+
+def test_an_error_after_the_header_leaves_the_call(kernel: ModuleType) -> None:
+    own = np.ones(3)
+    ranks = _Repeating(kernel, own)
+    ranks.error = KeyboardInterrupt("planted")
+    with pytest.raises(KeyboardInterrupt):
+        ranks.repeat("reduce", "sum", own, own)
+    assert ranks.left == [("reduce", ranks.error, 0)]
+    assert ranks.second.thread == 0
+
+
+def test_results_without_memory_leave_the_call_to_the_usual_way(
+    kernel: ModuleType,
+) -> None:
+    own = np.ones(3)
+
+    def fails(error: type[BaseException]) -> Any:
+        raise error("planted")
+
+    for error in (MemoryError, KeyboardInterrupt):
+        ranks = _Repeating(kernel, own, allocate=functools.partial(fails, error))
+        ranks.come(own)
+        if error is MemoryError:
+            assert ranks.repeat("reduce", "sum", own, None) is None
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                ranks.repeat("reduce", "sum", own, None)
+        assert ranks.second.num_calls == ranks.second.tick == 0
+
+
+@pytest.mark.parametrize("change", ["thread", "attention", "start"])
+def test_what_comes_while_results_are_made_is_seen(
+    kernel: ModuleType, change: str
+) -> None:
+    own = np.ones(3)
+
+    def allocate() -> list[Any]:
+        if change == "thread":
+            ranks.second.thread = 1
+        elif change == "attention":
+            ranks.second.attention = True
+        else:
+            # Another thread begins a call by the same sum.
+            assert ranks.sums[1].start([own + 1], [own + 1])
+        return [own.copy()]
+
+    ranks = _Repeating(kernel, own, allocate=allocate)
+    ranks.come(own)
+    assert ranks.repeat("reduce", "sum", own, None) is None
+    assert ranks.second.num_calls == 0
+
+
+def test_forgotten_sums_are_not_found(kernel: ModuleType) -> None:
+    own = np.ones(3)
+    ranks = _Repeating(kernel, own)
+    ranks.come(own)
+    ranks.sums.pop()
+    assert ranks.repeat("reduce", "sum", own, None) is None
 
 
 def test_a_kernel_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

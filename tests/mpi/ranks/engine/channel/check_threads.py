@@ -71,7 +71,7 @@ def test_calls_of_two_threads_at_once_are_an_error_that_names_both(
         # The other ranks have not come, so that the thread is in its call.
         thread, errors = _in_thread("second", strategy.reduce, "sum", np.ones(3))
         end = time.monotonic() + _SECONDS
-        while channel.running is None and time.monotonic() < end:
+        while not channel.state.thread and time.monotonic() < end:
             time.sleep(0.001)
         errors.append(outcome(strategy.gather, np.ones(3), 0))
         thread.join()

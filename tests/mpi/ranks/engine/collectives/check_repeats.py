@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.engine.collectives.kernel_sum import KernelSum
-from hpcstrat.engine.collectives.plan import Plan
+from hpcstrat.engine.observe.timeline.totals import totals
 from tests.mpi.ranks.effort import SHORT
 from tests.mpi.ranks.outcomes import assert_usable, outcome
 
@@ -17,21 +17,24 @@ DTYPES = ["f4", "f8", "f2", "i4", "i8", "i2", "c16"]
 SHAPES = [(), (1,), (3, 5), (0,), (700,)]
 
 
-@pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return for each repeated call whether the plan of the one before served."""
+def watched(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return for each call from here on whether the kernel made it alone."""
     found: list[bool] = []
-    for plan in (Plan, KernelSum):
+    real = strategy.collectives.repeat
 
-        def noting(
-            self: Any, value: Any, out: Any, seconds: Any, real: Any = plan.repeat
-        ) -> Any:
-            result = real(self, value, out, seconds)
-            found.append(result is not None)
-            return result
+    def noting(*args: Any) -> Any:
+        result = real(*args)
+        found.append(result is not None)
+        return result
 
-        monkeypatch.setattr(plan, "repeat", noting)
+    monkeypatch.setattr(strategy.collectives, "repeat", noting)
     return found
+
+
+def has_kernel(strategy: Any) -> bool:
+    """Whether the kernel moves all data of a strategy's sums."""
+    kernel = getattr(strategy.collectives.channel, "kernel", None)
+    return kernel is not None and strategy.topology.num_workers == 1
 
 
 def reduced(strategy: Any, how: str, op: Any, own: Any, out: Any = None) -> Any:
@@ -82,24 +85,66 @@ def test_results_are_right_each_time(
                     np.testing.assert_array_equal(own, total)
 
 
-def test_plans_are_repeated_where_they_can_be(
-    strategy: Any, job: Any, repeated: list[bool]
+def test_the_kernel_makes_repeated_calls_alone(
+    strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = np.ones(5)
-    for _ in range(3):
-        # The first calls plan.
-        count = len(repeated)
+    repeated, own = watched(strategy, monkeypatch), np.ones(5)
+    alone = has_kernel(strategy)
+
+    def make_calls() -> list[bool]:
+        del repeated[:]
         strategy.reduce("sum", own, axis=None, out=np.empty(5))
+        strategy.reduce("".join(["s", "um"]), own, axis=None)
         strategy.reduce("SUM", own, axis=None)
-        strategy.reduce("sum", [own, own[:3]], axis=None)
-    assert repeated[count:] == [True] * 3
-    del repeated[:]
+        strategy.reduce(hs.ReduceOp.SUM, [own, own[:3]], axis=None)
+        return list(repeated)
+
+    # The first calls plan.
+    make_calls()
+    assert make_calls() == [alone] * 4
     # Not into every other place.
     strategy.reduce("sum", own, axis=None, out=np.empty(10)[::2])
-    assert not any(repeated)
+    assert not repeated[-1]
     started = strategy.collectives.start_reduce(hs.ReduceOp.SUM, own, "reduce")
     assert (strategy.reduce("sum", own, axis=None) == job.size).all()
+    # The usual way has ended the started one first.
+    assert not repeated[-1]
     assert (started.wait() == job.size).all()
+    assert make_calls() == [alone] * 4
+    # One array in a list is another call than the array.
+    [total] = strategy.reduce("sum", [own], axis=None)
+    assert not repeated[-1]
+    np.testing.assert_array_equal(total, job.size)
+
+
+@pytest.mark.parametrize("change", ["notice", "elsewhere", "timeline"])
+def test_what_is_out_of_the_ordinary_is_looked_at(
+    strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    channel, own = strategy.collectives.channel, np.ones(3)
+    if not has_kernel(strategy):
+        pytest.skip("no kernel makes these calls")
+    repeated = watched(strategy, monkeypatch)
+    for _ in range(2):
+        strategy.reduce("sum", own, axis=None)
+    assert repeated[-1]
+    # Between the look and the call, as a handler of a signal would.
+    assert channel.may_repeat()
+    if change == "notice":
+        channel.notice = "planted"
+    elif change == "elsewhere":
+        channel.elsewhere = lambda: None
+    with totals() if change == "timeline" else contextlib.nullcontext() as found:
+        strategy.reduce("sum", own, axis=None)
+    assert not repeated[-1]
+    if change == "notice":
+        assert channel.noticed == dict.fromkeys(range(job.size), "planted")
+    elif change == "timeline":
+        assert found.num_calls == 1
+    channel.elsewhere = None
+    for _ in range(2):
+        strategy.reduce("sum", own, axis=None)
+    assert repeated[-1]
 
 
 def test_results_that_lie_over_other_values_are_right(strategy: Any, job: Any) -> None:

@@ -1,0 +1,193 @@
+/* Types of elements: how values are added, divided, converted and copied. The results have the
+ * bits of NumPy's. */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "loops.h"
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#define RELAX() _mm_pause()
+#define FENCE() _mm_sfence()
+#else
+#define RELAX() ((void)0)
+#define FENCE() ((void)0)
+#endif
+
+typedef void (*binary)(void *, const void *, const void *, size_t);
+typedef void (*convert)(void *, const void *, size_t);
+typedef void (*scale)(void *, size_t, double);
+
+#define ADDER(name, type)                                                                          \
+    LOOPS static void name(void *out, const void *a, const void *b, size_t count) {                \
+        type *total = out;                                                                         \
+        const type *left = a, *right = b;                                                          \
+        EACH(size_t i = 0; i < count; i++) total[i] = (type)(left[i] + right[i]);                  \
+    }
+ADDER(add_float, float)
+ADDER(add_double, double)
+/* Signed numbers wrap around as unsigned ones do. */
+ADDER(add_uint8, uint8_t)
+ADDER(add_uint16, uint16_t)
+ADDER(add_uint32, uint32_t)
+ADDER(add_uint64, uint64_t)
+
+static void add_complex64(void *out, const void *a, const void *b, size_t count) {
+    add_float(out, a, b, 2 * count);
+}
+
+static void add_complex128(void *out, const void *a, const void *b, size_t count) {
+    add_double(out, a, b, 2 * count);
+}
+
+/* As NumPy divides: by a power of two a product has the same bits. */
+#define SCALER(name, type)                                                                         \
+    LOOPS static void name(void *values, size_t count, double divisor) {                           \
+        type *sums = values;                                                                       \
+        uint64_t whole = (uint64_t)divisor;                                                        \
+        if (whole & (whole - 1)) {                                                                 \
+            type by = (type)divisor;                                                               \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] / by;                             \
+        } else {                                                                                   \
+            type by = (type)(1 / divisor);                                                         \
+            EACH(size_t i = 0; i < count; i++) sums[i] = sums[i] * by;                             \
+        }                                                                                          \
+    }
+SCALER(scale_float, float)
+SCALER(scale_double, double)
+
+/* As NumPy divides by a complex number whose imaginary part is 0. */
+#define COMPLEX_SCALER(name, type)                                                                 \
+    static void name(void *values, size_t count, double divisor) {                                 \
+        type *sums = values, ratio = 0, by = 1 / (type)divisor;                                    \
+        for (size_t i = 0; i < count; i++) {                                                       \
+            type real = sums[2 * i], imaginary = sums[2 * i + 1];                                  \
+            sums[2 * i] = (real + imaginary * ratio) * by;                                         \
+            sums[2 * i + 1] = (imaginary - real * ratio) * by;                                     \
+        }                                                                                          \
+    }
+COMPLEX_SCALER(scale_complex64, float)
+COMPLEX_SCALER(scale_complex128, double)
+
+#define CONVERTER(name, from, to)                                                                  \
+    LOOPS static void name(void *out, const void *in, size_t count) {                              \
+        to *result = out;                                                                          \
+        const from *values = in;                                                                   \
+        EACH(size_t i = 0; i < count; i++) result[i] = (to)values[i];                              \
+    }
+CONVERTER(int8_to_double, int8_t, double)
+CONVERTER(uint8_to_double, uint8_t, double)
+CONVERTER(int16_to_double, int16_t, double)
+CONVERTER(uint16_to_double, uint16_t, double)
+CONVERTER(int32_to_double, int32_t, double)
+CONVERTER(uint32_to_double, uint32_t, double)
+CONVERTER(int64_to_double, int64_t, double)
+CONVERTER(uint64_to_double, uint64_t, double)
+
+typedef union {
+    uint32_t bits;
+    float value;
+} word;
+#define FLOAT(b) (((word){.bits = (b)}).value)
+#define BITS(v) (((word){.value = (v)}).bits)
+
+LOOPS static void half_to_float(void *out, const void *in, size_t count) {
+    uint32_t *result = out;
+    const uint16_t *values = in;
+    EACH(size_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)(values[i] & 0x7fff) << 13;
+        uint32_t exponent = bits & (0x7c00u << 13);
+        uint32_t wide = bits + (112u << 23);
+        uint32_t special = wide + (112u << 23);
+        uint32_t subnormal = BITS(FLOAT(wide + (1u << 23)) - FLOAT(113u << 23));
+        wide = exponent == (0x7c00u << 13) ? special : exponent ? wide : subnormal;
+        result[i] = wide | (uint32_t)(values[i] & 0x8000) << 16;
+    }
+}
+
+/* Rounds to nearest, ties to even. */
+LOOPS static void float_to_half(void *out, const void *in, size_t count) {
+    uint16_t *result = out;
+    const uint32_t *values = in;
+    const uint32_t infinity = 255u << 23, magic = 126u << 23;
+    EACH(size_t i = 0; i < count; i++) {
+        uint32_t sign = values[i] & 0x80000000u, bits = values[i] ^ sign;
+        uint32_t payload = 0x7c00u + ((bits & 0x7fffffu) >> 13);
+        payload += payload == 0x7c00u;
+        uint32_t subnormal = BITS(FLOAT(bits) + FLOAT(magic)) - magic;
+        uint32_t normal = (bits + 0xc8000fffu + (bits >> 13 & 1)) >> 13;
+        uint32_t half = bits < 113u << 23 ? subnormal : normal;
+        half = bits >= 143u << 23 ? 0x7c00u : half;
+        half = bits > infinity ? payload : half;
+        result[i] = (uint16_t)(half | sign >> 16);
+    }
+}
+
+LOOPS static void bfloat16_to_float(void *out, const void *in, size_t count) {
+    uint32_t *result = out;
+    const uint16_t *values = in;
+    EACH(size_t i = 0; i < count; i++) result[i] = (uint32_t)values[i] << 16;
+}
+
+LOOPS static void float_to_bfloat16(void *out, const void *in, size_t count) {
+    uint16_t *result = out;
+    const uint32_t *values = in;
+    EACH(size_t i = 0; i < count; i++) {
+        uint32_t bits = values[i];
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        uint32_t nan = (bits >> 16 & 0x8000u) | 0x7fc0u;
+        result[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
+    }
+}
+
+/* How values are added: what they are turned into before, and the sums after. Where
+ * nothing is turned, `widen` and `narrow` are NULL. */
+typedef struct {
+    size_t size, wide, result;
+    binary add;
+    scale divide;
+    convert widen, narrow;
+} type;
+
+/* By the code that Python gives, see hpcstrat/engine/native/__init__.py: floats; sums of integers;
+ * means of integers. */
+static const type TYPES[] = {
+    {4, 4, 4, add_float, scale_float, NULL, NULL},
+    {8, 8, 8, add_double, scale_double, NULL, NULL},
+    {8, 8, 8, add_complex64, scale_complex64, NULL, NULL},
+    {16, 16, 16, add_complex128, scale_complex128, NULL, NULL},
+    {2, 4, 2, add_float, scale_float, half_to_float, float_to_half},
+    {2, 4, 2, add_float, scale_float, bfloat16_to_float, float_to_bfloat16},
+    {1, 1, 1, add_uint8, NULL, NULL, NULL},
+    {2, 2, 2, add_uint16, NULL, NULL, NULL},
+    {4, 4, 4, add_uint32, NULL, NULL, NULL},
+    {8, 8, 8, add_uint64, NULL, NULL, NULL},
+    {1, 8, 8, add_double, scale_double, int8_to_double, NULL},
+    {1, 8, 8, add_double, scale_double, uint8_to_double, NULL},
+    {2, 8, 8, add_double, scale_double, int16_to_double, NULL},
+    {2, 8, 8, add_double, scale_double, uint16_to_double, NULL},
+    {4, 8, 8, add_double, scale_double, int32_to_double, NULL},
+    {4, 8, 8, add_double, scale_double, uint32_to_double, NULL},
+    {8, 8, 8, add_double, scale_double, int64_to_double, NULL},
+    {8, 8, 8, add_double, scale_double, uint64_to_double, NULL},
+};
+enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
+
+enum { LINE = 64 };
+
+/* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
+static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
+#if defined(__x86_64__)
+    size_t head = -(uintptr_t)to & (LINE - 1);
+    if (past_cache && head < nbytes) {
+        memcpy(to, from, head);
+        for (to += head, from += head, nbytes -= head; nbytes >= LINE; nbytes -= LINE) {
+            for (int j = 0; j < LINE; j += 16, to += 16, from += 16)
+                _mm_stream_si128((__m128i *)to, _mm_loadu_si128((const __m128i *)from));
+        }
+    }
+#endif
+    (void)past_cache;
+    memcpy(to, from, nbytes);
+}
