@@ -1,11 +1,10 @@
-"""Tells ranks that another one has left a call by an error of its own.
+"""Messages by which a rank that left a call by an error tells all others.
 
-Such a rank announces nothing in a header: it may have left in the midst of one, or of
-the data, and does not wait for anybody. It sends a short message to every other rank,
-which those find that wait for it, or for anything else; they raise, and tell all, too:
-a third one may wait for them. A rank that was between two headers looks at all messages
-when it makes its next call: where all ranks have left the same call at the same point,
-they go on as if nothing had been.
+Such a rank announces nothing in a header, as it may have left in the midst of one, or
+of the data. It sends a short message to every other rank, without waiting. Ranks that
+wait for anything find it; they raise, and tell all, too: a third one may wait for them.
+A rank that was between two headers looks at all messages when it makes its next call:
+where all ranks have left the same call at the same point, they go on.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import struct
 import time
 from typing import Any
 
+from hpcstrat.engine.channel.waitable import Waitable
 from hpcstrat.engine.topology.kept_requests import keep
 from hpcstrat.engine.topology.topology import Topology
 
@@ -25,28 +25,26 @@ _TAG = 11
 _MOST_BYTES = 600
 # Number of earlier times that ranks went on together, and the sender's position.
 _HEAD = struct.Struct("=qqq")
-_NOWHERE = -1, -1
 _ON_THE_WAY_SECONDS = 2.0
 _Point = tuple[int, int]
-# By rank, where it was, and what it has told.
+_NOWHERE: _Point = -1, -1
+# For each rank that has told something: where it was, and the text.
 _Came = dict[int, tuple[_Point, str]]
 
 
-class AbortMessages:
+class AbortMessages(Waitable):
     """The messages of one channel's rank; ``comm`` is the channel's own."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:
         self._mpi = topology.mpi
         self._comm = comm
         self._others = frozenset(range(comm.size)) - {comm.rank}
-        self._turn = 0
-        self._point: _Point = _NOWHERE
         # What this rank tells; empty while all is well. Who has not been told yet.
-        self._text = ""
+        self._text, self._point = "", _NOWHERE
         self._untold: set[int] = set()
-        self._came: _Came = {}
+        self._turn, self._came = 0, _Came()
         # Messages of ranks that went on before this one, and left another call.
-        self._ahead: _Came = {}
+        self._ahead = _Came()
         # Since when this rank waits for data that may be on their way, of which call.
         self._awaited = -1, 0.0
 
@@ -60,24 +58,22 @@ class AbortMessages:
         self._finish()
 
     def _finish(self) -> None:
-        """Tell the ranks that were not told: also that can be interrupted."""
+        """Tell the ranks that were not told, after an interrupt of `tell`, too."""
         data = _HEAD.pack(self._turn, *self._point)
         data += self._text.encode(errors="replace")
         message = [data[:_MOST_BYTES], self._mpi.BYTE]
         for rank in sorted(self._untold):
-            # An error of MPI: the rank has died, or all of MPI has.
+            # MPI raises where the rank has died, or all of MPI has.
             with contextlib.suppress(Exception):
-                # Nobody waits for it.
                 keep([self._comm.Isend(message, dest=rank, tag=_TAG)])
             self._untold.discard(rank)
 
     def look(self, call: int | None = None, *, for_data: bool = False) -> str:
         """Return what other ranks have told, empty for nothing; drives MPI's progress.
 
-        Who has told nothing itself tells all, since its next call will not be made.
-        ``call`` is the number of the one in which this rank waits, for its header or
-        for its data: of no concern are ranks that have done their part of it, such as
-        one that has raised a little earlier what this one will raise, too.
+        This rank then tells all, too, since it will not make its next call. ``call`` is
+        the number of the call in which it waits, for its header or for its data:
+        messages of ranks that have done their part of that are ignored.
         """
         comm = self._comm
         while comm.Iprobe(tag=_TAG):
@@ -126,4 +122,4 @@ class AbortMessages:
         """Begin anew, after all ranks have."""
         self._turn += 1
         self._text, self._point, self._untold = "", _NOWHERE, set()
-        self._came, self._ahead = self._ahead, {}
+        self._came, self._ahead = self._ahead, _Came()

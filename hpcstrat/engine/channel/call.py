@@ -20,7 +20,7 @@ _SHOWN_ARRAYS = 8
 class Call:
     """A collective call."""
 
-    # For people: the operation, and shape and dtype of each array.
+    # In words: the operation, and shape and dtype of each array.
     text: str
     # 63 bits of a hash of all that ranks must agree on; the same in every process.
     digest: int
@@ -34,8 +34,7 @@ class Call:
 def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
     """Return the call for a text, equal on ranks that give equal texts.
 
-    ``details`` are more that ranks must agree on, shown shortened; ``nbytes``, how much
-    data this rank brings, need not be the same on all.
+    Ranks must agree on the ``details``, too, but not on ``nbytes``.
     """
     digest = hashlib.blake2b(f"{what}\0{details}".encode(), digest_size=8).digest()
     text = f"{what} of {details}" if details else what
@@ -45,10 +44,7 @@ def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
 
 
 def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
-    """Describe arrays, and what holds them, such as ``float32[4, 2] on a GPU``.
-
-    ``structure`` is None for a single array.
-    """
+    """Describe arrays, and their tree, such as ``float32[4, 2] on a GPU``."""
     shapes = ", ".join(
         f"{a.dtype}{list(a.shape)}{' on a GPU' if is_device(a) else ''}"
         for a in arrays[:_SHOWN_ARRAYS]
@@ -60,4 +56,4 @@ def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
     if structure is None:
         return shapes or "no arrays"
     text = str(structure).removeprefix("PyTreeSpec(").removesuffix(", NoneIsLeaf)")
-    return f"{shapes or 'no arrays'}" + ("" if text == "*" else f" in {text}")
+    return (shapes or "no arrays") + ("" if text == "*" else f" in {text}")

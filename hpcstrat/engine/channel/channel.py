@@ -2,9 +2,9 @@
 
 Before any data moves, each rank announces a header: its sequence number, the steps that
 it has made, the digest of the call, and flags. Only when the headers of all ranks are
-equal does any rank go on; a difference is an error on every rank, where MPI itself
-would give wrong numbers or wait for ever. What follows a difference, or an error, is
-done by `hpcstrat.engine.channel.failures`.
+equal does any rank go on; a difference is an error on every rank, see
+`hpcstrat.engine.channel.failures`, where MPI itself would give wrong numbers or wait
+for ever.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.call_state import CallState, Watched
 from hpcstrat.engine.channel.disagreement import LEFT, NOTICE, Announcement
 from hpcstrat.engine.channel.failures import Failures
-from hpcstrat.engine.channel.headers import (
-    KernelHeaders,
-    SegmentHeaders,
-    make_kernel,
-)
+from hpcstrat.engine.channel.headers import KernelHeaders, SegmentHeaders, make_kernel
 from hpcstrat.engine.channel.interruptible import InterruptibleComm
 from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.position import Position
@@ -79,7 +75,7 @@ class Channel:
         self.position = Position(self.state)
         self.noticed: dict[int, str] = {}
         self.pending = PendingCalls(self)
-        # Made at the first call with arrays on GPUs, see device_group.
+        # Made at the first call with arrays on GPUs.
         self.device_group: Any = None
         self._comm = topology.duplicate()
         self._interruptible: dict[int, InterruptibleComm] = {}
@@ -137,10 +133,7 @@ class Channel:
     def drive(
         self, steps: WaitSteps, call: Call, timeout_seconds: float | None = None
     ) -> None:
-        """Make a call: what an algorithm does before the header, that, and the rest.
-
-        `PendingCall` does the same without waiting.
-        """
+        """Take an algorithm to its end; `PendingCall` does the same without waiting."""
         if self.pending:
             # Their headers came first, and their data use the same places.
             self.pending.drain()
@@ -181,13 +174,9 @@ class Channel:
 
     def _described(self, call: Call) -> dict[str, Any]:
         """Return what timelines say about a call."""
-        about = {
-            "call": call.text,
-            "bytes": call.nbytes,
-            "sequence": self.num_calls,
-            "channel": self.arrivals.number,
-        }
-        return about | {"how": call.how} if call.how else about
+        about: dict[str, Any] = {"how": call.how} if call.how else {}
+        about |= {"call": call.text, "bytes": call.nbytes, "sequence": self.num_calls}
+        return about | {"channel": self.arrivals.number}
 
     def announce(
         self,
@@ -345,11 +334,10 @@ class Channel:
         self.waiter.waiting = Waiting(_LEAVING, now, thread, leaves=True)
 
     def poll_leave(self) -> str | None:
-        """Look whether all ranks have answered `post_leave`.
+        """Return what other ranks did instead of leaving; empty where all leave.
 
-        Not collective until the ranks differ, then collective over ``replica_comm``.
-        Returns None while ranks are missing; empty when all are leaving; else what the
-        others did instead. Raises CollectiveError if they do not come in time.
+        None while ranks are missing. Not collective until the ranks differ, then
+        collective over ``replica_comm``. CollectiveError if ranks do not come in time.
         """
         late, waiting = self.headers.missing(), self.waiter.waiting
         if late:
@@ -369,30 +357,32 @@ class Channel:
 
     def close(self) -> None:
         """Free what the channel holds."""
-        if not self.closed:
-            self.pending.drain()
-            self.pending.end_thread()
-            self.closed = True
-            if self.device_group is not None:
-                self.device_group.close()
-            self._let_go()
-            if self.wire is not None:
-                self.wire.close()
-            self._comm.Free()
+        if self.closed:
+            return
+        self.pending.drain()
+        self.pending.end_thread()
+        self.closed = True
+        if self.device_group is not None:
+            self.device_group.close()
+        self._let_go()
+        if self.wire is not None:
+            self.wire.close()
+        self._comm.Free()
 
     def abandon(self) -> None:
         """Let go of what the channel holds on this rank: others have died.
 
         Not collective. A second call does nothing.
         """
-        if not self.closed:
-            self.closed = True
-            if self.device_group is not None:
-                self.device_group.abandon()
-            self.failures.rank_loss.wake()
-            _abandoned.append((self.headers, list(self.pending)))
-            self.pending.clear()
-            self._let_go()
+        if self.closed:
+            return
+        self.closed = True
+        if self.device_group is not None:
+            self.device_group.abandon()
+        self.failures.rank_loss.wake()
+        _abandoned.append((self.headers, list(self.pending)))
+        self.pending.clear()
+        self._let_go()
 
     def _let_go(self) -> None:
         for holder in (self.arrivals, self.rings, self.steps):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NoReturn
 
-from hpcstrat.engine.channel.call import Call
+from hpcstrat.engine.channel.call import Call, describe_call
 from hpcstrat.engine.channel.call_state import CallState
 from hpcstrat.engine.channel.pending_calls import PendingCalls
 from hpcstrat.engine.channel.position import Position
@@ -26,26 +26,26 @@ class ClosedChannel:
         # ``run`` counts its steps also where nobody compares them.
         self.position = Position(self.state)
         self.pending = PendingCalls(self)
-        # This object refuses what they would be asked, too.
+        # This object refuses the calls of the channel's failures, too.
         self.failures = self
 
     @property
     def topology(self) -> Any:
         """Refuse: the communicators are gone."""
-        raise _closed("a call")
+        self.refuse(describe_call("a call"))
 
-    @property
-    def rings(self) -> Any:
-        """Refuse: the shared memory is gone."""
-        raise _closed("a call")
+    rings = topology
 
-    def agree(self, call: Call, timeout_seconds: float | None = None) -> None:
+    def refuse(self, call: Call) -> NoReturn:
         """Refuse a call."""
-        raise _closed(call.text)
+        raise CollectiveError(
+            f"expected an open strategy for {call.text}, found one that is closed; "
+            "create a new one"
+        )
 
-    def refuse(self, call: Call) -> None:
-        """Refuse a call that is to be started."""
-        raise _closed(call.text)
+    def agree(self, call: Call, timeout_seconds: float | None = None) -> NoReturn:
+        """Refuse a call."""
+        self.refuse(call)
 
     def forget_done(self) -> None:
         """Keep nothing."""
@@ -59,10 +59,3 @@ class ClosedChannel:
 
     def leave(self, what: str, error: BaseException, entered: int) -> None:
         """Tell nobody, likewise."""
-
-
-def _closed(what: str) -> CollectiveError:
-    return CollectiveError(
-        f"expected an open strategy for {what}, found one that is closed; create a new "
-        "one"
-    )

@@ -1,10 +1,10 @@
 """The one way into the library's collective calls, and the ways out of it by an error.
 
-A rank that leaves a call by an error, whatever it is, leaves the other ranks there, and
-would take part in it with its next one. So it tells them: in the header for which they
-wait, where it has come to no header of the call itself; else by ending all calls, since
-nobody knows how far the others are. Calls of two threads at the same time, which have
-no order in common with those of other ranks, are refused here, too.
+A rank that leaves a call by an error leaves the other ranks there, and would take part
+in that call with its next one. So it tells them: in the header for which they wait,
+where it has come to no header of the call itself; else by ending all calls, since
+nobody knows how far the others are. Calls of two threads at the same time have no
+order in common with those of other ranks, and are refused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _refuse(channel: Any, other: int, what: str) -> NoReturn:
         f"{state.what}"
     )
     failures.broken = failures.broken or text
-    # MPI serves one thread at a time; a wait of the other one ends now.
+    # MPI serves one thread at a time; a wait of the other thread ends now.
     interrupt: BaseException | None = None
     while state.thread == other:
         try:

@@ -1,27 +1,25 @@
-"""The layout of the records of a step, and their comparison.
+"""The records by which a worker's ranks announce a header or a step, in shared memory.
 
-Inside one worker they lie in the shared segment, two per rank, used in turn: a rank
-writes record ``n + 2`` over record ``n`` only after it has seen the records ``n + 1``
-of all ranks, which they write after their last look at the records ``n``. A record
-carries a check word, a hash of integers and so the same in every process: one that is
-seen half-written, as weakly ordered processors allow, is not taken for complete.
-Several workers tell each other what their ranks have agreed on, see
-`hpcstrat.engine.channel.wire_headers`.
+There are two per rank, used in turn: a rank writes record ``n + 2`` over record ``n``
+only after it has seen the records ``n + 1`` of all ranks, which they write after their
+last look at the records ``n``. A record carries a check word, a hash of integers and so
+the same in every process: one that is seen half-written, as weakly ordered processors
+allow, is not taken for complete.
 
 Records also order memory: what a rank has stored before its record is seen by every
 rank that has seen the record, and what it has loaded before cannot change under it. On
-x86-64, whose stores become visible in program order and are not passed by earlier loads
-(Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A, section 8.2.2;
-the C library ends its non-temporal copies with a fence), that takes nothing. On other
-processors, such as Arm's, a full memory barrier stands before each record is written
-and after the records of all have been seen: ``MPI_Win_sync``, which MPI-4.1, sections
-12.4 and 12.5.3, gives this meaning for shared memory. The compiled kernel stores and
-reads the same records as C11's atomics, the tick last with release and first with
-acquire: that orders memory on every processor.
+x86-64 that takes nothing: stores become visible in program order and are not passed by
+earlier loads (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A,
+section 8.2.2; the C library ends its non-temporal copies with a fence). On other
+processors a full memory barrier stands before each record is written and after the
+records of all have been seen: ``MPI_Win_sync``, which MPI-4.1, sections 12.4 and
+12.5.3, gives this meaning for shared memory. The compiled kernel stores and reads the
+same records as C11's atomics, the tick last with release and first with acquire.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import struct
@@ -102,10 +100,7 @@ class SegmentHeaders:
         ]
 
     def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended without leaving.
-
-        Empty where they cannot be seen from here.
-        """
+        """Return the ranks whose processes have ended, as far as this one can see."""
         return [
             self._replicas[rank]
             for rank, (pid, start) in self._processes.items()
@@ -163,11 +158,9 @@ def make_kernel(topology: Topology) -> Any:
     if module is not None and comm.size > 1:
         ring_bytes = topology.slot_bytes * SLOTS_IN_RING
         sizes = segment.common_bytes, segment.part_bytes, ring_bytes
-        try:
+        # Not in a window of MPI, which may begin anywhere.
+        with contextlib.suppress(ValueError):
             kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)
-        except ValueError:
-            # A window of MPI, which may begin anywhere.
-            kernel = None
     everywhere = all(comm.allgather(kernel is not None))
     if kernel is not None and not everywhere:
         kernel.close()

@@ -33,12 +33,9 @@ class Position:
 
     def __init__(self, state: Any = None) -> None:
         self._state = state or CallState()
-        # Number of times that this rank has entered run, and has asked for a batch of
-        # any data set that all replicas share.
-        self.run_index = 0
-        self.next_index = 0
-        # Number of backwards of replicated modules that it has begun.
-        self.backward_index = 0
+        # How often this rank has entered run, has asked for a batch of any data set
+        # that all replicas share, and has begun a backward of a replicated module.
+        self.run_index = self.next_index = self.backward_index = 0
         # Looks at the copies of variables at each entry into run.
         self.copy_check: CopyCheck | None = None
 

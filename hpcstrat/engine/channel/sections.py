@@ -1,10 +1,10 @@
 """Parts of a program that all ranks leave together, with or without an error.
 
-A strategy with ``on_error="raise"`` makes a section of each ``run``, of each merged
-function, and of other code of the program between two calls. At its end all ranks
-agree on whether it went well on every one of them. Sections nest. A rank that fails
-tells how many sections it is still in: the others leave as many more as they are in,
-whatever the program catches on the way, and then all ranks are at the same point again.
+A strategy with ``on_error="raise"`` makes a section of each ``run``, each merged
+function, and other code of the program between two calls. At its end all ranks agree on
+whether it went well on every one of them. Sections nest. A rank that fails tells how
+many sections it is still in: the others leave theirs down to that number, whatever the
+program catches on the way, and then all ranks are at the same point again.
 """
 
 from __future__ import annotations

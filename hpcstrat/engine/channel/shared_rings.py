@@ -2,17 +2,14 @@
 
 Each rank's part of the segment is a ring: the data of each step takes the next place in
 it. All ranks of a worker take places of equal sizes in equal order, and so know where
-the others' data lies.
+the others' data lies. The compiled kernel takes places by the same rule.
 
-A place is written while others may still look at those of the two steps before: what
-was laid out for step ``n - 1``, and results in the places of step ``n - 2``. Sizes are
-powers of two, and places begin at multiples of their size, so that three places in a
-row never reach over more than three of the four largest places of a ring. All that lies
-before has been left: a rank comes to step ``n - 1`` only after its last look at the
-place of step ``n - 3``.
-
-The compiled kernel takes places by the same rule, from the same ring. The size of the
-ring changes no result.
+A place is written while others may still look at those of the two steps before: values
+for step ``n - 1``, and results in the places of step ``n - 2``. Sizes are powers of
+two, and places begin at multiples of their size, so that three places in a row never
+reach over more than three of the four largest places of a ring. Nobody looks at earlier
+places: a rank comes to step ``n - 1`` only after its last look at the place of step
+``n - 3``.
 """
 
 from __future__ import annotations

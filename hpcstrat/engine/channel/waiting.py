@@ -1,9 +1,9 @@
 """Waiting for other ranks.
 
-It spins for a moment, and then naps and drives MPI's progress, so that signals are
-served, and the death of a process is seen. How long that moment is, it learns: where
-cores are short, the one that spins may hold the core that the awaited one needs. The
-watchdog's thread reads what it waits for, and says who is late.
+A rank spins for a moment, and then naps and drives MPI's progress, so that signals are
+served, and the death of a process is seen. It learns how long to spin: where cores are
+short, the rank that spins may hold the core that the awaited one needs. The watchdog's
+thread reads for what a rank waits, and says who is late.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class Spin:
 
     As the Linux kernel's KVM polls for a halted processor
     (https://docs.kernel.org/virt/kvm/halt-polling.html): longer after a wait that
-    looking on would have covered, shorter after one that was longer than any spin. A
-    rank whose partner computes, or waits for a core, soon spins no more; one whose
-    waits are short never naps.
+    looking on would have covered, shorter after one that was longer than any spin.
     """
 
     __slots__ = ("seconds",)
@@ -85,7 +83,7 @@ class Waiting:
     looked_at: float = -math.inf
     # The ranks that it found.
     late: Sequence[int] = ()
-    # Until when one of them at least had said that it would be slow.
+    # Until when one of them at least had announced that it would be slow.
     patient_until: float = -math.inf
     # Until when a report may be on its way, which the wait must not cut off.
     held_until: float = -math.inf
@@ -93,7 +91,7 @@ class Waiting:
     def begin(self, slow_until: float = -math.inf) -> float:
         """Return from when on the seconds of warning and limit count.
 
-        Not before anybody's announced time is over; ``slow_until`` is the waiting
+        Not before any rank's announced slowness is over; ``slow_until`` is the waiting
         rank's own.
         """
         return max(self.start, self.patient_until, slow_until)
@@ -122,13 +120,13 @@ class Waiter:
     ) -> None:
         self._look, self._steps, self._arrivals = look, steps, arrivals
         self._state = state
-        # This rank waits so long for others, where a call has no limit of its own.
+        # How long this rank waits, where a call has no limit of its own.
         self.limit_seconds = _LIMIT_SECONDS
         # The wait that is under way, once it takes longer than a moment.
         self.waiting: Waiting | None = None
         # Whether a watchdog looks at it.
         self.watched = False
-        # Until when this rank had said that it would be slow.
+        # Until when this rank had announced that it would be slow.
         self.slow_until = -math.inf
         # Ranks that were missing at the last look.
         self.late: list[int] = []
@@ -143,7 +141,6 @@ class Waiter:
         state.looks = self._looks_of_kernel()
 
     def _looks_of_kernel(self) -> int:
-        """Return as many as a spin takes, which is short where others want the core."""
         if self._shares_cores:
             return self.quick_looks
         looks = int(self._spin.seconds * _KERNEL_LOOKS_PER_SECOND)

@@ -1,11 +1,9 @@
 """Sums of arrays that all ranks of a worker have mapped, where they lie.
 
-Each rank sums one segment of every rank's array, and writes the sums into all of them:
-no array is copied into a place and out of a result, which for large ones takes three
-times as long. The order in which values are added, and so the bits, are the same.
-
-Whether a rank's array lies in such an area only that rank knows. So each writes where
-its own is into the shared segment, and the header orders that: all then see the same,
+Each rank sums one segment of every rank's array, and writes the sums into all of them,
+with the same bits as the usual way: copying large arrays into places and out of results
+takes three times as long. Only its own rank knows whether an array lies in such an
+area, and writes that into the shared segment before the header: all then see the same,
 map what is new to them, or take the usual way.
 """
 
@@ -34,12 +32,11 @@ __all__ = ["LEAST_MAPPED_BYTES", "MappedMemory", "reduce_in_mapped_memory"]
 LEAST_MAPPED_BYTES = 512 << 10
 """Size of a call from which it pays to look for areas."""
 
-# A row of integers describes an array: its state (in no area, in one that all ranks
-# have mapped, or in one that is offered), the number of its area, the lowest number
-# that its rank still has, then process, descriptor, size, device and inode.
+# An array is in no area, in one that all ranks have mapped, or in one that is offered.
 _NONE, _MAPPED, _OFFERED = range(3)
+# A row of integers describes it: state, number of its area, lowest number that its rank
+# still has, then process, descriptor, size, device and inode.
 _STATE, _NUMBER, _FIRST, _PROCESS, _DESCRIPTOR, _NBYTES, _DEVICE, _INODE = range(8)
-_ROW = 8
 # A core sums so much, in its cache, before it writes the sums to the others.
 _PIECE_BYTES = 256 << 10
 
@@ -68,7 +65,7 @@ class MappedMemory:
         self._number = 0
         # Mapped areas of the other ranks, by rank and number.
         self._others: dict[tuple[int, int], Array] = {}
-        # No area is mapped once one could not be, such as between containers.
+        # No area is mapped after one could not be, such as between containers.
         self.off = False
 
     def offer(
@@ -103,12 +100,9 @@ class MappedMemory:
 
     def map(self, rows: Array, me: int) -> bool:
         """Map what the other ranks offer; whether that could be done."""
-        firsts = rows[:, _FIRST].tolist()
-        self._others = {
-            key: memory
-            for key, memory in self._others.items()
-            if key[1] >= firsts[key[0]]
-        }
+        for rank, number in list(self._others):
+            if number < rows[rank, _FIRST]:
+                del self._others[rank, number]
         for rank, row in enumerate(rows.tolist()):
             if rank == me or row[_STATE] != _OFFERED:
                 continue
@@ -129,12 +123,11 @@ class MappedMemory:
 
     def views(self, rows: Array, own: Array, me: int) -> list[Array]:
         """Return the arrays of all ranks."""
-        return [
-            own
-            if rank == me
-            else self._others[rank, number][: own.nbytes].view(own.dtype)
-            for rank, number in enumerate(rows[:, _NUMBER].tolist())
-        ]
+        arrays = []
+        for rank, number in enumerate(rows[:, _NUMBER].tolist()):
+            memory = own if rank == me else self._others[rank, number]
+            arrays.append(memory.view(np.uint8)[: own.nbytes].view(own.dtype))
+        return arrays
 
 
 def _mapped(row: Sequence[int]) -> Array:
@@ -189,7 +182,7 @@ def _rows(channel: Channel) -> Array:
     """Return a row of integers for each rank of the worker."""
     places = channel.rings
     start = places.take(places.place_bytes(1)) // 8
-    return places.of(np.dtype(np.int64))[:, start : start + _ROW]
+    return places.of(np.dtype(np.int64))[:, start : start + _INODE + 1]
 
 
 def _sum_segment(

@@ -1,8 +1,7 @@
 """A plan of one kind of reduction, made once and executed again and again.
 
-A `Plan` reduces by an algorithm, at once or step by step. Its subclasses do the same in
-fewer steps where they can: `hpcstrat.engine.collectives.kernel_sum` inside a worker,
-and `hpcstrat.engine.collectives.header_sum` between workers.
+A `Plan` reduces by an algorithm, at once or step by step. Its subclasses `KernelSum`,
+inside a worker, and `HeaderSum`, between workers, do the same in fewer steps.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class Request:
 
 
 def is_plain(array: Array) -> bool:
-    """Whether an array lies in memory without gaps, so that algorithms take it.
-
-    In C order, aligned.
-    """
+    """Whether algorithms take an array as it is: aligned, in C order, without gaps."""
     flags = array.flags
     return flags.c_contiguous and (is_device(array) or flags.aligned)
 

@@ -41,27 +41,20 @@ __all__ = [
     "wire_type",
 ]
 
+# Size of a piece of two ranks, and of more: large enough for Python, and small enough
+# for a cache.
 DIRECT_PIECE_BYTES = 512 << 10
-"""Size of a piece of two ranks: large enough for Python, small enough for a cache."""
-
 SCATTERED_PIECE_BYTES = 256 << 10
-"""Size of a piece of three and more ranks."""
-
-SMALL_BYTES = 128 << 10
-"""Three and more ranks add all slots themselves up to this size by their number."""
-
+# Up to this number of ranks each adds small values itself: up to half of a piece, and
+# of three and more ranks up to these bytes in all.
 MOST_DIRECT_RANKS = 8
-"""Up to this number of ranks small messages are added by all of them."""
-
+SMALL_BYTES = 128 << 10
+# With more ranks, the size from which shared memory serves, for each rank.
 FROM_BYTES_PER_RANK = 1 << 10
-"""With more ranks, the size from which shared memory serves, for each rank."""
-
+# Most bytes of all replicas of a worker that one adds, for the header.
 GATHERED_BYTES = 256 << 10
-"""Most bytes of all replicas of a worker that one adds, for the header."""
-
+# Size from which several workers reduce inside each worker first.
 HIERARCHICAL_FROM_BYTES = 16 << 10
-"""Size from which several workers reduce inside each worker first."""
-
 _MOST_EXCHANGED_BYTES = 8 << 20
 # Pieces of a call, and size of a part of one, if there are so many bytes.
 _LEAST_EXCHANGED = 4
@@ -112,8 +105,7 @@ def by_exchange(
     workers = topology.num_workers
     default = min(PART_BYTES * workers, _MOST_EXCHANGED_BYTES)
     if nbytes > room_bytes(workers):
-        # Not in one piece, of which the sums would wait for all parts, and the wire for
-        # the sums.
+        # In one piece the sums would wait for all parts, and the wire for the sums.
         several = max(nbytes // _LEAST_EXCHANGED, _LEAST_PART_BYTES * workers)
         default = min(default, several // 64 * 64)
     piece = max(64, options.bytes_per_pack or default)
@@ -148,8 +140,8 @@ def hierarchical(
     """Return the reduction inside each worker, then across."""
     if topology.num_workers == 1:
         return shared_memory(nbytes, topology, options)
-    # Pieces are large, as workers exchange parts of one rank's segment of a piece; half
-    # of the largest place, as four pieces are in use at once.
+    # Large, as workers exchange parts of a segment of a piece; half of the largest
+    # place, as four pieces are in use at once.
     most = topology.slot_bytes // 2
     piece = _fitting(min(options.bytes_per_pack or most, most), topology)
     wire = options.wire_dtype
@@ -171,21 +163,20 @@ def wire_type(name: str) -> np.dtype[Any]:
 
 
 def imagined(num_workers: int, replicas_per_worker: int) -> Any:
-    """Return what `select` looks at of a topology, where each replica has a core."""
-    each = replicas_per_worker
+    """Return what `select` reads of a topology, where each replica has a core."""
     return SimpleNamespace(
         num_workers=num_workers,
-        num_replicas=num_workers * each,
-        worker_comm=SimpleNamespace(size=each),
-        num_cores=each,
-        slot_bytes=slot_bytes(each, num_workers),
+        num_replicas=num_workers * replicas_per_worker,
+        worker_comm=SimpleNamespace(size=replicas_per_worker),
+        num_cores=replicas_per_worker,
+        slot_bytes=slot_bytes(replicas_per_worker, num_workers),
     )
 
 
 def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]]:
-    """Return from which size on what reduces, in words: the first from 1 byte on.
+    """Return sizes, each with the algorithm that serves from there on, in words.
 
-    Not collective. It is of calls with one array, where each replica has a core.
+    Not collective. For calls with one array, where each replica has a core.
     """
     options = CommunicationOptions()
     topology = imagined(num_workers, replicas_per_worker)
@@ -197,15 +188,10 @@ def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]
 
     found, low = [(1, how(1))], 1
     while low < _MOST_SHOWN_BYTES:
-        high = 2 * low
-        if how(high) != found[-1][1]:
-            first = bisect.bisect_left(
-                range(low, high), True, key=lambda n: how(n) != found[-1][1]
-            )
-            found.append((low + first, how(low + first)))
-            low += first
-        else:
-            low = high
+        sizes, last = range(low, 2 * low), found[-1][1]
+        low += bisect.bisect_left(sizes, True, key=lambda n: how(n) != last)
+        if how(low) != last:
+            found.append((low, how(low)))
     return found
 
 

@@ -62,13 +62,11 @@ class Choice:
 
     algorithm: Algorithm
     piece_bytes: int
-    # Whether all values are few: each rank adds them all itself, or they travel in the
-    # header between workers, where they fit.
+    # Whether values are few: each rank adds all of them, or the header carries them.
     small: bool = False
     # Whether it can be started, and awaited later.
     starts: bool = True
-    # Whether it moves all in one worker's memory, so that the kernel, or
-    # `reduce_in_mapped_memory`, may take its place.
+    # Whether the kernel, or `reduce_in_mapped_memory`, may take its place.
     in_worker: bool = False
     # In words, for timelines and `hpcstrat info`.
     how: str = ""
@@ -110,8 +108,8 @@ def add_in_order(
 ) -> None:
     """Add arrays in their order into ``total``, or combine them by another ufunc.
 
-    That may be one of the first two terms, or any other where there is a ``scratch``,
-    at least as long, for the sums of the first terms.
+    That may be one of the first two terms, or any term where there is a ``scratch``, at
+    least as long.
     """
     if len(terms) == 1:
         if terms[0] is not total:
