@@ -34,10 +34,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # A run starts some two thousand processes. Each would compile the library, and the rank
 # tests, where no byte code is kept (some images of containers say so); wait one second
-# in MPI_Init, where Open MPI looks for networks of libfabric; and start threads for
-# linear algebra on cores that the other ranks need.
+# in MPI_Init, where Open MPI looks for networks of libfabric; keep its core while it
+# waits in MPI, unless its job has more ranks than cores; and start threads for linear
+# algebra on cores that the other ranks need.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Jobs that are to fail would leave files where they run.
 os.environ.setdefault("HPCSTRAT_HANG_FOLDER", "")
