@@ -1,6 +1,6 @@
 """Input: data sets, and their division between replicas."""
 
-from hpcstrat.data.dataset import SHARD_HINT, Dataset
+from hpcstrat.data.dataset import SHARD_HINT, Dataset, mix
 from hpcstrat.data.dealing import DealtDataset, StatefulDataset, StreamDataset
 from hpcstrat.data.distributed import (
     DistributedDataset,
@@ -9,7 +9,6 @@ from hpcstrat.data.distributed import (
 )
 from hpcstrat.data.elements import ArraySpec
 from hpcstrat.data.lineage import DatasetOptions
-from hpcstrat.data.mixing import mix
 from hpcstrat.data.rows import INFINITE, UNKNOWN
 
 __all__ = [

@@ -33,7 +33,7 @@ def _batched(
     drop_remainder: bool,
     collate: Callable[[Sequence[Tree]], Tree] = stack,
 ) -> Iterator[Tree]:
-    """Give batches of successive elements, of sizes that come in turn."""
+    """Give batches of successive elements; their sizes come in turn."""
     turns = itertools.cycle(sizes)
     last: Tree = None
 
@@ -42,7 +42,7 @@ def _batched(
         size = next(turns)
         rows: list[Tree] = []
         while len(rows) < size:
-            # An element that fails takes with it those of its batch that have come.
+            # Where an element fails, the elements before it in the batch are lost.
             element = next(elements, END)
             if element is END:
                 break
@@ -64,7 +64,6 @@ def _num_batches(cardinality: int, size: int, drop_remainder: bool) -> int:
 
 
 def batches(parent: Stage, size: int, drop_remainder: bool) -> Stream:
-    """Return successive elements, stacked."""
     return Stream.after(
         parent,
         f"in batches of {size}",
@@ -78,7 +77,6 @@ def batches(parent: Stage, size: int, drop_remainder: bool) -> Stream:
 def padded(
     parent: Stage, size: int, drop_remainder: bool, shapes: Tree, values: Tree
 ) -> Stream:
-    """Return successive elements, filled up to one shape and stacked."""
 
     def collate(rows: Sequence[Tree]) -> Tree:
         return pad_and_stack(rows, shapes, values)
@@ -111,7 +109,6 @@ def _rows(elements: Iterator[Tree]) -> Iterator[Tree]:
 
 
 def unbatched(parent: Stage) -> Stream:
-    """Return the rows of all batches."""
 
     def spec() -> Tree:
         return tree_map(
@@ -129,12 +126,12 @@ def unbatched(parent: Stage) -> Stream:
 
 
 def _num_rows(parent: Stage) -> int:
-    """Return the number of rows of batches, where all are known to have as many."""
+    """Return the number of rows of batches of one known length, or UNKNOWN."""
     if parent.cardinality < 0:
         return parent.cardinality
     try:
         leaf = flatten(parent.spec())[0][0]
-    # An error here comes again where the program asks for elements.
+    # The program meets this error when it asks for elements.
     except Exception:
         return UNKNOWN
     if not leaf.shape or leaf.shape[0] is None:
@@ -143,11 +140,10 @@ def _num_rows(parent: Stage) -> int:
 
 
 def rebatched(parent: Stage, sizes: Sequence[int], drop_remainder: bool) -> Stream:
-    """Return all rows in batches of the given sizes, which come in turn."""
     size = sizes[0] if len(set(sizes)) == 1 else None
 
     def leading(length: int | None) -> int | None:
-        """Return the length of all batches, made of batches of a length; or None."""
+        """Return the length of all batches, made from batches of a length, or None."""
         is_fixed = size and (drop_remainder or (length and length % size == 0))
         return size if is_fixed else None
 
@@ -169,7 +165,6 @@ def rebatched(parent: Stage, sizes: Sequence[int], drop_remainder: bool) -> Stre
 
 
 def packed(parent: Stage, length: int, pad: Any) -> Stream:
-    """Return sequences packed into rows of a length, in their order."""
 
     def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
         # A sequence that did not fit into the row before.
@@ -243,14 +238,12 @@ def bucketed(
     boundaries: Sequence[int],
     sizes: Sequence[int],
     *,
-    pad: Callable[[Sequence[Tree], Any], Tree],
+    shapes: Tree,
+    values: Tree,
     to_boundary: bool,
+    no_padding: bool,
     drop_remainder: bool,
 ) -> Stream:
-    """Return batches of elements of similar length, in tf.data's order.
-
-    ``pad`` stacks elements, given the shapes of their arrays, or None.
-    """
     if len(sizes) != len(boundaries) + 1 or list(boundaries) != sorted(boundaries):
         raise ValueError(
             "expected increasing bucket_boundaries and one batch size more, found "
@@ -258,17 +251,18 @@ def bucketed(
         )
 
     def collate(bucket: int, rows: Sequence[Tree]) -> Tree:
+        if no_padding:
+            return stack(rows)
         if not to_boundary:
-            return pad(rows, None)
+            return pad_and_stack(rows, shapes, values)
         if bucket == len(boundaries):
             raise ValueError(
                 f"expected elements shorter than {boundaries[-1]} to be padded to a "
                 "boundary, found a longer one; filter them out, or add a boundary"
             )
-        shapes = tree_map(
-            lambda leaf: (boundaries[bucket] - 1, *np.shape(leaf)[1:]), rows[0]
-        )
-        return pad(rows, flatten(shapes)[0])
+        length = boundaries[bucket] - 1
+        lengths = [(length, *np.shape(leaf)[1:]) for leaf in flatten(rows[0])[0]]
+        return pad_and_stack(rows, lengths or shapes, values)
 
     def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
         def bucket_of(element: Tree) -> int:

@@ -47,12 +47,8 @@ __all__ = [
 
 
 class Batched(Stage):
-    """A stage of batches with random access.
+    """A stage of batches with random access; ``num_rows`` may be INFINITE."""
 
-    ``num_rows`` of an epoch may be INFINITE; ``batch_size`` is that of full batches.
-    """
-
-    num_rows: int
     batch_size: int
 
     def stop(self, position: int) -> int:
@@ -68,10 +64,10 @@ class Batched(Stage):
         raise NotImplementedError
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return the same batches, whose rows stand in the order of their owners.
+        """Return the same batches with rows in the order of the replicas that own them.
 
-        The piece of each replica then has as many of its own rows as there are.
-        ``replicas`` are those of this rank, whose rows a cache keeps.
+        The piece of each replica then has as many of its own rows as fit. ``replicas``
+        are those of this rank; a cache keeps their rows.
         """
         raise NotImplementedError
 
@@ -137,9 +133,8 @@ class RowBatches(Batched):
 class OwnRowBatches(RowBatches):
     """Batches whose rows are in the order of the replicas that own them.
 
-    Each of ``num_replicas`` owns an equal part of all rows, in their order in the
-    source; so rows that a rank has once read, and keeps, come to it again. After SOLAR
-    (Sun et al. 2022, arXiv:2211.00224), which looks for such orders ahead of time.
+    Each replica owns an equal part of the rows of the source, so that rows in a rank's
+    cache come to it again. After SOLAR (Sun et al. 2022, arXiv:2211.00224).
     """
 
     def __init__(self, batches: RowBatches, num_replicas: int) -> None:
@@ -150,7 +145,6 @@ class OwnRowBatches(RowBatches):
         self._num_replicas = num_replicas
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read these rows of the batch in its order."""
         stop, count = self.stop(start), self._num_replicas
         homes = self.rows.homes(slice(start, stop), epoch)
         owners = homes * count // self.rows.num_homes
@@ -175,11 +169,11 @@ class PaddedBatches(RowBatches):
         self._shapes, self._values = shapes, values
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return itself: each rank reads the whole batch in any case."""
+        """Return itself, as each rank reads whole batches."""
         return self
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read all rows of the batch, as the longest says how long each becomes."""
+        """Read all rows of the batch, as the longest decides the shape of all."""
         rows = self.rows.elements(slice(start, self.stop(start)), epoch)
         return rows_of(pad_and_stack(rows, self._shapes, self._values), first, last)
 
@@ -188,7 +182,7 @@ class PaddedBatches(RowBatches):
 
 
 def shuffled_rows(stage: Stage) -> ShuffledRows | None:
-    """Return the stage that says the order of rows; None where they keep it."""
+    """Return the stage that decides the order of rows, or None."""
     rows = stage.rows if isinstance(stage, RowBatches) else stage
     return rows if isinstance(rows, ShuffledRows) else None
 
@@ -204,7 +198,7 @@ def padded_spec(spec: Tree, shapes: Tree) -> Tree:
 
 
 class _BatchesOfParent(Batched):
-    """The batches of another stage, but for what a class says otherwise."""
+    """The batches of another stage; subclasses change some methods."""
 
     def __init__(self, parent: Batched, words: str) -> None:
         self._set_parent(parent)
@@ -232,7 +226,7 @@ class _BatchesOfParent(Batched):
 
 
 class RepeatedBatches(_BatchesOfParent):
-    """All batches several times; each time is an epoch of its own, and ends as one."""
+    """All batches several times; each time is an epoch of its own."""
 
     def __init__(self, parent: Batched, count: int) -> None:
         super().__init__(parent, f"{count} times")
@@ -257,10 +251,7 @@ class RepeatedBatches(_BatchesOfParent):
 
 
 class SomeBatches(_BatchesOfParent):
-    """Batches of another stage from one to another: take and skip.
-
-    ``last`` may be INFINITE.
-    """
+    """Batches of another stage from ``first`` to ``last``, which may be INFINITE."""
 
     def __init__(self, parent: Batched, first: int, last: int) -> None:
         self._first = first
@@ -286,7 +277,7 @@ class SomeBatches(_BatchesOfParent):
 
 
 class MappedBatches(_BatchesOfParent):
-    """The results of a function for each whole batch, as many rows as it had.
+    """The results of a function for each whole batch.
 
     Raises ValueError for a function that changes the number of rows.
     """
@@ -314,12 +305,12 @@ class MappedBatches(_BatchesOfParent):
         return as_element(call_with(self._function, batch))
 
     def spec(self) -> Tree:
-        """Return what the results have in common; calls the function."""
+        """Return the spec of the results; calls the function."""
         return made_spec(self.parent, lambda batch: spec_of(self._made(batch)))
 
 
 class CachedBatches(_BatchesOfParent):
-    """Batches of epoch 0, of which what was read is kept in memory."""
+    """Batches of epoch 0, which are kept in memory once they were read."""
 
     def __init__(self, parent: Batched) -> None:
         super().__init__(parent, "cached")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat.data.elements import CallIterator
+from hpcstrat.data.elements import CallIterator, writable
 from hpcstrat.engine.arrays.kinds import array_module, as_array, is_device
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.tree import flatten, tree_map, unflatten
@@ -47,11 +47,8 @@ _END = object()
 
 
 def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
-    """Return where a replica's piece of a batch begins and ends.
-
-    The last replicas may get fewer rows, or none.
-    """
-    # As tf.distribute rounds: up, so that the last replicas bear what is missing.
+    """Return where a replica's piece of a batch begins and ends; maybe without rows."""
+    # Rounded up, as by tf.distribute, so that only the last replicas have less.
     size = -(-length // num_replicas)
     return min(replica_id * size, length), min((replica_id + 1) * size, length)
 
@@ -59,8 +56,8 @@ def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
 def share(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
     """Return where a replica's rows of a batch begin and end, for other libraries.
 
-    As even as can be, so that none is without rows where there is one for each: unlike
-    pieces, of which the last replicas may have none, and many layers fail without rows.
+    Shares differ by a row at most, as many layers fail without rows; the last pieces
+    may have none.
     """
     first = replica_id * length // num_replicas
     return first, (replica_id + 1) * length // num_replicas
@@ -69,8 +66,8 @@ def share(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
 def owned_first(owners: Array, num_replicas: int) -> Array:
     """Return an order of a batch's rows in which replicas' pieces have their own rows.
 
-    ``owners`` has the replica that owns each row, int64. Each replica takes the first
-    of its rows that fit into its `piece`; what is left over fills the rest, in order.
+    ``owners`` has the replica that owns each row, int64. Rows that do not fit into the
+    `piece` of their owner fill the others, in order.
     """
     length = len(owners)
     ends = [piece(length, num_replicas, r) for r in range(num_replicas)]
@@ -80,7 +77,7 @@ def owned_first(owners: Array, num_replicas: int) -> Array:
     counts = np.bincount(owners, minlength=num_replicas)
     before = np.cumsum(counts) - counts
     sorted_owners = owners[by_owner]
-    # Number of each row among those of its owner.
+    # The number of each row among its owner's rows.
     number = np.arange(length) - before[sorted_owners]
     stays = number < room[sorted_owners]
     order = np.full(length, -1, np.int64)
@@ -100,10 +97,7 @@ def batch_length(
     expected: str = "batches whose arrays have the same first dimension",
     advice: str = "batch the data set by its global batch size",
 ) -> int:
-    """Return the number of rows of a batch.
-
-    Raises ValueError for scalars, and arrays of different lengths.
-    """
+    """Return the number of rows of a batch; ValueError where arrays differ in it."""
     leaves = flatten(batch)[0]
     lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
     if len(lengths) != 1 or -1 in lengths:
@@ -113,7 +107,6 @@ def batch_length(
 
 
 def rows_of(batch: Tree, start: int, stop: int) -> Tree:
-    """Return some rows of a batch, as views."""
     return tree_map(lambda array: array[start:stop], batch)
 
 
@@ -125,31 +118,16 @@ def empty_like(batch: Tree) -> Tree:
     return tree_map(lambda array: array[0:0].copy(), batch)
 
 
-def writable(batch: Tree) -> Tree:
-    """Return a batch that the program may write, copies of what it may not.
-
-    A copy takes less time than the rows of a shuffled data set, which are copies
-    anyway; and other libraries take read-only memory as if they could write to it, or
-    not at all.
-    """
-    return tree_map(
-        lambda leaf: (
-            leaf if is_device(leaf) or leaf.flags.writeable else np.array(leaf)
-        ),
-        batch,
-    )
-
-
 def pieces_of(batch: Tree, num_replicas: int, replicas: Sequence[int]) -> list[Tree]:
     """Cut a batch by itself; return the pieces of ``replicas``, as views."""
     length = batch_length(batch)
     return [rows_of(batch, *piece(length, num_replicas, r)) for r in replicas]
 
 
-# The cache is what makes it once; its bound, for data whose batches all differ.
+# The cache makes it warn once; it is bounded, as all lengths may differ.
 @functools.lru_cache(maxsize=1024)
 def warn_of_idle(length: int, num_replicas: int) -> None:
-    """Warn, once in a program, where replicas get no rows of a batch."""
+    """Warn, once in a program, if some replicas get no rows of a batch."""
     most = -(-length // num_replicas)
     busy = -(-length // most) if most else num_replicas
     if busy < num_replicas:
@@ -173,11 +151,7 @@ def _own_array(value: Any) -> Array:
 
 
 def _leaf(value: Any) -> Array:
-    """Return a leaf of a batch as an array; its parts travel pickled.
-
-    So it may be text of any length, and fields may be Python objects, which no
-    collective call takes.
-    """
+    """Return a leaf of a batch as an array; text and Python objects travel pickled."""
     plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
     refers = plain and value.dtype.hasobject and value.dtype.kind != "O"
     return value if refers else as_array(value)
@@ -197,9 +171,9 @@ def pour_slots(
 ) -> Iterator[list[Tree]]:
     """Pour all rows, as one stream, into the replicas' slots.
 
-    The worker begins with the slot of the first of its replicas, and then uses every
-    slot of the cycle itself. Each step has one batch per replica of the worker; it
-    raises ValueError for scalars, and arrays of different lengths.
+    The worker begins with the slot of its first replica, and then uses every slot of
+    the cycle. Each step has one batch per replica of the worker; it raises ValueError
+    for scalars, and arrays of different lengths.
     """
     slots = slot_sizes(batch_size, num_replicas)
     rows, count, first = _RowQueue(batches), len(replicas), replicas[0]
@@ -207,7 +181,7 @@ def pour_slots(
     def step() -> list[Tree]:
         nonlocal first
         sizes = [slots[slot % num_replicas] for slot in range(first, first + count)]
-        # After an error the rows that have come are still there for the next step.
+        # After an error the rows that were read are kept for the next step.
         # Slots without rows ask for none: a last step may be empty on all workers.
         if not rows.fill(sum(sizes)):
             raise StopIteration
@@ -218,7 +192,7 @@ def pour_slots(
 
 
 class _RowQueue:
-    """The rows of batches, one behind the other."""
+    """The rows of batches, one after another."""
 
     def __init__(self, batches: Iterable[Tree]) -> None:
         self._batches = iter(batches)
@@ -227,10 +201,7 @@ class _RowQueue:
         self._num_rows = 0
 
     def fill(self, count: int) -> bool:
-        """Have as many rows to take, if there are; return whether to go on.
-
-        That is where there are any, or none are wanted and their form is known.
-        """
+        """Get up to ``count`` rows; return False at the end."""
         wanted = count if self._last is not None else max(1, count)
         while self._num_rows < wanted:
             element = next(self._batches, _END)
@@ -248,7 +219,7 @@ class _RowQueue:
     def take(self, count: int) -> Tree:
         """Take up to ``count`` rows; fewer only at the end."""
         first = self._parts[0][0] if self._parts else self._last
-        # Begins with no rows of the right form, should there be none to take.
+        # A part without rows has the right form if there are no others.
         parts = [rows_of(first, 0, 0)]
         while count > 0 and self._parts:
             batch, start, length = self._parts.popleft()
@@ -270,11 +241,10 @@ class _RowQueue:
 def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
     """Give successive elements to the ``count`` replicas of a worker.
 
-    A last step is filled with batches without rows, and left out where elements are
-    scalars.
+    A last step is filled with batches without rows; of scalars it is left out.
     """
     source = iter(elements)
-    # After an error the next step has what had come.
+    # Elements of this step, which the next one uses after an error.
     ready: list[Tree] = []
 
     def step() -> list[Tree]:
@@ -302,8 +272,8 @@ def deal_pieces(
 ) -> Iterator[list[Tree]]:
     """Cut every batch by itself, and give successive pieces to successive replicas.
 
-    There are ``num_replicas`` pieces, those of all workers, for the ``count`` replicas
-    of this one; a step raises ValueError for scalars, and arrays of different lengths.
+    There are ``num_replicas`` pieces, for the ``count`` replicas of this worker; a step
+    raises ValueError for scalars, and arrays of different lengths.
     """
     source = iter(batches)
     ready: deque[Tree] = deque()

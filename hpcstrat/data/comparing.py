@@ -4,9 +4,8 @@ Each worker cuts its own replicas' pieces out of its own batch: of batches in di
 order some rows would be used twice, and others never. So a hash of the batch travels
 with what the replicas tell each other in every step anyway.
 
-Of two kinds of arrays only shapes and types are compared: fields of Python objects, and
-arrays on GPUs but for the first batch of an iteration, as the host would have to wait
-for them.
+Only shapes and types are compared of fields of Python objects, and of arrays on GPUs
+after the first batch of an iteration, as the host would have to wait for them.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _SHOWN_WORKERS = 8
 
 
 def digest(batch: Tree, *, on_gpus: bool) -> int:
-    """Return a hash of a batch from 1 to 2**63 - 1, the same in every process.
-
-    ``on_gpus``: wait for the bytes of arrays on GPUs, too.
-    """
+    """Return a hash from 1 to 2**63 - 1 of a batch, with bytes on GPUs if wanted."""
     mark = 0
     for leaf in flatten(batch)[0]:
         # Each hash is the seed of the next one, so that the order of leaves counts.
@@ -54,11 +50,11 @@ def digest(batch: Tree, *, on_gpus: bool) -> int:
 def _hashed(array: Array, mark: int) -> int:
     dtype = array.dtype
     if dtype.names is not None:
-        # Bytes between fields, and some of a long double, have no meaning.
+        # Bytes between fields, and padding of a long double, have no meaning.
         for name in dtype.names:
             mark = _hashed(array[name], mark)
         return mark
-    # Such an array holds pointers to its texts, other ones in each process.
+    # The array holds pointers to its texts, which differ between processes.
     if dtype.kind == "T":
         return xxh3_64_intdigest(repr(array.tolist()).encode(), mark)
     if dtype.hasobject:
@@ -74,7 +70,7 @@ def show(batch: Tree) -> str:
     leaves = flatten(batch)[0]
     try:
         shown = [_show_array(leaf) for leaf in leaves[:_SHOWN_ARRAYS]]
-    # Words of an error must not hide it by another one.
+    # The text of an error must not raise another one.
     except Exception as error:
         return f"a batch that cannot be shown ({type(error).__name__})"
     rest = len(leaves) - len(shown)
@@ -90,10 +86,7 @@ def _show_array(array: Array) -> str:
 
 
 def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveError:
-    """Return the error that all replicas raise, from the sightings of all workers.
-
-    Its ranks run the iterable for the workers that are fewer.
-    """
+    """Return the error that all replicas raise; it names the workers that are fewer."""
     groups: dict[int, list[Sighting]] = {}
     for sighting in sightings:
         groups.setdefault(sighting[2], []).append(sighting)
@@ -105,7 +98,7 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
         told.append(f"{name}: {group[0][3]} (in all {mark:016x})")
     if len(groups) > _SHOWN_BATCHES:
         told.append(f"{len(groups) - _SHOWN_BATCHES} other batches")
-    # The batch that most workers have is taken for right: somebody has to be named.
+    # The error must name workers: the batch that most of them have counts as right.
     most = max(groups.values(), key=len)
     return CollectiveError(
         "expected that the iterable gives the same batches on every worker, found in "

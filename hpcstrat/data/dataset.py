@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpcstrat.data import batch_streams, stages, streams
 from hpcstrat.data.batched import Batched, shuffled_rows
-from hpcstrat.data.elements import as_element, own_element, pad_and_stack, stack
+from hpcstrat.data.elements import as_element, writable
 from hpcstrat.data.files.rows import FileRows, files_of, matching_files
-from hpcstrat.data.lineage import DatasetOptions, Lineage
+from hpcstrat.data.joined_rows import MixedRows
+from hpcstrat.data.lineage import DatasetOptions, Lineage, rows_of_names
 from hpcstrat.data.read_ahead import read_ahead, read_batches_ahead, read_rows
 from hpcstrat.data.rows import (
     INFINITE,
-    UNKNOWN,
     OneRow,
     Rows,
     SourceRows,
@@ -25,18 +25,18 @@ from hpcstrat.data.rows import (
     in_words,
 )
 from hpcstrat.data.sources import Columns, open_source
+from hpcstrat.data.stages import checked_size
 from hpcstrat.engine.html import table
 from hpcstrat.engine.options import AutoShardPolicy
 from hpcstrat.engine.tree import flatten, unflatten
 from hpcstrat.engine.typing import Array, Tree
 
-__all__ = ["SHARD_HINT", "Dataset"]
+__all__ = ["SHARD_HINT", "Dataset", "mix"]
 
 SHARD_HINT = -1
 """Stands for the number and the index of a shard, which distribution fills in."""
 
 _AUTOTUNE = -1
-_AUTOTUNED_BATCHES = 2
 
 
 class Dataset:
@@ -46,25 +46,21 @@ class Dataset:
     ``iter()`` is the next epoch. `Strategy.experimental_distribute_dataset` divides
     global batches between replicas.
 
-    Rows of arrays, files and sequences can be read at random, and stay so through all
-    methods but those that count or mix elements as they come: ``filter``,
-    ``interleave``, ``flat_map``, ``take_while``, ``rebatch``, ``unbatch``,
-    ``from_generator``, ``ignore_errors``, sampling and choosing, and shuffling or
-    mixing of batches. With random access every replica reads only its own rows, each
-    row comes exactly once per epoch on any number of replicas, and an iteration goes on
-    from any checkpoint.
+    Rows of arrays, files and sequences have random access: every replica reads only
+    its own rows, and an iteration goes on from any checkpoint. These methods give it
+    up: ``filter``, ``interleave``, ``flat_map``, ``take_while``, ``rebatch``,
+    ``unbatch``, ``from_generator``, ``ignore_errors``, sampling and choosing, and
+    shuffling or mixing of batches.
 
     Parameters
     ----------
     source : array, nested structure of arrays, sequence, path, h5py.File or Group
-        One row per example. An HDF5 file or group gives a mapping of its datasets. A
-        sequence whose items are tuples or mappings of arrays, such as a map-style
-        dataset of PyTorch, gives elements of that structure.
+        One row per example. An HDF5 file or group gives a mapping of its datasets, a
+        sequence of tuples or mappings of arrays elements of that structure.
     batch_size : int, optional
         Examples in a global batch; default: single examples, to be batched by `batch`.
     shuffle : bool
-        Whether each epoch goes through the rows in an order of its own, drawn from
-        ``(seed, epoch)``.
+        Whether each epoch has an order of its own, drawn from ``(seed, epoch)``.
     seed : int
         Key of the order.
     drop_remainder : bool
@@ -73,8 +69,7 @@ class Dataset:
     Raises
     ------
     ValueError
-        If the batch size is not positive, the columns' lengths differ, or a path or
-        text is among them.
+        If the batch size is not positive, or the columns do not fit together.
     FileNotFoundError
         If there is no such file.
 
@@ -101,22 +96,21 @@ class Dataset:
             # A data set that a method of this class has made.
             self.lineage = source
         else:
-            is_path = isinstance(source, (str, os.PathLike))
-            stage: Stage = (
-                FileRows(files_of(source))
-                if is_path
-                else SourceRows(open_source(source))
-            )
+            stage: Stage
+            if isinstance(source, (str, os.PathLike)):
+                stage = FileRows(files_of(source))
+            else:
+                stage = SourceRows(open_source(source))
             if shuffle:
                 stage = stages.shuffle(stage, None, seed, True)
             if batch_size is not None:
-                stage = stages.batch(stage, _size(batch_size), drop_remainder)
+                stage = stages.batch(stage, checked_size(batch_size), drop_remainder)
             self.lineage = Lineage(stage)
             self.lineage.seed = seed
         self._epoch = 0
 
     def _then(self, make: Callable[..., Stage], *others: Dataset) -> Dataset:
-        """Return the data set that a function makes of the stages."""
+        """Return a data set of the stage that a function makes of the stages."""
         return Dataset(self.lineage.then(make, *(each.lineage for each in others)))
 
     @property
@@ -135,7 +129,7 @@ class Dataset:
         Parameters
         ----------
         tensors : array, or nested structure of arrays
-            Of equal first dimensions; tuples and mappings stay so, lists become arrays.
+            Their first dimensions are equal; lists become arrays.
 
         Returns
         -------
@@ -163,7 +157,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of cardinality 1.
+            Its cardinality is 1.
         """
         return cls(Lineage(OneRow(as_element(tensors))))
 
@@ -175,7 +169,7 @@ class Dataset:
         output_signature: Tree = None,
         args: tuple[Any, ...] = (),
     ) -> Dataset:
-        """Return what a function gives anew for each epoch.
+        """Return the elements of an iterable that a function makes for each epoch.
 
         Not collective. It must give the same on every worker, unless the data set is
         sharded.
@@ -185,14 +179,14 @@ class Dataset:
         generator : callable
             Returns an iterable of elements.
         output_signature : nested structure of ArraySpec, optional
-            What each element must be; default: not checked.
+            The spec that elements must have; default: no check.
         args : tuple
             Arguments of the function.
 
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
 
         Raises
         ------
@@ -212,27 +206,23 @@ class Dataset:
     ) -> Dataset:
         """Return the rows of HDF5, NetCDF-4, NumPy, Parquet files or Zarr stores.
 
-        Not collective. Rows keep their random access, over all files; files and
-        columns are opened, and nothing is read yet. All files must have the same
-        columns; numbers of rows may differ.
+        Not collective. Rows have random access, over all files. All files must have
+        the same columns; numbers of rows may differ.
 
-        Of NetCDF-4 files the fields along one dimension are columns: without
-        coordinates and bounds. Missing values become NaN, and scaled integers numbers
-        (CF 1.11, sections 2.5.1 and 8.1).
+        The columns of NetCDF-4 files are the fields along one dimension, without
+        coordinates and bounds, decoded by CF 1.11 (sections 2.5.1 and 8.1).
 
         Parameters
         ----------
         paths : str, path, or sequence of them
-            With patterns such as ``data/*.h5``, whose files are sorted. A folder means
-            the ``*.parquet`` in it.
+            Also patterns, such as ``data/*.h5``; a folder means its ``*.parquet``.
         columns : str or sequence of str, optional
             Names, or patterns, such as ``fields/*``; default: all. A single name gives
-            bare arrays, all else mappings, nested as groups are.
+            bare arrays, else elements are mappings, nested as groups are.
         dimension : str, optional
-            Of NetCDF-4: that of the rows; default: the unlimited one, else the one that
-            most fields have first.
+            Dimension of rows in NetCDF-4; default: the unlimited or most common one.
         decode : bool
-            Of NetCDF-4: whether to apply fill values, scale and offset.
+            Whether to apply fill values, scale and offset of NetCDF-4.
 
         Returns
         -------
@@ -244,13 +234,14 @@ class Dataset:
         FileNotFoundError
             If nothing matches.
         ValueError
-            If a file cannot be read, a column is missing, lengths of columns differ
-            within a file, or shapes or dtypes between files; the file is named. When
-            iterated, if a file has changed.
+            If a file cannot be read, or its columns do not fit together, or to those of
+            the other files; when iterated, if a file has changed.
         ImportError
             If ``zarr`` or ``pyarrow`` is needed, and not installed.
         """
-        make = partial(FileRows, columns=columns, dimension=dimension, decode=decode)
+        make = functools.partial(
+            FileRows, columns=columns, dimension=dimension, decode=decode
+        )
         return cls(Lineage.of_files(files_of(paths), make))
 
     @classmethod
@@ -262,7 +253,7 @@ class Dataset:
         Parameters
         ----------
         *args : int
-            As of Python's ``range``.
+            Arguments of Python's ``range``.
 
         Returns
         -------
@@ -282,7 +273,7 @@ class Dataset:
         Parameters
         ----------
         file_pattern : str or sequence of str
-            With ``*``, ``?`` and ``[]``.
+            Patterns may have ``*``, ``?`` and ``[]``.
         shuffle : bool
             Whether each epoch has an order of its own; else they are sorted.
         seed : int, optional
@@ -299,7 +290,7 @@ class Dataset:
             If no file matches.
         """
         files = matching_files(file_pattern)
-        dataset = cls(Lineage.of_names(files))
+        dataset = cls(Lineage.of_files(files, rows_of_names, opens_files=False))
         return dataset.shuffle(len(files), seed) if shuffle else dataset
 
     @classmethod
@@ -318,9 +309,7 @@ class Dataset:
         Dataset
             Texts without ends of lines; policy FILE divides the files.
         """
-        if isinstance(filenames, (str, os.PathLike, np.str_)):
-            filenames = [filenames]
-        files = [os.fspath(name) for name in filenames]
+        files = [os.fspath(name) for name in np.atleast_1d(filenames)]
         return cls(Lineage.of_files(files, streams.text_lines))
 
     # Methods that keep random access
@@ -333,7 +322,7 @@ class Dataset:
         deterministic: bool | None = None,
         seed: int | None = None,
     ) -> Dataset:
-        """Return what a function makes of each element.
+        """Return the results of a function for each element.
 
         Not collective.
 
@@ -342,20 +331,16 @@ class Dataset:
         map_func : callable
             Takes an element, or the parts of one that is a tuple; after `batch`, a
             whole global batch, of which it must keep the number of rows.
-        num_parallel_calls : int, optional
-            Accepted, and ignored: the function runs in the threads that read ahead, see
-            `prefetch`.
-        deterministic : bool, optional
-            Accepted, and ignored: the order is always kept.
+        num_parallel_calls, deterministic : optional
+            Ignored: the order is kept, and threads that read ahead call the function.
         seed : int, optional
-            Gives the function an argument ``rng``, a `numpy.random.Generator` drawn
-            from the seed, the epoch and the element's number: the same on any number
-            of replicas and threads.
+            Gives the function an argument ``rng``, a `numpy.random.Generator` that the
+            seed, the epoch and the element's number determine.
 
         Returns
         -------
         Dataset
-            Of the same cardinality.
+            It has the same cardinality.
         """
         return self._then(lambda s: stages.map_elements(s, map_func, seed))
 
@@ -383,16 +368,15 @@ class Dataset:
         reshuffle_each_iteration : bool
             Whether each epoch has an order of its own.
         blocks : int, optional
-            Instead, permute blocks of so many rows, which are read in one go from
-            files, and mix the rows of ``window`` blocks. Rows of one window are never
-            further apart than it, so neighbours in a file often share a batch.
+            Instead, permute blocks of so many rows, which files read in one go, and mix
+            the rows of ``window`` blocks: neighbors in a file often share a batch.
         window : int
             Number of blocks that are mixed.
 
         Returns
         -------
         Dataset
-            Of the same cardinality.
+            It has the same cardinality.
 
         Raises
         ------
@@ -400,11 +384,11 @@ class Dataset:
             For sizes below 1, and for a data set without an end and no buffer size.
         """
         seed, again = int(seed or 0), bool(reshuffle_each_iteration)
-        size = None if buffer_size is None else _size(buffer_size)
+        size = None if buffer_size is None else checked_size(buffer_size)
         if blocks is None:
             made = self._then(lambda s: stages.shuffle(s, size, seed, again))
         else:
-            block, many = _size(blocks), _size(window)
+            block, many = checked_size(blocks), checked_size(window)
             made = self._then(
                 lambda s: stages.shuffle_blocks(s, block, many, seed, again)
             )
@@ -429,7 +413,7 @@ class Dataset:
         drop_remainder : bool
             Whether to leave out a last batch that is not full.
         num_parallel_calls, deterministic : optional
-            Accepted, and ignored.
+            Ignored.
 
         Returns
         -------
@@ -441,7 +425,7 @@ class Dataset:
         ValueError
             For a size below 1; when iterated, for elements of different shapes.
         """
-        size = _size(batch_size)
+        size = checked_size(batch_size)
         return self._then(lambda s: stages.batch(s, size, drop_remainder))
 
     def padded_batch(
@@ -476,7 +460,7 @@ class Dataset:
         ValueError
             For a size below 1; when iterated, for arrays longer than their shape.
         """
-        size = _size(batch_size)
+        size = checked_size(batch_size)
         return self._then(
             lambda s: stages.padded_batch(
                 s, size, drop_remainder, padded_shapes, padding_values
@@ -491,12 +475,12 @@ class Dataset:
         Parameters
         ----------
         count : int, optional
-            How often; default, and -1: without an end.
+            Number of times; default, and -1: without an end.
 
         Returns
         -------
         Dataset
-            Of ``count`` times the cardinality.
+            It has ``count`` times the cardinality.
         """
         times = -1 if count is None else max(int(count), -1)
         return self._then(lambda s: stages.repeat(s, times))
@@ -509,7 +493,7 @@ class Dataset:
         Parameters
         ----------
         count : int
-            How many; -1: all.
+            Number of elements; -1: all.
 
         Returns
         -------
@@ -526,7 +510,7 @@ class Dataset:
         Parameters
         ----------
         count : int
-            How many to leave out; -1: all.
+            Number of elements to leave out; -1: all.
 
         Returns
         -------
@@ -543,10 +527,10 @@ class Dataset:
         Parameters
         ----------
         num_shards : int
-            Into how many parts; `SHARD_HINT` here, and for the index: into those of
-            the workers, where policy HINT says so.
+            Number of parts; `SHARD_HINT` here, and for the index: one for each worker,
+            with policy HINT.
         index : int
-            Which of them.
+            Number of the part, from 0.
 
         Returns
         -------
@@ -592,22 +576,20 @@ class Dataset:
     def prefetch(self, buffer_size: int) -> Dataset:
         """Return the same elements, read ahead by threads.
 
-        Not collective. An error comes at the element whose reading raised it; a
-        position counts what the program has taken.
+        Not collective.
 
         Parameters
         ----------
         buffer_size : int
-            Elements read ahead; -1 (AUTOTUNE): two; 0: none. With random access it
-            counts batches, wherever it stands in the chain. Rows of arrays on GPUs are
-            not read ahead.
+            Elements read ahead, with random access batches; -1 (AUTOTUNE): two; 0:
+            none. Rows of arrays on GPUs are not read ahead.
 
         Returns
         -------
         Dataset
-            Of the same cardinality.
+            It has the same cardinality.
         """
-        ahead = _AUTOTUNED_BATCHES if buffer_size == _AUTOTUNE else int(buffer_size)
+        ahead = 2 if buffer_size == _AUTOTUNE else int(buffer_size)
         if ahead < 0:
             raise ValueError(
                 f"expected buffer_size >= -1, found {buffer_size}; change it"
@@ -629,7 +611,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of the same cardinality.
+            It has the same cardinality.
         """
         return self._then(lambda s: stages.enumerate_elements(s, int(start)))
 
@@ -646,7 +628,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of both.
+            The elements of both.
 
         Raises
         ------
@@ -669,25 +651,22 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of elements of that structure.
+            Its elements have that structure.
         """
         given: Any = datasets[0] if len(datasets) == 1 else datasets
-        leaves, structure = flatten(given)
-        others: list[Dataset]
-        first: Dataset
-        first, *others = leaves
-        return first._then(
+        (first, *others), structure = flatten(given)
+        made: Dataset = first._then(
             lambda *parts: stages.zip_elements(unflatten(structure, list(parts))),
             *others,
         )
+        return made
 
     # Methods that give a stream
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Return the elements for which a function is true.
 
-        Not collective. It gives up random access: each worker then goes through all
-        elements, and cuts its replicas' part out of each batch.
+        Not collective. Each worker then goes through all elements.
 
         Parameters
         ----------
@@ -697,7 +676,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
         """
         return self._then(lambda s: streams.selected(s, predicate))
 
@@ -714,7 +693,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
         """
         return self._then(lambda s: streams.taken_while(s, predicate))
 
@@ -735,25 +714,24 @@ class Dataset:
         map_func : callable
             Makes a data set of each element.
         cycle_length : int, optional
-            How many of them are open at once; default 2.
+            Number of data sets that are open at once; default 2.
         block_length : int
             Elements taken from one before the next one's turn.
         num_parallel_calls, deterministic : optional
-            Accepted, and ignored: the order is that of one thread.
+            Ignored: the order is that of one thread.
 
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
 
         Raises
         ------
         ValueError
             For lengths below 1.
         """
-        if cycle_length is None or cycle_length == _AUTOTUNE:
-            cycle_length = 2
-        cycle, block = _size(cycle_length), _size(block_length)
+        cycle = 2 if cycle_length in (None, _AUTOTUNE) else checked_size(cycle_length)
+        block = checked_size(block_length)
         made = self._then(
             lambda s: streams.interleaved(s, map_func, _stage_of, cycle, block)
         )
@@ -775,7 +753,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
         """
         return self.interleave(map_func, 1, 1)
 
@@ -787,7 +765,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of elements with one dimension less.
+            Its elements have one dimension less.
         """
         return self._then(batch_streams.unbatched)
 
@@ -808,7 +786,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
 
         Raises
         ------
@@ -822,28 +800,28 @@ class Dataset:
         """Return sequences of any lengths packed into rows of one length, in order.
 
         Not collective. A row is filled with whole sequences until the next one does not
-        fit; so each batch has the same number of tokens on every replica.
+        fit.
 
         Parameters
         ----------
         length : int
-            Of a row: the first dimension of its arrays.
+            First dimension of the arrays of a row.
         padding_value : scalar
-            What fills the end of a row.
+            Value that fills the end of a row.
 
         Returns
         -------
         Dataset
-            Of mappings: ``values`` in the elements' structure, ``segments``, int32 (1
-            for the first sequence of the row and so on, 0 for the padding), and
-            ``positions``, int32, in each sequence.
+            Its elements are mappings: ``values`` in the elements' structure,
+            ``segments``, int32 (1 for the first sequence of the row and so on, 0 for
+            the padding), and ``positions``, int32, in each sequence.
 
         Raises
         ------
         ValueError
             For a length below 1; when iterated, for a sequence that is longer.
         """
-        size = _size(length)
+        size = checked_size(length)
         return self._then(lambda s: batch_streams.packed(s, size, padding_value))
 
     def bucket_by_sequence_length(
@@ -869,10 +847,9 @@ class Dataset:
         bucket_boundaries : sequence of int
             Increasing; a bucket has the lengths from one boundary to below the next.
         bucket_batch_sizes : sequence of int
-            One more than boundaries. Sizes in inverse proportion to the lengths give
-            each batch about as many tokens.
+            One more than boundaries.
         padded_shapes, padding_values : optional
-            As of `padded_batch`.
+            See `padded_batch`.
         pad_to_bucket_boundary : bool
             Whether to pad to one below the bucket's upper boundary.
         no_padding : bool
@@ -883,28 +860,24 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
 
         Raises
         ------
         ValueError
             For boundaries that do not increase, and another number of sizes.
         """
-        bounds, sizes = list(bucket_boundaries), list(map(_size, bucket_batch_sizes))
-
-        def pad(rows: Sequence[Tree], shapes: Any) -> Tree:
-            if no_padding:
-                return stack(rows)
-            return pad_and_stack(rows, shapes or padded_shapes, padding_values)
-
+        sizes = [checked_size(size) for size in bucket_batch_sizes]
         return self._then(
             lambda s: batch_streams.bucketed(
                 s,
                 element_length_func,
-                bounds,
+                list(bucket_boundaries),
                 sizes,
-                pad=pad,
-                to_boundary=pad_to_bucket_boundary and not no_padding,
+                shapes=padded_shapes,
+                values=padding_values,
+                to_boundary=pad_to_bucket_boundary,
+                no_padding=no_padding,
                 drop_remainder=drop_remainder,
             )
         )
@@ -922,7 +895,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
         """
         return self._then(lambda s: streams.kept_errors_out(s, log_warning))
 
@@ -939,16 +912,16 @@ class Dataset:
         Parameters
         ----------
         datasets : sequence of Dataset
-            Of elements of one structure.
+            Their elements have one structure.
         choice_dataset : Dataset
-            Of integers, the numbers of data sets.
+            Its elements are the numbers of data sets.
         stop_on_empty_dataset : bool
             Whether to end with the first that ends; else it is passed over.
 
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
         """
         return choice_dataset._then(
             lambda c, *s: streams.chosen(s, c, stop_on_empty_dataset), *datasets
@@ -968,9 +941,9 @@ class Dataset:
         Parameters
         ----------
         datasets : sequence of Dataset
-            Of elements of one structure.
+            Their elements have one structure.
         weights : sequence of float, optional
-            Of each; default: equal.
+            Weight of each; default: equal.
         seed : int, optional
             Key of the draws; default 0.
         stop_on_empty_dataset : bool
@@ -979,7 +952,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of unknown cardinality.
+            Its cardinality is unknown.
 
         Raises
         ------
@@ -995,7 +968,7 @@ class Dataset:
     # Other methods
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
-        """Return what a function makes of the data set.
+        """Return the result of a function of the data set.
 
         Not collective.
 
@@ -1007,7 +980,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            What it returns.
+            The function's result.
         """
         return transformation_func(self)
 
@@ -1025,7 +998,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Of the same elements.
+            The same elements.
         """
         return Dataset(self.lineage.with_options(options))
 
@@ -1037,7 +1010,7 @@ class Dataset:
         Returns
         -------
         DatasetOptions
-            Those of `with_options`, or the defaults.
+            Options of `with_options`, or the defaults.
         """
         return self.lineage.options
 
@@ -1078,27 +1051,15 @@ class Dataset:
         object
             The last state.
         """
-        state = initial_state
-        for element in self:
-            state = reduce_func(state, element)
-        return state
+        return functools.reduce(reduce_func, self, initial_state)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next iteration, from 0; setting it makes it another one."""
+        """The epoch of the next iteration, from 0; it can be set."""
         return self._epoch
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        """Make the next iteration another epoch.
-
-        Not collective.
-
-        Parameters
-        ----------
-        value : int
-            From 0.
-        """
         self._epoch = int(value)
 
     def as_numpy_iterator(self) -> Iterator[Tree]:
@@ -1123,8 +1084,8 @@ class Dataset:
             def read(start: int) -> Tree:
                 return read_rows(stage, epoch, start, 0, stage.stop(start) - start)
 
-            return map(own_element, read_batches_ahead(stage, read, self.ahead))
-        return map(own_element, stage.iterate(epoch))
+            return map(writable, read_batches_ahead(stage, read, self.ahead))
+        return map(writable, stage.iterate(epoch))
 
     def __len__(self) -> int:
         """Return the number of elements; raises TypeError where it is not known."""
@@ -1137,11 +1098,11 @@ class Dataset:
         return self.stage.cardinality
 
     def __bool__(self) -> bool:
-        """Return True: a data set is no container that is empty or not."""
+        """Return True, also for a data set without elements."""
         return True
 
     def __repr__(self) -> str:
-        """Return what ranks compare."""
+        """Describe the chain, for people and for the comparison between ranks."""
         return f"<Dataset of {self.stage.describe()}>"
 
     def _repr_html_(self) -> str:
@@ -1155,7 +1116,7 @@ class Dataset:
         return table("Dataset", rows)
 
     def describe(self) -> str:
-        """Say what ranks must agree on.
+        """Describe the chain, on which ranks must agree.
 
         Not collective.
 
@@ -1166,7 +1127,7 @@ class Dataset:
         """
         return f"a data set of {self.stage.describe()}"
 
-    # Methods that distribution calls.
+    # Methods that distribution calls
 
     @property
     def stage(self) -> Stage:
@@ -1181,10 +1142,7 @@ class Dataset:
     @property
     def num_rows(self) -> int:
         """Number of examples of an epoch: -1 without an end, -2 if it is not known."""
-        stage = self.stage
-        if isinstance(stage, Batched):
-            return stage.num_rows
-        return stage.cardinality if isinstance(stage, Rows) else UNKNOWN
+        return self.stage.num_rows
 
     @property
     def batch_size(self) -> int | None:
@@ -1197,22 +1155,7 @@ class Dataset:
         return self.stage.drop_remainder
 
     def rows(self, epoch: int, start: int, stop: int) -> Array | slice:
-        """Return which rows of the source stand at places of an epoch.
-
-        Not collective. Only for a data set of rows, shuffled or not, in batches.
-
-        Parameters
-        ----------
-        epoch : int
-            From 0.
-        start, stop : int
-            The places.
-
-        Returns
-        -------
-        ndarray of int64, or slice
-            For `Columns.read`.
-        """
+        """Return the rows at places of an epoch; for the library's own modules."""
         shuffled = shuffled_rows(self.stage)
         places = slice(start, stop)
         return places if shuffled is None else shuffled.rows(places, epoch)
@@ -1245,7 +1188,7 @@ class Dataset:
 
     @property
     def auto_shard_policy(self) -> AutoShardPolicy:
-        """The rule by which distribution divides it between workers."""
+        """The rule that divides the data set between workers."""
         return AutoShardPolicy.parse(self.options().auto_shard_policy)
 
     @property
@@ -1261,9 +1204,9 @@ class Dataset:
         Parameters
         ----------
         num_shards : int
-            Into how many parts.
+            Number of parts.
         index : int
-            Which of them.
+            Number of the part, from 0.
 
         Returns
         -------
@@ -1278,38 +1221,22 @@ class Dataset:
         return Dataset(self.lineage.shard_files(num_shards, index))
 
     def shard_by_hint(self, num_shards: int, index: int) -> Dataset:
-        """Return the chain with `SHARD_HINT` replaced; itself where there is none.
-
-        Not collective.
-
-        Parameters
-        ----------
-        num_shards : int
-            Into how many parts.
-        index : int
-            Which of them.
-
-        Returns
-        -------
-        Dataset
-            The part, or the whole.
-        """
+        """Replace `SHARD_HINT`, if it is there; for the library's own modules."""
         found = self.lineage.shard_by_hint(num_shards, index)
         return self if found is self.lineage else Dataset(found)
 
     def auto_shard(self, num_workers: int, index: int) -> Dataset:
         """Return a worker's part, by the auto-shard policy.
 
-        Not collective. DATA and AUTO of a chain without files deal out elements: of
-        batches, each worker then has every ``num_workers``-th. (Distribution by a
-        strategy cuts each global batch instead.)
+        Not collective. By DATA, and by AUTO without files, each worker has every
+        ``num_workers``-th element. (A strategy cuts each global batch instead.)
 
         Parameters
         ----------
         num_workers : int
             Number of workers.
         index : int
-            Which of them.
+            Number of the part, from 0.
 
         Returns
         -------
@@ -1321,20 +1248,13 @@ class Dataset:
         ValueError
             For policy FILE without files.
         """
-        policy = self.lineage.policy()
-        if policy is AutoShardPolicy.FILE:
-            return self.shard_files(num_workers, index)
-        if policy is AutoShardPolicy.DATA:
-            return self.shard(num_workers, index)
-        if policy is AutoShardPolicy.HINT:
-            return self.shard_by_hint(num_workers, index)
-        return self
-
-
-def _size(value: Any) -> int:
-    if int(value) < 1:
-        raise ValueError(f"expected a global batch size >= 1, found {value}; change it")
-    return int(value)
+        ways = {
+            AutoShardPolicy.FILE: self.shard_files,
+            AutoShardPolicy.DATA: self.shard,
+            AutoShardPolicy.HINT: self.shard_by_hint,
+        }
+        way = ways.get(self.lineage.policy())
+        return self if way is None else way(num_workers, index)
 
 
 def _stage_of(value: Any) -> Stage:
@@ -1344,3 +1264,49 @@ def _stage_of(value: Any) -> Stage:
             f"{type(value).__name__}; return one"
         )
     return value.stage
+
+
+def mix(
+    datasets: Sequence[Dataset],
+    weights: Sequence[float] | None = None,
+    *,
+    seed: int = 0,
+) -> Dataset:
+    """Return the elements of several data sets, mixed by weights, without an end.
+
+    Not collective. It keeps random access, unlike `Dataset.sample_from_datasets`. Each
+    row of a data set comes exactly once in each of that data set's epochs.
+
+    Parameters
+    ----------
+    datasets : sequence of Dataset
+        Their elements have one structure, random access, and are not yet batches.
+    weights : sequence of float, optional
+        Shares of the elements, to 1/4096; default: equal.
+    seed : int
+        Key of the order in which they alternate.
+
+    Returns
+    -------
+    Dataset
+        It has no end.
+
+    Raises
+    ------
+    ValueError
+        For a data set without random access or elements, and for weights that are not
+        positive, one for each.
+    TypeError
+        Where elements differ in structure or dtype.
+    """
+    for dataset in datasets:
+        if not isinstance(dataset.stage, Rows) or not dataset.stage.cardinality:
+            raise ValueError(
+                "expected data sets of rows that can be read at random, found "
+                f"{dataset!r}; mix before batch() and filter(), or use "
+                "sample_from_datasets"
+            )
+    first, *others = datasets
+    made = first._then(lambda *parents: MixedRows(parents, weights, seed), *others)
+    made.lineage.seed = seed
+    return made

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.data.comparing import explain_difference
-from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.iterator import (
     DistributedIterator,
     EpochPlace,
@@ -29,7 +28,6 @@ from hpcstrat.data.pipelines import (
     PipelinePlace,
     PipelineStep,
     Steps,
-    iterable_steps,
 )
 from hpcstrat.data.placing import Placer
 from hpcstrat.engine.arrays.kinds import as_array
@@ -61,14 +59,16 @@ class DealtDataset(ReducibleDataset):
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas.
+        The strategy of the replicas.
     place : PipelinePlace
-        This replica's.
+        Place of this replica.
     make_steps : callable
         Returns the steps; called on ranks that run a pipeline.
     options : InputOptions
         Who runs a pipeline, which batches are compared, and whether they are put on
         the replica's GPU.
+    dataset : Dataset or iterable, optional
+        Gives the steps.
     """
 
     def __init__(
@@ -77,14 +77,16 @@ class DealtDataset(ReducibleDataset):
         place: PipelinePlace,
         make_steps: Callable[[], Steps],
         options: InputOptions,
+        dataset: Any = None,
     ) -> None:
         self._strategy = strategy
+        self._dataset = dataset
         self._place = place
         self._placer = Placer(strategy, options)
         self._every = options.compare_every if place.num_workers > 1 else 0
         self._num_iterations = 0
         self._steps: Steps | None = None
-        # The header compares this: ranks that differ would wait for each other.
+        # Ranks compare this text: those that differ would wait for each other.
         mode = options.experimental_replication_mode
         per_replica = mode is InputReplicationMode.PER_REPLICA
         pipelines = "one per " + ("replica" if per_replica else "worker")
@@ -124,7 +126,7 @@ class DealtDataset(ReducibleDataset):
 
 
 class _DealtBatches(Iterator[Tree]):
-    """This replica's batches; goes on after a step that failed, if a pipeline does."""
+    """This replica's batches; goes on after a failed step, if its pipeline does."""
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class _DealtBatches(Iterator[Tree]):
         self._pipeline = pipeline
         self._iteration = iteration
         self._position = position
-        # What the pipeline may fill again is copied, if it is this rank's.
+        # The pipeline of this rank may fill the memory of its parts again.
         shares = pipeline is not None and pipeline.shares_memory
         self._copies = shares and place.comm is not None
         self._number = -1
@@ -151,7 +153,7 @@ class _DealtBatches(Iterator[Tree]):
 
     @collective
     def __next__(self) -> Tree:
-        # After the end no call is made: the others may have gone on to another one.
+        # No call is made after the end: the other ranks may be in another call.
         if self._ended:
             raise StopIteration
         collectives, step = self.collectives, None
@@ -173,14 +175,14 @@ class _DealtBatches(Iterator[Tree]):
             raise self._difference()
         if outcome == FINISHED:
             raise self._end()
-        # A part that one rank cannot place is skipped by all, in this call.
+        # All ranks skip a part that one of them cannot place, in this call.
         with collectives.all_raise(_NEXT):
             found: Tree = self._placer.deliver(parts, copies=self._copies)
         collectives.barrier(_NEXT)
         return found
 
     def _end(self) -> StopIteration:
-        """Return what ends the loop, and go on to the next epoch."""
+        """Go on to the next epoch, and return the error that ends the loop."""
         self._ended = True
         self._position.epoch += 1
         self._position.position = 0
@@ -189,8 +191,7 @@ class _DealtBatches(Iterator[Tree]):
     def _deal(self, step: PipelineStep | None) -> tuple[int, list[Any]]:
         """Return the outcome of a step, and this rank's parts of it.
 
-        Collective over the strategy's replicas. The pipelines agree on the outcome; the
-        ranks that they serve get it with their parts.
+        Collective over the strategy's replicas. The pipelines agree on the outcome.
         """
         place, channel = self._place, self.collectives.channel
         outcome, parts = BATCH, []
@@ -203,7 +204,7 @@ class _DealtBatches(Iterator[Tree]):
                 leaders = channel.interruptible(leaders)
             outcome = self._pipeline.agree(step, leaders)
             parts = step.parts if outcome == BATCH else []
-            # The first rank, which is this one, keeps its own.
+            # This rank, the first one, keeps its own parts.
             sent, end = [None], place.counts[0]
             for count in place.counts[1:]:
                 start, end = end, end + count
@@ -214,7 +215,7 @@ class _DealtBatches(Iterator[Tree]):
         return outcome, parts
 
     def _difference(self) -> CollectiveError:
-        """Return what all replicas raise where workers have different batches."""
+        """Return the error for workers with different batches."""
         mine = None if self._pipeline is None else self._pipeline.sighting()
         found = self.collectives.all_gather_object(mine, "batches compared")
         where = f"batch {self._number} of iteration {self._iteration}"
@@ -227,30 +228,7 @@ class StreamDataset(ResumableDataset, DealtDataset):
     As `DealtDataset`. A restored iteration makes the batches before its position again,
     and leaves them out. Where workers read parts of their own (policies FILE, OFF and
     HINT), it goes on with the same number of workers and replicas only.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas.
-    place : PipelinePlace
-        This replica's.
-    dataset : Dataset
-        The chain.
-    options : InputOptions
-        As of `DealtDataset`.
     """
-
-    def __init__(
-        self,
-        strategy: Replicas,
-        place: PipelinePlace,
-        dataset: Dataset,
-        options: InputOptions,
-    ) -> None:
-        super().__init__(
-            strategy, place, lambda: iterable_steps(dataset, place), options
-        )
-        self._dataset = dataset
 
     def __iter__(self) -> DistributedIterator:
         """Begin the next epoch, or go on where `restore_state` said."""
@@ -274,30 +252,7 @@ class StatefulDataset(DealtDataset):
     As `DealtDataset`. The iterable has ``state_dict`` and ``load_state_dict``, as
     torchdata's StatefulDataLoader does. All workers read the same batches, so that its
     position means the same on any number of replicas.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Whose replicas.
-    place : PipelinePlace
-        This replica's.
-    iterable : iterable
-        Gives global batches.
-    options : InputOptions
-        As of `DealtDataset`.
     """
-
-    def __init__(
-        self,
-        strategy: Replicas,
-        place: PipelinePlace,
-        iterable: Any,
-        options: InputOptions,
-    ) -> None:
-        super().__init__(
-            strategy, place, lambda: iterable_steps(iterable, place), options
-        )
-        self._iterable = iterable
 
     def state_dict(self) -> dict[str, Any]:
         """Return the iterable's position, behind the batches that were given out.
@@ -307,7 +262,7 @@ class StatefulDataset(DealtDataset):
         Returns
         -------
         dict
-            Of numbers, text and bytes: that of replica 0, on all.
+            Numbers, text and bytes; replica 0's, on all.
 
         Raises
         ------
@@ -330,11 +285,10 @@ class StatefulDataset(DealtDataset):
         return mine
 
     def _own_state(self) -> dict[str, Any]:
-        """Return the position of this replica's iterable."""
-        leaves, structure = flatten(self._iterable.state_dict())
+        leaves, structure = flatten(self._dataset.state_dict())
         arrays: list[Any] = []
         for number, leaf in enumerate(leaves):
-            # Such as the state of a generator of random numbers, a tensor of torch's.
+            # For example, torch has the state of a random generator in a tensor.
             if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__"):
                 array = np.ascontiguousarray(as_array(leaf))
                 is_tensor = not isinstance(leaf, (np.ndarray, np.generic))
@@ -351,7 +305,7 @@ class StatefulDataset(DealtDataset):
         Parameters
         ----------
         state : dict
-            Of replica 0.
+            State of replica 0.
         """
         if self._steps is None:
             return
@@ -361,7 +315,7 @@ class StatefulDataset(DealtDataset):
             array = np.frombuffer(data, dtype).reshape(shape).copy()
             tensor = torch is not None and is_tensor
             leaves[number] = torch.from_numpy(array) if tensor else array  # type: ignore[union-attr]
-        self._iterable.load_state_dict(unflatten(structure, leaves))
+        self._dataset.load_state_dict(unflatten(structure, leaves))
 
     def _source(self) -> str:
-        return f"a {type(self._iterable).__name__}"
+        return f"a {type(self._dataset).__name__}"

@@ -51,7 +51,7 @@ class DistributedDataset(ResumableDataset):
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas.
+        The strategy of the replicas.
     dataset : Dataset
         Global batches.
     options : InputOptions, optional
@@ -72,13 +72,14 @@ class DistributedDataset(ResumableDataset):
         if options.own_rows:
             count = strategy.num_replicas_in_sync
             stage = stage.owned(count, strategy.local_replicas)
-        self._stage: Batched = stage
+        # The stage that reads its batches; also for the library's own modules.
+        self.stage: Batched = stage
         self._placer = Placer(strategy, options)
-        # The program has one of the batches that a replica holds.
+        # One of the buffered batches is the one that the program works on.
         buffered = options.experimental_per_replica_buffer_size - 1
-        # Threads would take rows on a GPU in another order than the program's stream.
+        # Threads would read a GPU's arrays out of order with the program's stream.
         self._ahead = 0 if stage.is_on_gpu() else max(dataset.ahead, buffered)
-        # An epoch that is shorter than a batch is no mistake of the batch size.
+        # The batch size is no mistake if a whole epoch is shorter.
         is_short = 0 <= stage.num_rows < stage.batch_size
         if strategy.replica_id == 0 and not is_short:
             warn_of_idle(stage.batch_size, strategy.num_replicas_in_sync)
@@ -89,11 +90,6 @@ class DistributedDataset(ResumableDataset):
         """The data set that is divided; for the library's own modules."""
         return self._dataset
 
-    @property
-    def stage(self) -> Batched:
-        """The stage that reads its batches; for the library's own modules."""
-        return self._stage
-
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
         return len(self._dataset)
@@ -101,37 +97,37 @@ class DistributedDataset(ResumableDataset):
     @property
     def cardinality(self) -> int:
         """Number of global batches of an epoch; -1 where it has no end."""
-        return self._stage.cardinality
+        return self.stage.cardinality
 
     @property
     def num_rows(self) -> int:
         """Number of examples of an epoch, over all replicas; -1 without an end."""
-        return self._stage.num_rows
+        return self.stage.num_rows
 
     def _keep_order(self, version: int) -> None:
         epoch, position = self._next
         if position and version < ORDER_VERSION:
-            # The rest of that epoch must be the rest of its order.
+            # An epoch that began in an older order goes on in it.
             self._dataset.keep_old_order(epoch)
 
     def __iter__(self) -> DistributedIterator:
         """Begin the next epoch, or go on where `restore_state` said."""
         strategy, dataset = self._strategy, self._dataset
         epoch, position = self._next
-        # The header compares what would make the replicas read different rows.
+        # Ranks compare this text: replicas that differ in it read different rows.
         strategy.collectives.barrier(
             f"iteration over {dataset.describe()}, {self._dealing}epoch {epoch} from "
             f"row {position}"
         )
         with strategy.together("iteration"):
             place = EpochPlace(epoch, position)
-            batches = _Batches(strategy, self._stage, place, self._placer, self._ahead)
+            batches = _Batches(strategy, self.stage, place, self._placer, self._ahead)
         self._begin_at(place)
         return DistributedIterator(batches, self)
 
     def __repr__(self) -> str:
         """Show what is read, and for how many replicas."""
-        source = self._stage.describe()
+        source = self.stage.describe()
         return f"<{type(self).__name__} of {source}, for {self._strategy!r}>"
 
     def _repr_html_(self) -> str:
@@ -139,8 +135,8 @@ class DistributedDataset(ResumableDataset):
         rows = {
             "global batches": in_words(self.cardinality),
             "examples": in_words(self.num_rows),
-            "global batch": self._stage.batch_size,
-            "made of": self._stage.describe(),
+            "global batch": self.stage.batch_size,
+            "made of": self.stage.describe(),
             "strategy": self._strategy,
         }
         return table(type(self).__name__, rows)
@@ -164,8 +160,8 @@ class _Batches(Iterator[Tree]):
         self._ended = False
         self._main = threading.main_thread().ident
         self._reader: ReadAhead | None = None
-        # The reader's threads must not hold the iterator, which ends them. What they
-        # can do is not done in `next`, whose code has left the caches during a step.
+        # Threads must not hold the iterator, whose end ends them. They do all they can:
+        # after a step, the code of `next` is no longer in the caches.
         self._read = partial(_read_own, stage, strategy, placer, place.epoch)
         if ahead > 0:
             start = place.position
@@ -174,7 +170,7 @@ class _Batches(Iterator[Tree]):
     def __next__(self) -> Tree:
         place, stage, strategy = self.place, self._stage, self._strategy
         channel = strategy.collectives.channel
-        # A thread that reads ahead is at no point of the program that ranks compare.
+        # Ranks compare where their main threads are, and no other thread.
         own = threading.get_ident() == self._main
         if channel is not None and own:
             if channel.elsewhere is not None:
@@ -216,8 +212,8 @@ _UNEVEN = (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT)
 
 
 def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
-    """Refuse N programs that each go through everything, unless they are meant."""
-    # By the launcher, as such a strategy starts no MPI that could be asked.
+    """Refuse N programs that each read all data, unless ``independent``."""
+    # The launcher knows the number of ranks: such a strategy starts no MPI.
     size = launch_from_environment().size
     if strategy.distributes or size == 1 or options.independent:
         return
@@ -238,11 +234,11 @@ def distribute_dataset(
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas.
+        The strategy of the replicas.
     dataset : Dataset or iterable of batches
         Gives global batches.
     options : InputOptions
-        How.
+        Options of the distribution.
 
     Returns
     -------
@@ -274,20 +270,18 @@ def distribute_dataset(
             f"found {found}; leave own_rows out"
         )
     if isinstance(dataset, Dataset):
-        if isinstance(dataset.stage, Rows):
+        if isinstance(stage, Rows):
             raise ValueError(
                 "expected global batches, found single examples; call batch("
                 "global_batch_size) on the data set before it is distributed"
             )
-        if not isinstance(dataset.stage, Batched):
-            return _deal(strategy, dataset, options)
-        if options.single_pipeline:
+        if isinstance(stage, Batched) and options.single_pipeline:
             raise ValueError(
                 "expected a stream with single_pipeline, found a hpcstrat.Dataset with "
                 "random access, of which every replica reads its own rows; leave "
                 "single_pipeline out"
             )
-        if dataset.auto_shard_policy in _UNEVEN:
+        if uneven or not isinstance(stage, Batched):
             return _deal(strategy, dataset, options)
         return DistributedDataset(strategy, dataset, options)
     bare = isinstance(dataset, (tuple, dict)) or hasattr(dataset, "__dlpack__")
@@ -301,14 +295,15 @@ def distribute_dataset(
 
 
 def _deal(strategy: Replicas, dataset: Any, options: InputOptions) -> DealtDataset:
-    # The steps are made later, on the ranks that run a pipeline alone.
+    # Only ranks that run a pipeline make the steps, later.
     place = PipelinePlace(strategy, single=options.single_pipeline)
+    kind = DealtDataset
     if isinstance(dataset, Dataset):
-        return StreamDataset(strategy, place, dataset, options)
-    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
-        return StatefulDataset(strategy, place, dataset, options)
-    return DealtDataset(
-        strategy, place, lambda: iterable_steps(dataset, place), options
+        kind = StreamDataset
+    elif hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+        kind = StatefulDataset
+    return kind(
+        strategy, place, lambda: iterable_steps(dataset, place), options, dataset
     )
 
 
@@ -324,11 +319,11 @@ def distribute_from_function(
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas.
+        The strategy of the replicas.
     dataset_fn : callable
         Takes an InputContext.
     options : InputOptions
-        How.
+        Options of the distribution.
 
     Returns
     -------

@@ -23,12 +23,12 @@ __all__ = [
     "merged_spec",
     "name_of",
     "only_shape",
-    "own_element",
     "pad_and_stack",
     "require_same_structure",
     "row_of",
     "spec_of",
     "stack",
+    "writable",
 ]
 
 _PROBED = 3
@@ -44,7 +44,7 @@ class ArraySpec:
     shape : tuple of int or None, or None
         None stands for a length, or a shape, that differs between elements.
     dtype : dtype
-        Of NumPy.
+        NumPy's dtype.
     """
 
     shape: tuple[int | None, ...] | None
@@ -56,9 +56,9 @@ class ArraySpec:
 
 
 class CallIterator(Iterator[Tree]):
-    """The results of a function, which is called until it raises StopIteration.
+    """The results of a function that is called until it raises StopIteration.
 
-    Unlike a generator, it goes on behind any other error.
+    Unlike a generator, it goes on after any other error.
     """
 
     def __init__(self, step: Callable[[], Tree]) -> None:
@@ -99,10 +99,7 @@ def row_of(block: Tree, index: int) -> Tree:
 
 
 def stack(elements: Sequence[Tree]) -> Tree:
-    """Stack elements of one structure along a new first dimension.
-
-    Raises ValueError where structures or shapes differ.
-    """
+    """Stack elements along a new first dimension; ValueError where they differ."""
     leaves, structure = _leaves_of_all(elements)
     return unflatten(structure, [_stacked(column) for column in leaves])
 
@@ -134,9 +131,8 @@ def _stacked(column: Sequence[Any]) -> Array:
 def pad_and_stack(elements: Sequence[Tree], shapes: Tree, values: Tree) -> Tree:
     """Stack elements, each array filled up at its ends to the longest, or to a shape.
 
-    ``shapes`` and ``values`` have the elements' structure, or None for the defaults:
-    the longest of the batch, and zero or the empty text. Raises ValueError for arrays
-    that are longer than their shape.
+    ``shapes`` and ``values`` have the elements' structure, or are None. Raises
+    ValueError for arrays that are longer than their shape.
     """
     columns, structure = _leaves_of_all(elements)
     wanted = _per_leaf(shapes, structure, len(columns), is_shape=True)
@@ -149,7 +145,7 @@ def pad_and_stack(elements: Sequence[Tree], shapes: Tree, values: Tree) -> Tree:
 
 
 def _per_leaf(given: Any, structure: Any, count: int, *, is_shape: bool) -> list[Any]:
-    """Return a value for each leaf; one value alone stands for all of them."""
+    """Return a value for each leaf; a single value is for all of them."""
     if given is None:
         return [None] * count
     if count == 1 and (is_shape or not isinstance(given, (tuple, list, dict))):
@@ -168,7 +164,7 @@ def _per_leaf(given: Any, structure: Any, count: int, *, is_shape: bool) -> list
 
 
 def only_shape(shapes: Any) -> Any:
-    """Return the shape of the only array of an element, without what is around it."""
+    """Return the shape of an element's only array, without nested tuples."""
     while len(shapes) == 1 and isinstance(shapes[0], (tuple, list)):
         shapes = shapes[0]
     return shapes
@@ -198,15 +194,11 @@ def _padded(column: Sequence[Any], wanted: Any, fill: Any) -> Array:
         shape[axis] = length
     first = column[0]
     dtype = np.result_type(*(leaf.dtype for leaf in column))
-    fill = _fill_value(dtype) if fill is None else fill
+    fill = {"U": "", "S": b""}.get(dtype.kind, 0) if fill is None else fill
     whole: Array = array_module(first).full((len(column), *shape), fill, dtype)
     for row, leaf in zip(whole, column, strict=True):
         row[tuple(slice(length) for length in leaf.shape)] = leaf
     return whole
-
-
-def _fill_value(dtype: Any) -> Any:
-    return {"U": "", "S": b""}.get(dtype.kind, 0)
 
 
 def spec_of(element: Tree) -> Tree:
@@ -215,10 +207,7 @@ def spec_of(element: Tree) -> Tree:
 
 
 def merged_spec(specs: Sequence[Tree]) -> Tree:
-    """Return what holds for all of some specs; lengths that differ become None.
-
-    Raises ValueError where the structures differ.
-    """
+    """Return the spec of elements of all specs; lengths that differ become None."""
     leaves, structure = _leaves_of_all(specs)
     return unflatten(structure, [_merged(column) for column in leaves])
 
@@ -235,11 +224,10 @@ def _merged(column: Sequence[ArraySpec]) -> ArraySpec:
 
 
 def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
-    """Return what the results of a function have in common, by calling it.
+    """Return the spec of a function's results, by calling it.
 
-    ``spec_of_made`` calls it with the first elements of a stage for which it does not
-    raise, and with one of other lengths where the stage's elements differ in these;
-    where there are none, with arrays of ones and of twos.
+    ``spec_of_made`` calls it with the first elements of a stage, and with one of
+    another length if lengths differ; without elements, with arrays of ones and of twos.
     """
     elements = stage.iterate(0)
     found: list[Tree] = []
@@ -250,7 +238,7 @@ def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
             found.append(spec_of_made(element))
         except StopIteration:
             break
-        # An element that fails says nothing of the others; iterating will tell.
+        # Other elements may work; iterating will raise this error again.
         except Exception:
             continue
         first = element if len(found) == 1 else first
@@ -314,12 +302,14 @@ def _type_of(spec: ArraySpec) -> str:
     return spec.dtype.kind if spec.dtype.kind in "US" else str(spec.dtype)
 
 
-def own_element(element: Tree) -> Tree:
-    """Return an element that the program may write; a copy of what it may not."""
-    return tree_map(_own_leaf, element)
+def writable(element: Tree) -> Tree:
+    """Return an element or batch that the program may write; copies read-only arrays.
 
+    Other libraries refuse read-only memory, or write to it all the same.
+    """
 
-def _own_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
-        return leaf.copy()
-    return leaf
+    def copied(leaf: Any) -> Any:
+        is_fixed = isinstance(leaf, np.ndarray) and not leaf.flags.writeable
+        return leaf.copy() if is_fixed else leaf
+
+    return tree_map(copied, element)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Self
 
 from hpcstrat.data.dataset import Dataset
@@ -81,7 +83,7 @@ class DistributedIterator:
     elements : iterator of tree
         Raises StopIteration at the end, on all replicas at the same step.
     dataset : DistributedDataset or DealtDataset
-        Whose elements they are.
+        The data set of the elements.
     """
 
     def __init__(self, elements: Iterator[Tree], dataset: ReducibleDataset) -> None:
@@ -154,24 +156,19 @@ class DistributedIterator:
         return Optional(False) if element is _END else Optional(True, element)
 
     def __repr__(self) -> str:
-        """Say what its elements are."""
+        """Describe the elements."""
         return f"<{type(self).__name__} of this process's parts of batches>"
 
 
 _END = object()
 
 
+@dataclass(slots=True)
 class EpochPlace:
-    """The position of an iteration; read by the state of its data set.
+    """The position of an iteration: examples over all replicas, or global steps."""
 
-    The position counts examples over all replicas, or global steps.
-    """
-
-    __slots__ = ("epoch", "position")
-
-    def __init__(self, epoch: int, position: int) -> None:
-        self.epoch = epoch
-        self.position = position
+    epoch: int
+    position: int
 
 
 class ReducibleDataset:
@@ -213,12 +210,9 @@ class ReducibleDataset:
         object
             The last state.
         """
-        state = initial_state
         # The function is the program's, and may fail on one replica alone.
         with self._strategy.together("reduce of a data set"):
-            for element in self:
-                state = reduce_func(state, element)
-        return state
+            return functools.reduce(reduce_func, self, initial_state)
 
 
 class ResumableDataset(ReducibleDataset):
@@ -250,23 +244,14 @@ class ResumableDataset(ReducibleDataset):
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        """Begin the next iteration with this epoch.
-
-        Not collective.
-
-        Parameters
-        ----------
-        value : int
-            From 0.
-        """
         self._next, self._latest = (int(value), 0), None
 
     def _begin_at(self, place: EpochPlace) -> None:
-        # At once, so that a loop that is left early does not repeat its epoch.
+        # Now, so that a loop that is left early does not repeat its epoch.
         self._next, self._latest = (place.epoch + 1, 0), place
 
     def state(self) -> dict[str, int]:
-        """Return where the latest iteration stands.
+        """Return the position of the latest iteration.
 
         Not collective; the same on every replica after the same step.
 
@@ -340,4 +325,4 @@ class ResumableDataset(ReducibleDataset):
         self._keep_order(int(state.get("order_version", 1)))
 
     def _keep_order(self, version: int) -> None:
-        """Let an epoch that was begun by an older order go on in that."""
+        """Let an epoch that began in an older order go on in it."""

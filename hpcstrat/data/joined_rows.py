@@ -38,7 +38,7 @@ class _JoinedRows(Rows):
         self.block_rows = min(parent.block_rows for parent in parents)
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
-        """Give the places of each stage, of which there is at least one."""
+        """Give the places of each stage; there is at least one place."""
         raise NotImplementedError
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -116,10 +116,7 @@ class RepeatedRows(_JoinedRows):
 
 
 class ConcatenatedRows(_JoinedRows):
-    """The rows of one stage, and then those of another.
-
-    Raises TypeError where their elements differ in structure or dtype.
-    """
+    """The rows of one stage, and then those of another; TypeError where they differ."""
 
     def __init__(self, first: Rows, second: Rows) -> None:
         require_same_structure(first.spec(), second.spec())
@@ -144,9 +141,8 @@ class ConcatenatedRows(_JoinedRows):
 class MixedRows(_JoinedRows):
     """Rows of several stages, by weights, without an end.
 
-    Windows of 4,096 rows hold of each stage as many rows as its weight says, to one
-    row, in random order. A stage that has been gone through begins its next epoch: each
-    of its rows comes exactly once in each of its epochs.
+    Each window of 4,096 rows has rows of all stages by their weights, in random order.
+    A stage begins its next epoch after its last row.
     """
 
     def __init__(
@@ -213,7 +209,7 @@ class MixedRows(_JoinedRows):
 
 
 def _quotas(weights: Sequence[float] | None, count: int) -> Array:
-    """Return how many rows of a window each stage has; at least one."""
+    """Return the number of rows of each stage in a window; at least one."""
     shares = np.ones(count) if weights is None else np.asarray(weights, float)
     if shares.shape != (count,) or not (shares > 0).all() or not count:
         raise ValueError(

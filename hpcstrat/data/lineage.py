@@ -15,7 +15,7 @@ from hpcstrat.engine.options import AutoShardPolicy
 from hpcstrat.engine.tree import flatten
 from hpcstrat.engine.typing import Tree
 
-__all__ = ["DatasetOptions", "Lineage"]
+__all__ = ["DatasetOptions", "Lineage", "rows_of_names"]
 
 
 @dataclass
@@ -25,14 +25,14 @@ class DatasetOptions:
     Parameters
     ----------
     auto_shard_policy : AutoShardPolicy or str
-        How a data set without random access is divided between workers.
+        Rule that divides a data set without random access between workers.
     """
 
     auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO
 
 
 class Lineage:
-    """A stage, and how it was made: by ``make``, of those of others, or of files.
+    """A stage, and how it was made: by ``make``, from parents or from files.
 
     ``opens_files`` says whether it reads files, by their names.
     """
@@ -59,7 +59,7 @@ class Lineage:
         self._parents = tuple(parents)
         self._make = make
         self._files = None if files is None else list(files)
-        # That of all files, with the same specs, where this has a part of them.
+        # The lineage over all files, if this one has a part of them.
         self._whole: Lineage | None = None
 
     @classmethod
@@ -70,16 +70,11 @@ class Lineage:
         *,
         opens_files: bool = True,
     ) -> Lineage:
-        """Return that of what a function makes of files, or of their names."""
+        """Return the lineage of the stage that a function makes of files."""
         return cls(make(files), (), make, files=files, opens_files=opens_files)
 
-    @classmethod
-    def of_names(cls, files: Sequence[str]) -> Lineage:
-        """Return that of the names of files."""
-        return cls.of_files(files, _names, opens_files=False)
-
     def then(self, make: Callable[..., Stage], *others: Lineage) -> Lineage:
-        """Return that of what a function makes of the stages."""
+        """Return the lineage of the stage that a function makes of the stages."""
         parents = (self, *others)
         return Lineage(make(*(parent.stage for parent in parents)), parents, make)
 
@@ -88,7 +83,7 @@ class Lineage:
         return self._whole.spec() if self._whole is not None else self.stage.spec()
 
     def files(self) -> list[str] | None:
-        """Return the names of the files that it reads; None if it reads none."""
+        """Return the names of the files that are read; None without files."""
         if not self.opens_files and self._files is None:
             return None
         for origin in (self, *self._parents):
@@ -103,21 +98,21 @@ class Lineage:
         return names
 
     def gives_names(self) -> bool:
-        """Whether its elements are texts, such as names of files."""
+        """Whether the elements are texts, such as names of files."""
         spec = flatten(self.spec())[0]
         return len(spec) == 1 and spec[0].dtype.kind == "U"
 
     def opens_names(self, make: Callable[[Any], Lineage]) -> bool:
-        """Whether its elements are names of files, which a function opens."""
+        """Whether the elements are names of files, which a function opens."""
         try:
             name = self.gives_names() and next(iter(self.stage.iterate(0)))
             return bool(name) and make(name).opens_files
-        # An error here will come again where the program sees it.
+        # The program meets this error when it iterates.
         except Exception:
             return False
 
     def policy(self) -> AutoShardPolicy:
-        """Return the rule by which workers divide it; AUTO is FILE or DATA."""
+        """Return the rule by which workers divide the data; FILE or DATA for AUTO."""
         policy = AutoShardPolicy.parse(self.options.auto_shard_policy)
         if policy is AutoShardPolicy.AUTO:
             # As in tf.distribute, which also prefers files where there are some.
@@ -126,7 +121,7 @@ class Lineage:
         return policy
 
     def with_options(self, options: Any) -> Lineage:
-        """Return that of the same elements with options of the program."""
+        """Return a lineage of the same elements with other options."""
         holder = getattr(options, "experimental_distribute", options)
         policy = getattr(holder.auto_shard_policy, "name", holder.auto_shard_policy)
         made = self.then(lambda stage: stage)
@@ -134,7 +129,7 @@ class Lineage:
         return made
 
     def shard_files(self, num_shards: int, index: int) -> Lineage:
-        """Return that over every ``num_shards``-th file; ValueError without files."""
+        """Return the lineage over a part of the files; ValueError without files."""
         made = self._over_files(num_shards, index)
         if made is None:
             raise ValueError(
@@ -154,17 +149,17 @@ class Lineage:
         if all(part is None for part in parts):
             if not self.opens_files:
                 return None
-            # The elements are the names that this method opens.
+            # The elements are names of files, which this method opens.
             parts = [parent.shard(num_shards, index) for parent in self._parents]
         own = zip(parts, self._parents, strict=True)
         return self._again([part or whole for part, whole in own])
 
     def shard(self, num_shards: int, index: int) -> Lineage:
-        """Return that of every ``num_shards``-th element."""
+        """Return the lineage of every ``num_shards``-th element."""
         return self.then(lambda stage: stages.shard(stage, num_shards, index))
 
     def shard_by_hint(self, num_shards: int, index: int) -> Lineage:
-        """Return that of a shard for each `hint`; itself where there is none."""
+        """Replace each `hint` by a shard; return itself if there is none."""
         if self.is_hint:
             return self._parents[0].shard(num_shards, index)
         parts = [parent.shard_by_hint(num_shards, index) for parent in self._parents]
@@ -173,7 +168,7 @@ class Lineage:
         return self._again(parts)
 
     def hint(self) -> Lineage:
-        """Return that of a shard that distribution chooses."""
+        """Return the lineage of a shard that distribution chooses."""
         hinted = self.then(_hinted)
         hinted.is_hint = True
         return hinted
@@ -188,7 +183,8 @@ class Lineage:
         return made
 
 
-def _names(files: Sequence[str]) -> Stage:
+def rows_of_names(files: Sequence[str]) -> Stage:
+    """Return names of files as elements."""
     return SourceRows(Columns(*flatten(np.array(files, np.str_))))
 
 

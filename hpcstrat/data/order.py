@@ -48,8 +48,7 @@ def generator_of(*key: int) -> np.random.Generator:
 class Permutation:
     """A random permutation of ``num_rows`` rows.
 
-    ``exact`` draws the whole permutation at any size: the order of version 1 of a data
-    set's position, for checkpoints of that time.
+    ``exact`` draws all of it at any size: order version 1, of older checkpoints.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class BufferedOrder:
     """The order of tf.data's shuffle: a random one of the next ``size`` rows each time.
 
     Row v comes at place v - (size - 1) at the earliest. Places are computed window by
-    window; going back begins anew. ``num_rows`` None: they have no end.
+    window; an earlier place begins anew. ``num_rows`` is None without an end.
     """
 
     def __init__(self, num_rows: int | None, size: int, seed: int, epoch: int) -> None:
@@ -163,7 +162,7 @@ class BufferedOrder:
         generator = generator_of(*self._key, start)
         count, rest = _WINDOW_ROWS, 0
         if self._num_rows is not None:
-            # Beyond that place nothing comes into the buffer any more.
+            # After this place no more rows come into the buffer.
             last = self._num_rows - self._size
             count = min(max(last - start, 0), _WINDOW_ROWS)
             rest = min(_WINDOW_ROWS - count, self._num_rows - start - count)
@@ -190,10 +189,7 @@ class BufferedOrder:
 
 
 class BlockOrder:
-    """Blocks of neighbouring rows in random order, and shuffled in windows of blocks.
-
-    Rows are read in runs of ``block`` rows; those of ``window`` blocks are mixed.
-    """
+    """Blocks of neighboring rows in random order, mixed within windows of blocks."""
 
     def __init__(
         self, num_rows: int, block: int, window: int, seed: int, epoch: int
@@ -205,7 +201,7 @@ class BlockOrder:
         self._key = seed, epoch
         num_blocks = -(-num_rows // block)
         self._blocks = Permutation(num_blocks, seed, epoch)
-        # The last block may be shorter: the places behind it are so many fewer.
+        # The last block may be shorter: later places move forward by the difference.
         self._short = num_blocks * block - num_rows
         self._hole = num_rows + 1
         if self._short:
@@ -249,7 +245,7 @@ class BlockOrder:
             places[places >= self._hole] += self._short
             blocks = self._blocks.rows(places // self._block)
             rows = blocks * self._block + places % self._block
-            # Sorted by random numbers in each window, the last of which may be short.
+            # Each window is sorted by random numbers; the last one may be short.
             keys = generator_of(*self._key, group + 1).random(self._group)
             keys[len(rows) :] = 1
             by_key = keys.reshape(-1, self._window).argsort(axis=1, kind="stable")

@@ -21,6 +21,7 @@ from hpcstrat.data.batches import (
 )
 from hpcstrat.data.comparing import END, Sighting, digest, show
 from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.elements import CallIterator
 from hpcstrat.data.iterator import EpochPlace
 from hpcstrat.data.placing import packed
 from hpcstrat.engine.options import AutoShardPolicy, InputContext
@@ -41,10 +42,10 @@ __all__ = [
 FINISHED, DIFFERENT, BATCH = range(3)
 """Outcomes of a step: the end of the data, workers with other batches, a batch."""
 
-# States of a replica in a step: no batch on any replica any more, no batch and none
-# before, none any more, a batch.
+# States of a replica in a step: its worker stops the iteration, its data were empty,
+# its data have ended, it has a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
-# In the place of the hash of a batch: there is none to compare.
+# Stands for the hash where no batch is compared.
 _UNSEEN = np.iinfo(np.int64).min
 
 
@@ -52,8 +53,8 @@ _UNSEEN = np.iinfo(np.int64).min
 class Steps:
     """A worker's steps: ``cut`` turns the source into lists of parts.
 
-    ``shared``: all workers read the same batches, and one that fails on any of them is
-    left out on all. The steps are then the batches themselves, still to be cut.
+    ``shared``: all workers read the same batches, which are cut later; a batch that
+    fails on one worker is left out on all.
     """
 
     source: Iterable[Any]
@@ -64,11 +65,11 @@ class Steps:
 class PipelinePlace:
     """This rank's place among those that one pipeline serves.
 
-    Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``, of which each
-    rank has as many as ``counts`` says; ``own`` are this rank's. ``comm`` is None where
-    the pipeline serves this rank alone. ``leaders`` is the communicator of all ranks
-    that run one, None where no other rank does. With ``single`` one serves all
-    replicas, as if they were one worker; with ``per_replica`` each rank has its own.
+    Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``; ``counts`` has
+    how many of them each rank has, ``own`` this rank's. ``comm`` is None where the
+    pipeline serves this rank alone. ``leaders`` is the communicator of the ranks that
+    run one, or None. With ``single`` one pipeline serves all replicas; with
+    ``per_replica`` each rank has its own.
     """
 
     def __init__(
@@ -106,9 +107,9 @@ class PipelinePlace:
 class PipelineStep:
     """A step of a pipeline: a part for each of its replicas, None where there is none.
 
-    Parts of other ranks are as they travel. ``states`` are the furthest and, with its
-    sign changed, the least far state of a replica, and the hash of the batch with both
-    signs: the MAX of those of all pipelines has the outcome of the step.
+    Parts for other ranks are packed. ``states`` has the greatest and the negative of
+    the least state of a replica, and the batch's hash with both signs: the MAX over all
+    pipelines tells the outcome.
     """
 
     parts: list[Any]
@@ -118,7 +119,7 @@ class PipelineStep:
 class Pipeline:
     """An iteration over a worker's steps, on the rank that runs it.
 
-    Every ``every``-th batch is hashed, to be compared with those of other workers.
+    Every ``every``-th batch is hashed, to be compared with other workers'.
     """
 
     def __init__(
@@ -130,9 +131,9 @@ class Pipeline:
         self._position = position
         self._skips = position.position
         self._running: Iterator[Any] | None = None
-        # Batch of a step that another worker could not make.
+        # This worker's step, while another worker could not make its own.
         self._kept: PipelineStep | None = None
-        # A packed batch without rows, for sending; empty while it is not known.
+        # A packed batch without rows, for sending; empty before the first batch.
         self._form = b""
         self._has_failed = False
         # The batch whose hash is compared in this step, None for the end of the data.
@@ -161,7 +162,7 @@ class Pipeline:
         return step
 
     def accept(self) -> None:
-        """Take note that the other pipelines could make the step, too."""
+        """Note that the other pipelines have made the step, too."""
         self._kept = None
 
     def _make(self, number: int) -> PipelineStep:
@@ -176,7 +177,7 @@ class Pipeline:
             empty = None if first is None else empty_like(first)
             self._form = b"" if empty is None else packed(empty)
         if shared and self._has_failed:
-            # The others go on, but with pieces of batches.
+            # Other workers may go on, but only with their pieces of the batches.
             missing = _STOPPED
         elif self._form:
             missing = _LASTED
@@ -189,7 +190,7 @@ class Pipeline:
         return PipelineStep(parts, both)
 
     def pull(self) -> Any:
-        """Return what the source gives for a step; None at its end."""
+        """Return the source's next element; None at its end."""
         if self._running is None:
             source = self._steps.source
             try:
@@ -197,13 +198,13 @@ class Pipeline:
                     source.epoch = self._position.epoch
                 self._running = self._steps.cut(source)
             except StopIteration as error:
-                # As in a generator (PEP 479): it is not the end of the data.
+                # It is not the end of the data, as in a generator (PEP 479).
                 raise RuntimeError(
                     "expected an iterator, found that its making raised StopIteration; "
                     "raise another error"
                 ) from error
             for _ in range(self._skips):
-                # A step that failed was left out by the program, too.
+                # The program has skipped steps that failed.
                 with contextlib.suppress(Exception):
                     next(self._running, None)
         return next(self._running, None)
@@ -226,8 +227,8 @@ class Pipeline:
     def agree(self, step: PipelineStep, leaders: Any) -> int:
         """Return the outcome of a step, the same for all pipelines.
 
-        Collective over ``leaders``, an InterruptibleComm or None for one pipeline. A
-        batch has then a part for each replica, without rows where the data have ended.
+        Collective over ``leaders``; None for one pipeline. Each replica then has a
+        part, without rows where its data have ended.
         """
         states = step.states
         if leaders is not None:
@@ -251,7 +252,7 @@ class Pipeline:
         return BATCH
 
     def sighting(self) -> Sighting | None:
-        """Return what this worker has read in the step, if it was hashed."""
+        """Return this worker's batch of the step in words, if it was hashed."""
         if self._mark == _UNSEEN:
             return None
         place, seen = self._place, self._seen
@@ -260,16 +261,16 @@ class Pipeline:
 
 
 def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
-    """Return what makes a worker's steps from global batches.
+    """Return a worker's steps of global batches.
 
-    The data set may have ``batch_size`` (int or None), ``auto_shard_policy``, ``files``
-    (None without files), ``shard_files`` and ``shard_by_hint(num_shards, index)``.
-    Raises ValueError for policy ``FILE`` without files, or with fewer than workers.
+    The data set may have ``batch_size``, ``auto_shard_policy``, ``files`` (None without
+    files), and ``shard_files`` and ``shard_by_hint(num_shards, index)``. ValueError for
+    policy ``FILE`` with fewer files than workers.
     """
     if place.num_replicas == 1:
         hint = getattr(dataset, "shard_by_hint", None)
         return Steps(dataset if hint is None else hint(1, 0), _alone)
-    # Asked by attributes, so that any library's data sets can say it.
+    # Data sets of any library may have these attributes.
     policy = AutoShardPolicy.parse(
         getattr(dataset, "auto_shard_policy", AutoShardPolicy.AUTO)
     )
@@ -280,7 +281,7 @@ def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
     source = dataset
     if policy is AutoShardPolicy.FILE and place.num_workers > 1:
         count = 0 if files is None else len(files)
-        # A worker without a file would end at once, and with it all others.
+        # A worker without a file would end at once, and end all others.
         if count < place.num_workers:
             raise ValueError(
                 f"expected at least one file for each of {place.num_workers} workers "
@@ -309,40 +310,38 @@ def function_steps(
     *,
     per_replica: bool,
 ) -> Steps:
-    """Return what makes a worker's steps from an input function.
+    """Return a worker's steps of an input function, which is called here.
 
-    It is called once, here, on the rank that runs the pipeline: ``per_replica`` says
-    whether each replica runs one of its own.
+    ``per_replica``: each replica runs a pipeline of its own.
     """
     count = place.num_replicas
     if per_replica:
-        # To the function each replica is then a worker by itself.
+        # The function sees each replica as a worker.
         contexts = [InputContext(count, replica, count) for replica in place.own]
         datasets = [dataset_fn(context) for context in contexts]
         if len(datasets) == 1:
             return Steps(datasets[0], _alone)
-        return Steps(datasets, _SideBySide)
+        return Steps(datasets, _side_by_side)
     dataset = dataset_fn(InputContext(place.num_workers, place.worker_id, count))
     return Steps(dataset, lambda batches: deal_elements(batches, len(place.replicas)))
 
 
-class _SideBySide(Iterator[list[Tree]]):
-    """Steps of several pipelines; a replica whose pipeline has ended has None."""
+def _side_by_side(pipelines: Iterable[Iterable[Any]]) -> Iterator[list[Tree]]:
+    """Give steps of several pipelines; a replica whose pipeline has ended has None."""
+    iterators = [iter(pipeline) for pipeline in pipelines]
 
-    def __init__(self, pipelines: Iterable[Iterable[Any]]) -> None:
-        self._iterators = [iter(pipeline) for pipeline in pipelines]
-
-    def __next__(self) -> list[Tree]:
-        elements = [next(iterator, None) for iterator in self._iterators]
+    def step() -> list[Tree]:
+        elements = [next(iterator, None) for iterator in iterators]
         if all(element is None for element in elements):
             raise StopIteration
         return [None if one is None else as_batch(one) for one in elements]
 
+    return CallIterator(step)
+
 
 def _alone(elements: Iterable[Any]) -> Iterator[list[Tree]]:
+    def step(element: Any) -> list[Tree]:
+        return [as_batch(element)]
+
     # No generator, which an error would end.
-    return map(_alone_with, elements)
-
-
-def _alone_with(element: Any) -> list[Tree]:
-    return [as_batch(element)]
+    return map(step, elements)

@@ -28,22 +28,16 @@ class _FromDevice:
 
 
 def packed(part: Tree) -> bytes:
-    """Return a part of a batch as it travels, for `Placer.deliver`.
-
-    Waits for a GPU that is still computing it.
-    """
+    """Return a part of a batch as it travels, for `Placer.deliver`; waits for a GPU."""
     staged = tree_map(
         lambda leaf: _FromDevice(to_host(leaf)) if is_device(leaf) else leaf, part
     )
-    # By pickle, so that text and fields of Python objects travel, too.
+    # Pickle also takes text and fields of Python objects.
     return pickle.dumps(staged, protocol=5)
 
 
 class Placer:
-    """Puts batches where a strategy wants them; made on the program's thread.
-
-    ``experimental_fetch_to_device=False`` leaves batches where they come from.
-    """
+    """Puts batches where a strategy wants them; used on the program's thread."""
 
     def __init__(self, strategy: Replicas, options: InputOptions) -> None:
         self._strategy = strategy
@@ -68,8 +62,8 @@ class Placer:
         """Put the numbers of a batch on the GPU, if they are wanted there.
 
         The program's current stream waits for the copy, the host does not. Other leaves
-        stay as they were, or become copies where they cannot be written, as they are
-        the program's own; ``copies`` all of them that are in host memory.
+        stay, or are copied where they are read-only; with ``copies`` all in host
+        memory.
         """
         leaves, structure = flatten(batch)
         going = []
@@ -92,12 +86,11 @@ class Placer:
         return unflatten(structure, leaves)
 
     def deliver(self, parts: list[Any], *, copies: bool) -> Tree:
-        """Return this rank's parts of a batch, where and as the program wants them.
+        """Return this rank's parts of a batch as one distributed element.
 
-        What another rank has sent is in the library that it came from, unless numbers
-        are wanted on the GPU. ``copies`` the rest, as the pipeline may fill it again.
+        ``copies``: copy parts of this rank's pipeline, which may fill them again.
         """
-        # A rank of this job pickled them: they are nobody else's data.
+        # It is safe to unpickle them: a rank of this job pickled them.
         return self.wrap(
             [
                 self.place(pickle.loads(part))

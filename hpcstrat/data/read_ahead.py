@@ -58,10 +58,9 @@ class _Ticket:
 
 
 def _num_readers(depth: int) -> int:
-    """Return how many threads read so many batches ahead.
+    """Return the number of threads that read batches ahead: one for each core.
 
-    As many as this rank has cores: while one waits for the disk, and another one
-    unpacks; at least two, as waiting takes no core.
+    There are at least two, as a thread that waits for the disk needs no core.
     """
     cores = len(os.sched_getaffinity(0))
     return min(depth, _MOST_THREADS, max(cores, 2))
@@ -93,8 +92,7 @@ def _end(tickets: Any, count: int, is_closed: list[bool]) -> None:
 class ReadAhead(Iterator[Tree]):
     """Iterates over what ``calls`` return when called, ``depth`` of them ahead.
 
-    StopIteration of a call ends it. Calls run in ``num_threads`` threads, each with
-    several at a time in no fixed order if there is more than one.
+    StopIteration of a call ends it.
     """
 
     def __init__(
@@ -157,7 +155,7 @@ class ReadAhead(Iterator[Tree]):
 def read_ahead(parent: Stage, depth: int) -> Stage:
     """Return a stage whose elements a thread makes ahead.
 
-    Itself where it has random access: its batches are then read ahead one by one.
+    A stage with random access stays as it is: its batches are read ahead instead.
     """
     if isinstance(parent, (Rows, Batched)) or not depth:
         return parent
@@ -194,7 +192,7 @@ def read_rows(stage: Batched, epoch: int, start: int, first: int, last: int) -> 
     try:
         return stage.read(epoch, start, first, last)
     except StopIteration as error:
-        # As in a generator (PEP 479): it must not end the epoch.
+        # It must not end the epoch, as in a generator (PEP 479).
         raise RuntimeError(
             "expected rows, found that a column raised StopIteration; raise another "
             "error"

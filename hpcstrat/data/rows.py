@@ -70,6 +70,8 @@ class Stage:
     """A step of a chain: gives elements, epoch after epoch."""
 
     cardinality: int = UNKNOWN
+    # Rows of all its elements.
+    num_rows: int = UNKNOWN
     # Rows of its elements where these are batches, and all of a known size.
     batch_size: int | None = None
     drop_remainder = False
@@ -86,7 +88,7 @@ class Stage:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Say what ranks must agree on."""
+        """Describe the stage, on which ranks must agree."""
         return ", ".join([*(each.describe() for each in self.parents), self.words])
 
     def is_on_gpu(self) -> bool:
@@ -99,7 +101,7 @@ class Rows(Stage):
 
     # Rows to read at once where elements are wanted one by one.
     block_rows: int = _BLOCK_ROWS
-    # The stage all of whose rows this one has in every epoch, in some order; or None.
+    # The stage whose rows this one has in every epoch, all of them; or None.
     origin: Rows | None = None
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -116,19 +118,23 @@ class Rows(Stage):
         return as_places(places)
 
     @property
+    def num_rows(self) -> int:  # type: ignore[override]
+        return self.cardinality
+
+    @property
     def num_homes(self) -> int:
         """The number of different rows."""
         return self.cardinality if self.origin is None else self.origin.num_homes
 
     def keep(self, first: int, last: int) -> None:
-        """Let a cache keep rows of these homes alone, and read the others anew."""
+        """Let a cache keep the rows of these homes only."""
         if self.origin is not None:
             self.origin.keep(first, last)
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
         """Give the elements of an epoch, which are read in blocks."""
         ready: deque[Tree] = deque()
-        # Behind an error rows are read one by one, up to the end of its block.
+        # After an error its block is read row by row, up to here.
         place = careful = 0
 
         def step() -> Tree:
@@ -231,7 +237,7 @@ class _RowsOfParent(Rows):
         self.cardinality, self.block_rows = parent.cardinality, parent.block_rows
 
     def rows(self, places: Places, epoch: int) -> Places:
-        """Return which rows of the other stage stand at places."""
+        """Return the places of rows in the other stage."""
         return places
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -273,7 +279,7 @@ class ShuffledRows(_RowsOfParent):
         self.origin = parent
         self._make_order = make_order
         self._reshuffles = reshuffles
-        # Epochs that were begun under version 1 of the order, with their orders.
+        # Orders of epochs that began under version 1 of the order.
         self._exact: dict[int, Order] = {}
         self._orders: dict[int, Order] = {}
 
@@ -288,7 +294,7 @@ class ShuffledRows(_RowsOfParent):
         order = self._exact.get(epoch) or self._orders.get(epoch)
         if order is None:
             order = self._make_order(epoch)
-            # Two are used where a batch, or a reader, is across the end of an epoch.
+            # A batch, or readers, may use two epochs at the same time.
             kept = list(self._orders.items())[-1:]
             self._orders = dict([*kept, (epoch, order)])
         return order.rows(as_places(places))
@@ -300,7 +306,7 @@ class ShuffledRows(_RowsOfParent):
 class MappedRows(_RowsOfParent):
     """The results of a function for each row.
 
-    With a seed the function also gets ``rng``, a generator of the row's own.
+    If there is a seed, the function also gets ``rng``, a generator for each row.
     """
 
     def __init__(
@@ -350,7 +356,7 @@ class MappedRows(_RowsOfParent):
         return map(make, self.parent.iterate(epoch))
 
     def spec(self) -> Tree:
-        """Return what the results have in common; calls the function."""
+        """Return the spec of the results; calls the function."""
         return made_spec(self.parent, lambda row: spec_of(self._made(row, 0, 0)))
 
 

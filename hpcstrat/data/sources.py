@@ -22,8 +22,8 @@ __all__ = ["Columns", "open_source", "runs_of"]
 class Columns:
     """Columns of equal length, in a nested structure of optree.
 
-    They are arrays of either library, HDF5 datasets or sequences. Raises ValueError if
-    there is none, or their lengths differ.
+    They are arrays of either library, HDF5 datasets or sequences; ValueError if lengths
+    differ.
     """
 
     def __init__(self, columns: list[Any], structure: Any) -> None:
@@ -36,7 +36,7 @@ class Columns:
             )
         self.columns = columns
         self.structure = structure
-        # Copies numbers of rows to the GPU, for columns there.
+        # Copies row numbers to the GPU, for columns there.
         self._feeder: Feeder | None = None
         self.num_rows = lengths.pop()
 
@@ -54,8 +54,7 @@ class Columns:
     def read(self, rows: Array | slice) -> Tree:
         """Read rows of every column, in the order given.
 
-        For a slice of arrays in memory these are views that cannot be written; of those
-        in the memory of a GPU, which do not know of that, copies.
+        A slice of arrays in host memory gives read-only views.
         """
         places = rows
         if isinstance(rows, np.ndarray) and any(map(is_device, self.columns)):
@@ -78,7 +77,7 @@ class Columns:
         return [unflatten(self.structure, [item]) for item in first.elements(rows)]
 
     def describe(self) -> str:
-        """Say what the columns are, for the agreement between ranks."""
+        """Describe the columns, on which ranks must agree."""
         kinds = []
         for column in self.columns:
             if isinstance(column, _Items):
@@ -90,10 +89,9 @@ class Columns:
 
 
 class _Items:
-    """A column of examples that are tuples, mappings or other structures of arrays.
+    """A column of examples that are structures of arrays, as of a torch data set.
 
-    Such as a map-style dataset of PyTorch. Raises ValueError where an item has another
-    structure than the first.
+    Raises ValueError where an item has another structure than the first.
     """
 
     def __init__(self, items: Any) -> None:
@@ -116,7 +114,11 @@ class _Items:
             indices = rows.tolist()
         # Some libraries read several items faster than one by one.
         at_once = getattr(self._items, "__getitems__", None)
-        found = at_once(indices) if at_once and indices else map(self._item, indices)
+        found = (
+            at_once(indices)
+            if at_once and indices
+            else map(self._items.__getitem__, indices)
+        )
         items = []
         for index, item in zip(indices, found, strict=True):
             leaves, structure = flatten(_as_item(item))
@@ -127,9 +129,6 @@ class _Items:
                 )
             items.append(unflatten(structure, list(map(as_array, leaves))))
         return items
-
-    def _item(self, index: int) -> Any:
-        return self._items[index]
 
     def read(self, rows: Array | slice) -> Tree:
         """Read items, and stack each of their arrays."""
@@ -168,15 +167,14 @@ def _read(column: Any, rows: Array | slice) -> Tree:
     if isinstance(column, np.ndarray) or isinstance(rows, slice):
         part = column[rows]
         if isinstance(column, np.ndarray) and isinstance(rows, slice):
-            # A batch worked on in place must not change the data set: see `writable`.
+            # A batch that is changed in place must not change the data set.
             part = part.view()
             part.flags.writeable = False
         return part if isinstance(part, np.ndarray) else as_array(part)
     if not rows.size:
         return as_array(column[0:0])
     if type(column).__module__.startswith("h5py"):
-        # HDF5 reads slices of adjacent rows in a tenth of the time that a list of rows
-        # takes.
+        # HDF5 reads slices of adjacent rows 10 times as fast as a list of rows.
         increasing, places = np.unique(rows, return_inverse=True)
         parts = [
             column[int(increasing[start]) : int(increasing[end - 1]) + 1]
@@ -184,15 +182,12 @@ def _read(column: Any, rows: Array | slice) -> Tree:
         ]
         whole: Array = np.concatenate(parts)
         return whole[places]
-    # One by one: a sequence of Python takes no array of indices.
+    # A Python sequence takes no array of indices.
     return as_array([column[int(row)] for row in rows])
 
 
 def open_source(source: Any) -> Columns:
-    """Return a source as columns; see `Dataset`.
-
-    All datasets of an HDF5 file or group become a mapping of columns, by name.
-    """
+    """Return a source as columns; datasets of HDF5 become a mapping, by name."""
     if type(source).__module__.startswith("h5py") and hasattr(source, "visititems"):
         return Columns(*flatten(_datasets(source)))
     leaves, structure = flatten(source)
@@ -205,7 +200,7 @@ def open_source(source: Any) -> Columns:
             )
     # Arrays of other libraries become NumPy's or CuPy's, without a copy; files stay.
     leaves = [as_array(leaf) if _is_shared(leaf) else leaf for leaf in leaves]
-    # Rows of a pandas object are meant by place, never by label.
+    # Rows of a pandas object are read by position, never by label.
     leaves = [leaf.to_numpy() if hasattr(leaf, "iloc") else leaf for leaf in leaves]
     columns = [_column(leaf) for leaf in leaves]
     if any(c.ndim == 0 for c in columns if isinstance(c, np.ndarray) or is_device(c)):
@@ -239,7 +234,7 @@ def _datasets(group: Any) -> dict[str, Any]:
     for name, item in group.items():
         if hasattr(item, "visititems"):
             found[name] = _datasets(item)
-        # Scalars are about the file, and no column of examples.
+        # Scalars describe the file; they are no column of examples.
         elif item.ndim:
             found[name] = item
     return found

@@ -36,6 +36,7 @@ from hpcstrat.engine.typing import Tree
 __all__ = [
     "batch",
     "cache",
+    "checked_size",
     "concatenate",
     "enumerate_elements",
     "map_elements",
@@ -53,7 +54,7 @@ __all__ = [
 
 
 def _less(cardinality: int, count: int) -> int:
-    """Return how many elements are left of a cardinality behind ``count``."""
+    """Return the number of elements after the first ``count``."""
     return cardinality if cardinality < 0 else max(cardinality - count, 0)
 
 
@@ -194,7 +195,7 @@ def padded_batch(
 def map_elements(
     parent: Stage, function: Callable[..., Any], seed: int | None
 ) -> Stage:
-    """Return what a function makes of each element."""
+    """Return the results of a function for each element."""
     if isinstance(parent, Rows):
         return MappedRows(parent, function, seed)
     if isinstance(parent, Batched) and seed is None:
@@ -236,3 +237,10 @@ def sizes_of_batches(sizes: int | Sequence[int]) -> list[int]:
     if not found or min(found) < 0 or max(found) < 1:
         raise ValueError(f"expected batch sizes >= 1, found {sizes}; change them")
     return found
+
+
+def checked_size(value: Any) -> int:
+    """Return the size of a batch, or the like; ValueError below 1."""
+    if int(value) < 1:
+        raise ValueError(f"expected a global batch size >= 1, found {value}; change it")
+    return int(value)

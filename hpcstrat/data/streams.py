@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -90,10 +91,9 @@ class Stream(Stage):
         spec: Callable[[], Tree] | None = None,
         **options: Any,
     ) -> Stream:
-        """Return a stage that makes its iterators of another stage's, and the epoch.
+        """Return a stage whose ``start`` takes another stage's iterator, and the epoch.
 
-        Its elements have the specs of that one, and its size of batches, unless
-        ``spec`` says other ones.
+        Without ``spec``, elements have the specs and batch size of that stage.
         """
         if spec is None:
             options["size"] = parent.batch_size
@@ -108,7 +108,7 @@ class Stream(Stage):
 
 
 def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Stream:
-    """Return what a function makes of each element."""
+    """Return the results of a function for each element."""
 
     def made(element: Tree, epoch: int, number: int) -> Tree:
         if seed is None:
@@ -228,9 +228,9 @@ def kept_errors_out(parent: Stage, logs: bool) -> Stream:
 def _chained(
     iterators: Iterator[Iterator[Tree]], *, ends_if_empty: bool = False
 ) -> Iterator[Tree]:
-    """Give the elements of iterators, one behind the other.
+    """Give the elements of iterators, one after another.
 
-    ``ends_if_empty``: where the first of them have none, it does not go on for ever.
+    ``ends_if_empty``: end if the first of them have no elements.
     """
     elements: Iterator[Tree] | None = None
     is_empty = ends_if_empty
@@ -255,8 +255,7 @@ def repeated(parent: Stage, count: int) -> Stream:
     """Return the elements several times; each time is an epoch of its own."""
     known = parent.cardinality
     cardinality = INFINITE if count < 0 else known if known < 0 else known * count
-    if not known or not count:
-        cardinality = 0
+    cardinality = cardinality if known and count else 0
 
     def start(epoch: int) -> Iterator[Tree]:
         numbers = itertools.count() if count < 0 else range(count)
@@ -327,13 +326,13 @@ def cached(parent: Stage) -> Stream:
 
 
 def _picked(
-    parent: Stage, words: str, pick: Callable[..., Any], function: Callable[..., Any]
+    parent: Stage,
+    words: str,
+    pick: Callable[..., Iterator[Tree]],
+    function: Callable[..., Any],
 ) -> Stream:
     def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
-        found: Iterator[Tree] = pick(
-            lambda each: bool(call_with(function, each)), elements
-        )
-        return found
+        return pick(lambda each: bool(call_with(function, each)), elements)
 
     return Stream.after(parent, words, start)
 
@@ -382,8 +381,8 @@ def interleaved(
 ) -> Stream:
     """Return the elements of the data sets that a function makes of each element.
 
-    Blocks of them come in turn, by tf.data's algorithm: a slot whose data set ends is
-    passed on, and filled anew when its turn comes again.
+    By tf.data's algorithm blocks of them come in turn: the slot of a data set that ends
+    is filled when its turn comes again.
     """
 
     def made(element: Tree) -> Stage:
@@ -487,7 +486,7 @@ def sampled(
             f"expected a weight >= 0 for each of {len(parents)} data sets, found "
             f"{weights}; change the weights"
         )
-    # One of weight 0 would be waited for when the others have ended.
+    # Without this, the end would wait for data sets of weight 0.
     drawn = [p for p, share in zip(parents, shares, strict=True) if share > 0]
     positive = shares[shares > 0]
     ends = np.cumsum(positive / np.sum(positive))
@@ -496,7 +495,7 @@ def sampled(
         generator = generator_of(seed, epoch)
         draws = iter(generator.random, None)
         numbers = (np.searchsorted(ends, draw, side="right") for draw in draws)
-        # Rounded, the last of the ends may be below 1.
+        # By rounding, the last of the ends may be below 1.
         choices = (min(int(number), len(ends) - 1) for number in numbers)
         sources = [parent.iterate(epoch) for parent in drawn]
         return _chosen(choices, sources, stop_on_empty)
@@ -508,9 +507,8 @@ def zipped(parents: Tree) -> Stream:
     """Return elements of several stages side by side, as many as the shortest has."""
     stages, structure = flatten(parents)
     lengths = [stage.cardinality for stage in stages]
-    known = [length for length in lengths if length >= 0]
-    # The shortest may be one whose elements were not counted.
-    shortest = UNKNOWN if UNKNOWN in lengths else min(known, default=INFINITE)
+    # UNKNOWN, the least: the shortest may be one that was not counted.
+    shortest = min((n for n in lengths if n != INFINITE), default=INFINITE)
 
     def start(epoch: int) -> Iterator[Tree]:
         rows = zip(*(stage.iterate(epoch) for stage in stages), strict=False)
@@ -528,20 +526,12 @@ def concatenated(first: Stage, second: Stage) -> Stream:
     """Return the elements of one stage, and then those of another."""
     both = [first, second]
     lengths = [stage.cardinality for stage in both]
-    cardinality = min(lengths) if min(lengths) < 0 else sum(lengths)
-    if INFINITE in lengths:
-        cardinality = INFINITE
+    unknown = INFINITE if INFINITE in lengths else UNKNOWN
+    cardinality = unknown if min(lengths) < 0 else sum(lengths)
     sizes = {stage.batch_size for stage in both}
-
-    def start(epoch: int) -> Iterator[Tree]:
-        def elements(stage: Stage) -> Iterator[Tree]:
-            return stage.iterate(epoch)
-
-        return _chained(map(elements, both))
-
     return Stream(
         f"({_listed(both, ', then ')})",
-        start,
+        lambda epoch: _chained(map(methodcaller("iterate", epoch), both)),
         _same_spec(both),
         cardinality=cardinality,
         size=sizes.pop() if len(sizes) == 1 else None,

@@ -21,7 +21,6 @@ MODULE_EXCEPTIONS = {
 }
 CLASS_EXCEPTIONS = {
     "Batches": "private ones of stages of data sets, beside that of Keras",
-    "Buckets": "of lengths in a data set, and of gradients",
     "Client": "a name of tf.distribute.experimental.rpc, which refuses",
     "DealtBatches": "those of a data set, and those that Keras asks for",
     "Memory": "that of hs.elastic, and one that XLA lends",
@@ -33,7 +32,6 @@ CLASS_EXCEPTIONS = {
     "Server": "a name of tf.distribute.experimental.rpc, which refuses",
     "ShardedVariable": "of a strategy with servers, and of one without",
     "Sink": "of a log, and of bytes that are restored",
-    "Stream": "a stage of a data set, and rows of a split one",
     "SyncBatchNorm": "that of Horovod's interface, too",
 }
 

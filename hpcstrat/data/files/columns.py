@@ -1,8 +1,8 @@
 """Columns of files, and how their rows are read with few and large system calls.
 
-A column reads rows in increasing order. Contiguous ones are read by ``preadv`` at their
-place in the file, run by run; all others in slabs, such as the chunks of a compressed
-dataset, which a cache keeps for the rows of the next batches.
+A column reads rows in increasing order. Contiguous rows are read by ``preadv``, run by
+run; others in slabs, such as the chunks of a compressed dataset, which a cache keeps
+for the next batches.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = [
     "SlabColumn",
 ]
 
-# Rows that take longer, besides being copied, come from a disk: the kernel is then told
-# of all rows of a batch before the first is read, and fetches them at the same time.
+# Rows that take longer than this, besides copying, come from a disk. The kernel is then
+# told of all rows of a batch before the first is read, to fetch them at the same time.
 _COLD_SECONDS = 2e-6
 _BYTES_PER_SECOND = 2e9
-# Linux takes no more vectors in one call.
+# The most vectors that Linux takes in one call.
 _MOST_VECTORS = 1024
 
 _READER = load_reader()
 
 
 class Column(Protocol):
-    """Rows of one array of a file; ``how`` says to people how they are read."""
+    """Rows of one array of a file; ``how`` describes for people how they are read."""
 
     how: str
     num_rows: int
@@ -52,15 +52,12 @@ class Column(Protocol):
     dtype: Any
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        """Read rows, in increasing order, into an array of their shape.
-
-        Each goes to its place in the array; without ``places``, one after another.
-        """
+        """Read rows, in increasing order, to ``places`` of ``out``, or in order."""
         ...
 
 
 class _OpenFile:
-    """A file descriptor, closed when nobody uses it any more."""
+    """A file descriptor that is closed with its last user."""
 
     def __init__(self, path: str, seen: tuple[int, int]) -> None:
         try:
@@ -85,7 +82,7 @@ class _OpenFile:
 
 
 class OpenFiles:
-    """File descriptors of a data set, of which the latest used ones are kept open."""
+    """The file descriptors of a data set; those used last are kept open."""
 
     def __init__(self, most: int = 128) -> None:
         self._most = most
@@ -99,11 +96,10 @@ class OpenFiles:
         self._seen[path] = status.st_size, status.st_mtime_ns
 
     def size(self, path: str) -> int:
-        """Return the size that a file had."""
         return self._seen[path][0]
 
     def get(self, path: str) -> _OpenFile:
-        """Return an open file; it stays open as long as this is held."""
+        """Return an open file, which stays open while the result is held."""
         with self._lock:
             found = self._open.get(path)
             if found is None:
@@ -115,10 +111,7 @@ class OpenFiles:
 
 
 class ContiguousColumn:
-    """Rows that lie one behind the other at a place of a file.
-
-    ``shape`` is that of all rows, ``dtype`` the stored one.
-    """
+    """Rows one after another in a file, with shape and dtype as stored."""
 
     how = "contiguous, read by preadv"
 
@@ -142,7 +135,6 @@ class ContiguousColumn:
         self._is_cold = False
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        """Read rows, in increasing order, into an array."""
         if not len(rows) or not self._row_bytes:
             return
         file = self._files.get(self._path)
@@ -168,7 +160,7 @@ class ContiguousColumn:
 def _read_rows(  # noqa: PLR0917 - as of the compiled module
     fd: int, offsets: Array, row_bytes: int, out: Any, places: Any, announces: bool
 ) -> int:
-    """Do what reader.c does; return the rows before the end of the file."""
+    """Read rows as reader.c does; return the number before the end of the file."""
     numbers = range(len(offsets)) if places is None else places.tolist()
     lines = [memoryview(out[number]) for number in numbers]
     runs = list(runs_of(offsets, row_bytes))
@@ -199,7 +191,7 @@ def _read_row(fd: int, line: memoryview, place: int) -> bool:
 class SlabCache:
     """The slabs that were used last, up to a number of bytes.
 
-    Threads that want the same one at the same time wait for the first.
+    Threads that want the same slab at the same time wait for the first.
     """
 
     def __init__(self, most_bytes: int = 64 << 20) -> None:
@@ -212,7 +204,6 @@ class SlabCache:
         self._loading: dict[Any, threading.Lock] = {}
 
     def get(self, key: Any, load: Callable[[], Array]) -> Array:
-        """Return a slab, loading it where it is not kept."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -233,7 +224,7 @@ class SlabCache:
             return key in self._kept or key in self._loading
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return memory for a slab, of one that is not kept any more."""
+        """Return memory for a slab, perhaps of one that was dropped."""
         with self._lock:
             return self._memory.empty(shape, dtype)
 
@@ -251,8 +242,8 @@ class SlabColumn:
     """Rows that are read in slabs: chunks, row groups, or runs of another library.
 
     ``load(slab)`` returns the rows of a slab; slabs begin at the rows ``starts``.
-    ``load_into(slab, out)`` reads a whole one to where it belongs, where it can, and
-    returns whether it did: what is wanted as a whole is not wanted again soon.
+    ``load_into(slab, out)`` reads a whole slab past the cache, and returns False where
+    it cannot.
     """
 
     def __init__(
@@ -278,7 +269,6 @@ class SlabColumn:
         self.dtype = np.dtype(dtype).newbyteorder("=")
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        """Read rows, in increasing order, into an array."""
         slabs = np.searchsorted(self._starts, rows, side="right") - 1
         borders = [0, *(np.flatnonzero(np.diff(slabs)) + 1).tolist(), len(rows)]
         for start, end in itertools.pairwise(borders if len(rows) else []):
@@ -293,10 +283,7 @@ class SlabColumn:
             out[slice(start, end) if places is None else places[start:end]] = found
 
     def _read_whole(self, slab: int, out: Array) -> bool:
-        """Read a slab of which all rows are wanted, past the cache, where that can be.
-
-        Not one that is kept, or being loaded for another reader.
-        """
+        """Read a slab past the cache, unless it is there; return whether it did."""
         load = self._load_into
         if load is None or self._cache.holds((self._key, slab)):
             return False
@@ -314,7 +301,6 @@ class PaddedColumn:
         self.shape, self.dtype = column.shape, column.dtype
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        """Read rows, in increasing order, into an array."""
         count = int(np.searchsorted(rows, self._column.num_rows))
         if places is None:
             self._column.read(rows[:count], out[:count])
@@ -325,7 +311,7 @@ class PaddedColumn:
 
 
 class DecodedColumn:
-    """A column whose stored values stand for others."""
+    """A column of decoded values."""
 
     def __init__(
         self, column: Column, dtype: Any, decode: Callable[[Array, Array], None]
@@ -337,7 +323,6 @@ class DecodedColumn:
         self.dtype = np.dtype(dtype)
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        """Read rows, in increasing order, into an array."""
         stored = np.empty((len(rows), *self.shape), self._column.dtype)
         self._column.read(rows, stored)
         if places is None:

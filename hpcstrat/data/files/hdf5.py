@@ -1,8 +1,8 @@
 """Columns of HDF5 files: where their bytes lie, and how they are packed.
 
-h5py holds its lock while it reads, so that threads read one after another. What lies
-contiguously in the file, and chunks that are packed by gzip, with or without HDF5's
-shuffling, are therefore read and unpacked here; all else goes to h5py.
+h5py holds its lock while it reads, so that threads read one after another. So
+contiguous datasets, and chunks that are packed by gzip with or without HDF5's
+shuffling, are read and unpacked here; h5py reads all others.
 """
 
 from __future__ import annotations
@@ -57,13 +57,12 @@ def datasets_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, item in group.items():
         if hasattr(item, "visititems"):
             yield from datasets_of(item, f"{prefix}{name}/")
-        # A scalar is about the file, and no column of examples.
+        # A scalar describes the file; it is no column of examples.
         elif hasattr(item, "ndim") and item.ndim:
             yield prefix + name, item
 
 
 def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> Column:
-    """Return a dataset of an open file as a column."""
     shape, num_rows = dataset.shape[1:], dataset.shape[0]
     dtype = dataset.dtype
     properties = dataset.id.get_create_plist()
@@ -71,7 +70,7 @@ def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> 
     if not is_plain or dataset.is_virtual or dataset.external:
         return _through_h5py(dataset, path, files, cache)
     offset = dataset.id.get_offset()
-    # One that was never written may have an offset, and no bytes.
+    # A dataset that was never written may have an offset, and no bytes.
     if offset is not None and dataset.id.get_storage_size() >= dataset.nbytes > 0:
         return ContiguousColumn(
             files, path, offset=offset, shape=dataset.shape, dtype=dtype
@@ -98,7 +97,7 @@ def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> 
 def _through_h5py(
     dataset: Any, path: str, files: OpenFiles, cache: SlabCache
 ) -> Column:
-    """Return a column that h5py reads, in runs of rows that are kept for a while."""
+    """Return a column that h5py reads, in runs of rows."""
     num_rows, shape, dtype = dataset.shape[0], dataset.shape[1:], dataset.dtype
     is_text = dtype.kind == "O" or (dtype.metadata and "vlen" in dtype.metadata)
     row_bytes = max(dataset.dtype.itemsize * int(np.prod(shape, dtype=np.int64)), 1)
@@ -129,7 +128,7 @@ def _through_h5py(
 
 
 def _unpacking(properties: Any, dtype: Any) -> Callable[[bytes, Array], None] | None:
-    """Return what unpacks a chunk into an array of bytes; None for unknown filters."""
+    """Return the function that unpacks a chunk; None for unknown filters."""
     import h5py
 
     filters = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
@@ -157,7 +156,7 @@ def _copy(packed: bytes, out: Array) -> None:
 
 
 def _decompressed(packed: bytes, size: int) -> Any:
-    """Return what zlib's format holds; by libdeflate, 4 times as fast, where it is."""
+    """Return data unpacked from zlib's format; by libdeflate if it is installed."""
     try:
         import deflate
     except ImportError:
@@ -203,14 +202,13 @@ class _Chunks:
         dataset.id.chunk_iter(self._note)
 
     def _note(self, found: Any) -> None:
-        # h5py knows how to read chunks to which not all filters were applied.
+        # h5py must read chunks to which not all filters were applied.
         self.are_plain = self.are_plain and not found.filter_mask
         slab = found.chunk_offset[0] // self._chunk[0]
         place = found.chunk_offset[1:], found.byte_offset, found.size
         self._places.setdefault(slab, []).append(place)
 
     def load(self, slab: int) -> Array:
-        """Return the rows of a row of chunks."""
         size = self._chunk[0]
         num_rows = min(size, self._shape[0] - slab * size)
         places = self._places.get(slab, [])
@@ -220,7 +218,7 @@ class _Chunks:
         rows = np.full((num_rows, *self._shape[1:]), self._fill, self._dtype)
         for place in places:
             chunk = self._chunk_at(file.number, place)
-            # Those at the edges are filled up.
+            # Chunks at the edges are filled up.
             inside = [
                 slice(start, min(start + length, end))
                 for start, length, end in zip(

@@ -1,7 +1,7 @@
 """Finds the fields of a NetCDF-4 file, and decodes their stored values.
 
-By the conventions of CF 1.11 (sections 2.5.1, 4, 7.1 and 8.1) and the NetCDF-4 format,
-of which h5py sees the HDF5 file below.
+It follows CF 1.11 (sections 2.5.1, 4, 7.1 and 8.1) and the NetCDF-4 format, whose files
+are HDF5 files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fields_of(
 ) -> tuple[dict[str, Any], int]:
     """Return the fields along the dimension of the rows, and its length.
 
-    Coordinates, and what other variables name as their bounds or coordinates, are none.
+    Coordinates and bounds are no fields.
     """
     scales = {name: _scale_of(dataset) for name, dataset in datasets.items()}
     fields = {
@@ -120,9 +120,9 @@ def padded(column: Column, dataset: Any, length: int) -> Column:
 
 
 def decoded(column: Column, dataset: Any) -> Column:
-    """Return a column of what stored values mean: NaN for missing ones, and scaled.
+    """Return a column of decoded values: scaled, and NaN for missing ones.
 
-    Integers of up to 16 bits become float32, others float64; floats stay what they are.
+    Integers of up to 16 bits become float32, others float64; floats keep their type.
     """
     fill, missing = _scalar(dataset, "_FillValue"), dataset.attrs.get("missing_value")
     scale, offset = _scalar(dataset, "scale_factor"), _scalar(dataset, "add_offset")

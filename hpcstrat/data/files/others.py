@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
     store = zarr.open(path, mode="r")
     arrays: Iterable[tuple[str, Any]] = [("", store)]
     if hasattr(store, "members"):
-        # Members come in any order, another one on each rank.
+        # Members come in any order, which may differ between ranks.
         found_arrays = {
             name: item
             for name, item in store.members(max_depth=None)
@@ -77,7 +78,7 @@ def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
             cache,
             (path, name),
             np.arange(0, max(array.shape[0], 1), size),
-            _Slices(array, size),
+            partial(_read_slab, array, size),
             num_rows=array.shape[0],
             shape=tuple(array.shape[1:]),
             dtype=array.dtype,
@@ -86,16 +87,10 @@ def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
     return found
 
 
-class _Slices:
-    """Reads rows of an array of Zarr, a row of chunks at once."""
-
-    def __init__(self, array: Any, size: int) -> None:
-        self._array, self._size = array, size
-
-    def __call__(self, slab: int) -> Array:
-        start = slab * self._size
-        stop = min(start + self._size, self._array.shape[0])
-        return np.asarray(self._array[start:stop])
+def _read_slab(array: Any, size: int, slab: int) -> Array:
+    """Read a row of chunks of an array of Zarr."""
+    stop = min((slab + 1) * size, array.shape[0])
+    return np.asarray(array[slab * size : stop])
 
 
 def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
@@ -116,16 +111,16 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
     starts = np.cumsum([0, *sizes])[:-1] if sizes else np.zeros(1, np.int64)
     found: dict[str, Column] = {}
     for name in file.schema_arrow.names:
-        groups = _RowGroups(path, name)
-        first = groups.empty(file.schema_arrow)
+        load = partial(_read_group, path, name)
+        first = _no_rows(file.schema_arrow.field(name).type)
         if first is None:
             # All lists must have the length of the first row's.
-            first = groups(0) if sizes else np.empty((0, 0))
+            first = load(0) if sizes else np.empty((0, 0))
         found[name] = SlabColumn(
             cache,
             (path, name),
             starts,
-            groups,
+            load,
             num_rows=metadata.num_rows,
             shape=first.shape[1:],
             dtype=first.dtype,
@@ -134,50 +129,45 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
     return found
 
 
-class _RowGroups:
-    """Reads a column of a Parquet file, a row group at once."""
+def _no_rows(kind: Any) -> Array | None:
+    """Return no rows of a type of Parquet; None for lists of unknown length."""
+    import pyarrow
 
-    def __init__(self, path: str, name: str) -> None:
-        self._path, self._name = path, name
+    if pyarrow.types.is_fixed_size_list(kind):
+        inner = np.dtype(kind.value_type.to_pandas_dtype())
+        return np.empty((0, kind.list_size), inner)
+    if pyarrow.types.is_primitive(kind):
+        return np.empty(0, kind.to_pandas_dtype())
+    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+        return np.empty(0, object)
+    return None
 
-    def empty(self, schema: Any) -> Array | None:
-        """Return no rows of the column's type; None where the type does not say."""
-        import pyarrow
 
-        kind = schema.field(self._name).type
-        if pyarrow.types.is_fixed_size_list(kind):
-            inner = np.dtype(kind.value_type.to_pandas_dtype())
-            return np.empty((0, kind.list_size), inner)
-        if pyarrow.types.is_primitive(kind):
-            return np.empty(0, kind.to_pandas_dtype())
-        if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-            return np.empty(0, object)
-        return None
+def _read_group(path: str, name: str, group: int) -> Array:
+    """Read a column of a Parquet file, a row group at once."""
+    from pyarrow import parquet
 
-    def __call__(self, group: int) -> Array:
-        from pyarrow import parquet
-
-        # A file for each call: readers may be several threads.
-        with parquet.ParquetFile(self._path) as file:
-            column = file.read_row_group(group, columns=[self._name]).column(0)
-        if column.null_count:
+    # A file for each call: readers may be several threads.
+    with parquet.ParquetFile(path) as file:
+        column = file.read_row_group(group, columns=[name]).column(0)
+    if column.null_count:
+        raise ValueError(
+            f"expected a value in each row of {name} of {path}, found "
+            f"{column.null_count} without one in row group {group}; fill them, or "
+            "choose other columns="
+        )
+    values = column.combine_chunks()
+    if hasattr(values, "flatten") and str(values.type).find("list") >= 0:
+        rows = values.flatten().to_numpy(zero_copy_only=False)
+        if len(values) and len(rows) % len(values):
             raise ValueError(
-                f"expected a value in each row of {self._name} of {self._path}, found "
-                f"{column.null_count} without one in row group {group}; fill them, or "
-                "choose other columns="
+                f"expected lists of one length in {name} of {path}, found several; pad "
+                "them when they are written"
             )
-        values = column.combine_chunks()
-        if hasattr(values, "flatten") and str(values.type).find("list") >= 0:
-            rows = values.flatten().to_numpy(zero_copy_only=False)
-            if len(values) and len(rows) % len(values):
-                raise ValueError(
-                    f"expected lists of one length in {self._name} of {self._path}, "
-                    "found several; pad them when they are written"
-                )
-            lists: Array = rows.reshape(len(values), -1)
-            return lists
-        array: Array = values.to_numpy(zero_copy_only=False)
-        return array
+        lists: Array = rows.reshape(len(values), -1)
+        return lists
+    array: Array = values.to_numpy(zero_copy_only=False)
+    return array
 
 
 def is_zarr(path: str) -> bool:

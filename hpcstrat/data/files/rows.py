@@ -32,8 +32,8 @@ _SHOWN = 6
 def files_of(paths: Any) -> list[str]:
     """Return the files that a path, a pattern, or a list of them means, in order.
 
-    A folder means the Parquet files in it, unless it is a Zarr store. Raises
-    FileNotFoundError for what is not there.
+    A folder means its Parquet files, unless it is a Zarr store. FileNotFoundError for
+    none.
     """
     given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else list(paths)
     found: list[str] = []
@@ -93,8 +93,7 @@ class _File:
 class FileRows(Rows):
     """The rows of files, as a mapping of columns, nested as the files' groups.
 
-    ``columns`` chooses by name or pattern; one name alone gives a bare array. Raises
-    ValueError where files, or columns, do not fit together.
+    ``columns`` chooses by name or pattern; one name alone gives a bare array.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class FileRows(Rows):
         self.paths = list(paths)
         self._files = OpenFiles()
         self._cache = SlabCache()
-        # Fresh memory costs more, in page faults, than to copy a batch.
+        # Page faults of fresh memory cost more than to copy a batch.
         self._memory, self._recycling = Recycler(), threading.Lock()
         self._dimension, self._decode = dimension, decode
         wanted = [columns] if isinstance(columns, str) else columns
@@ -139,7 +138,7 @@ class FileRows(Rows):
         netcdf, length = is_netcdf(file, path), None
         if netcdf and datasets:
             fields, length = fields_of(datasets, self._dimension, path)
-            # A coordinate that is asked for by name is meant.
+            # A coordinate is a column if it is asked for by name.
             named = {name: datasets[name] for name in wanted or () if name in datasets}
             datasets = {**fields, **named}
         chosen = _chosen(datasets, wanted, path)
@@ -153,7 +152,6 @@ class FileRows(Rows):
         return _File(path, columns)
 
     def read(self, places: Places, epoch: int) -> Tree:
-        """Read rows, in the order given."""
         rows, inverse = as_places(places), None
         where: Array | None = None
         if not isinstance(places, slice):
