@@ -1,6 +1,6 @@
 """Checkpoints: one HDF5 file each, restored on any number of replicas."""
 
-from hpcstrat.checkpoint.keep.keep_rules import KeepBest
+from hpcstrat.checkpoint.keep.retention import KeepBest
 from hpcstrat.checkpoint.manager import CheckpointManager
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.engine.typing import SupportsCheckpoint, SupportsDeferredCheckpoint

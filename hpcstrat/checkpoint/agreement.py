@@ -32,10 +32,9 @@ _MOST_NAMES = 3
 
 
 def strategy_of(things: Any) -> Any:
-    """Return the strategy of what may be faulty arguments; else the current one.
+    """Return the strategy of arguments that may be faulty; else the current one.
 
-    To tell the other ranks: so it must be found in any structure, and by no means
-    raise.
+    The caller tells its ranks of an error, so this never raises.
     """
     todo = [things]
     while todo:
@@ -47,14 +46,14 @@ def strategy_of(things: Any) -> Any:
         if getattr(strategy, "distributes", False):
             return of_all_groups(strategy)
         if isinstance(thing, SupportsCheckpoint):
-            # The caller tells what is faulty here, with its own error.
+            # The caller raises its own error for what is faulty here.
             with suppress(Exception):
                 todo.append(thing.checkpoint_variables())
     return of_all_groups(get_strategy())
 
 
 def of_all_groups(strategy: Any) -> Any:
-    """Return the strategy of all replicas, of which this one may be a group's."""
+    """Return the strategy of all replicas; this one may be that of a group."""
     split = getattr(strategy, "split", None)
     return strategy if split is None else split.whole
 
@@ -73,7 +72,7 @@ def refuse_torch(name: str, thing: Any) -> None:
         for kind in type(thing).__mro__
         if kind.__module__.partition(".")[0] == "torch"
     }
-    # SGD without momentum has none.
+    # SGD without momentum has no state.
     has_state = getattr(thing, "defaults", {}).get("momentum") != 0
     if "Module" in kinds or ("Optimizer" in kinds and has_state):
         raise ValueError(
@@ -84,8 +83,8 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
-    """Refuse objects of which each rank of a job would write the same files."""
-    # The launcher's number: a strategy of one replica has started no MPI to ask.
+    """Refuse objects that each rank of a job would write to the same files."""
+    # The launcher knows the number: a strategy of one replica starts no MPI.
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:
         raise RuntimeError(
@@ -113,10 +112,9 @@ def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
 def compare_copies(
     strategy: Replicas, variables: Mapping[str, Variable], turn: int | None
 ) -> None:
-    """Compare mirrored variables between the replicas that are to have the same.
+    """Compare the copies of mirrored variables; DivergenceError on every replica.
 
-    Collective over the strategy's replicas. Raises a DivergenceError on every replica,
-    also where copies differ in another group. ``turn`` as in `check_mirrored`.
+    Collective over the strategy's replicas. ``turn`` as in `check_mirrored`.
     """
     split = strategy.split
     if split is None:
@@ -137,10 +135,9 @@ def compare_copies(
 
 
 def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
-    """Refuse plain state that differs between replicas, of which one is saved for all.
+    """Raise CollectiveError on every replica where plain state differs between them.
 
-    Collective over the strategy's replicas, if there are states. Raises CollectiveError
-    on every replica.
+    Collective over the strategy's replicas, if there are states.
     """
     if not states:
         return
@@ -163,11 +160,10 @@ def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
 def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
     """Run an action on replica 0; return its result, which must pickle, on all.
 
-    Collective over the strategy's replicas. What it raises is a CheckpointError on all
-    of them: its own, or one with its text.
+    Collective over the strategy's replicas. An error of the action is a CheckpointError
+    on all of them.
     """
-    # An error travels as its text and class: not all errors pickle, and a traceback of
-    # replica 0 does not belong to another one's.
+    # An error is sent as its class and text, as not all errors pickle.
     outcome: Any = None
     if strategy.replica_id == 0:
         try:

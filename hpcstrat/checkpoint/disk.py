@@ -12,12 +12,13 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 __all__ = [
     "NO_DESCRIPTORS",
     "PAGE_BYTES",
     "PASSING",
+    "closing",
     "create",
     "file_system_name",
     "flush",
@@ -52,15 +53,15 @@ NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_DIRECT = getattr(os, "O_DIRECT", 0)
-# By one call, Linux writes at most a page less than 2 GiB.
+_DIRECT = os.O_DIRECT
+# Linux writes less than 2 GiB by one call.
 _MOST_BYTES = 1 << 30
-# Shared memory takes one, or 6 where MPI gives it; connections to other hosts, some.
+# Shared memory takes up to 6 descriptors, connections to other hosts take some.
 _SPARE_DESCRIPTORS = 32
 _NO_LINKS = (
     *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
 )
-# One list for the process: the next save may be another manager's.
+# Threads of all managers: the next save may be that of another one.
 _freeing: list[threading.Thread] = []
 _NAMES = {
     0xEF53: "ext4",
@@ -78,24 +79,20 @@ _NAMES = {
     0xFE534D42: "SMB",
     0x65735546: "FUSE",
 }
-# ext4 and XFS, where direct writes of several processes into one file are both allowed
-# and faster. Parallel file systems have their own ways.
+# On ext4 and XFS, direct writes of several processes into one file are faster.
 _LOCAL_TYPES = (0xEF53, 0x58465342)
 
 
 def create(path: str, nbytes: int) -> None:
     """Make a file and reserve its space, so that a full disk is found at once.
 
-    One rank calls it; the file must not exist. Raises OSError where there is no room,
-    or no such folder; no file is left then.
+    One rank calls it; the file must not exist. After an OSError no file is left.
     """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
-        try:
+        # On network file systems, to close it may be what finds the disk full.
+        with closing(file):
             _reserve_with_patience(file, nbytes)
-        finally:
-            # On network file systems, this may be what finds the disk full.
-            os.close(file)
     except BaseException:
         os.unlink(path)
         raise
@@ -105,7 +102,7 @@ def _reserve_with_patience(file: int, nbytes: int) -> None:
     try:
         _reserve(file, nbytes)
     except OSError as error:
-        # A checkpoint that was just removed may still hold the room.
+        # A checkpoint that was just removed may still take the space.
         if error.errno not in _NO_ROOM or not wait_for_room():
             raise
         _reserve(file, nbytes)
@@ -117,7 +114,7 @@ def _reserve(file: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in _NO_RESERVATION:
             raise
-        # Not on this file system: the best there is.
+        # This file system has no reservation: compare with its free space.
         space = os.fstatvfs(file)
         if space.f_blocks and space.f_bavail * space.f_frsize < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
@@ -139,13 +136,13 @@ def _allocate(file: int, nbytes: int) -> None:
 def open_to_write(path: str, direct: bool) -> int:
     """Return the descriptor of a file that exists, for the caller to close.
 
-    ``direct`` goes past the page cache, if the file system does so.
+    ``direct`` goes past the page cache, if the file system allows it.
     """
     return _open(path, os.O_RDWR, direct)
 
 
 def open_to_read(path: str, direct: bool) -> int:
-    """Return the descriptor of a file, as `open_to_write` does, for reading."""
+    """Return the descriptor of a file for reading, as `open_to_write` does."""
     return _open(path, os.O_RDONLY, direct)
 
 
@@ -161,6 +158,15 @@ def _open(path: str, flags: int, direct: bool) -> int:
     return os.open(path, flags)
 
 
+@contextlib.contextmanager
+def closing(file: int) -> Iterator[int]:
+    """Close a descriptor at the end."""
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def require_descriptors() -> None:
     """Raise OSError where MPI could not open files: it would end the process."""
     held: list[int] = []
@@ -173,54 +179,53 @@ def require_descriptors() -> None:
 
 
 def write_all(file: int, data: memoryview, offset: int) -> None:
-    """Write a buffer at a place of a file, in as many calls as it takes.
+    """Write a contiguous buffer at a place of a file, in as many calls as it takes.
 
-    Other threads run meanwhile. The buffer is contiguous; for O_DIRECT, its address,
-    length and place are multiples of a page.
+    For O_DIRECT, its address, length and place are multiples of a page.
     """
+    if _move(os.pwrite, file, data, offset) < data.nbytes:
+        raise OSError(errno.EIO, "nothing was written")
+
+
+def read_into(file: int, buffer: memoryview, offset: int) -> None:
+    """Fill a buffer from a place of a file, as `write_all`; EOFError at its end."""
+
+    def read(file: int, part: memoryview, place: int) -> int:
+        return os.preadv(file, [part], place)
+
+    done = _move(read, file, buffer, offset)
+    if done < buffer.nbytes:
+        raise EOFError(f"the file ends at {offset + done}")
+
+
+def _move(
+    call: Callable[[int, memoryview, int], int],
+    file: int,
+    data: memoryview,
+    offset: int,
+) -> int:
+    """Call until all bytes have moved, or no more do; return how many have."""
     done = 0
     while done < data.nbytes:
         part, direct = data[done : done + _MOST_BYTES], is_direct(file)
         try:
-            written = os.pwrite(file, part, offset + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not direct:
-                raise
-            _stop_direct(file)
-            continue
-        if written == 0:
-            raise OSError(errno.EIO, "nothing was written")
-        done += written
-        if written % PAGE_BYTES:
-            # The rest is not aligned any more.
-            _stop_direct(file)
-
-
-def read_into(file: int, buffer: memoryview, offset: int) -> None:
-    """Fill a buffer from a place of a file, in as many calls as it takes.
-
-    As `write_all`. Raises EOFError where the file ends before.
-    """
-    done = 0
-    while done < buffer.nbytes:
-        part, direct = buffer[done : done + _MOST_BYTES], is_direct(file)
-        try:
-            count = os.preadv(file, [part], offset + done)
+            count = call(file, part, offset + done)
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
             _stop_direct(file)
             continue
         if count == 0:
-            raise EOFError(f"the file ends at {offset + done}")
+            break
         done += count
-        if count % PAGE_BYTES and done < buffer.nbytes:
-            # As in `write_all`.
+        if count % PAGE_BYTES and done < data.nbytes:
+            # The rest is not aligned any more.
             _stop_direct(file)
+    return done
 
 
 def is_direct(file: int) -> bool:
-    """Whether a file goes past the page cache; not where the system has refused to."""
+    """Whether a file goes past the page cache; the system may have refused to."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
@@ -239,33 +244,29 @@ def read_exactly(file: int, offset: int, nbytes: int) -> bytes:
 
 def forget_pages(file: int, start: int, stop: int) -> None:
     """Give back the page cache of what was written and flushed."""
-    # Advice only: whoever does not take it has written as well.
-    with contextlib.suppress(OSError, AttributeError):
+    # It is only advice, and may be refused.
+    with contextlib.suppress(OSError):
         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 def flush(file: int) -> None:
     """Bring a file's content to the disk.
 
-    An OSError is final: to try again could succeed, but the kernel may have dropped the
-    pages.
+    An OSError is final: another try could succeed although the pages are lost.
     """
     os.fsync(file)
 
 
 def flush_folder(path: str) -> None:
     """Bring the names in a folder to the disk."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
         os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def remove(path: str) -> None:
-    """Remove a file; a thread gives back its blocks, which takes long for large ones.
+    """Remove a file's name; a thread gives back its blocks, which can take long.
 
-    One rank calls it. The name is gone on return.
+    One rank calls it.
     """
     with _freed_later(path):
         os.unlink(path)
@@ -277,7 +278,7 @@ def _freed_later(path: str) -> Iterator[None]:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        # Not readable, or not there: whoever removes it finds out.
+        # Not readable, or not there: the removal raises the error.
         file = -1
     try:
         yield
@@ -315,8 +316,7 @@ def wait_for_room() -> bool:
 def publish(temporary: str, path: str, replaces: bool) -> None:
     """Give a finished file its name, and take its temporary one away.
 
-    One rank calls it. Raises FileExistsError where there is a file of that name, unless
-    it ``replaces`` it.
+    One rank calls it. FileExistsError where there is a file, unless it ``replaces`` it.
     """
     if replaces:
         with _freed_later(path):
@@ -325,7 +325,7 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # Over NFS a call whose answer was lost is repeated, and finds its own link.
+        # NFS repeats a call whose answer was lost, which then finds its own link.
         if not os.path.samefile(temporary, path):
             raise
     except OSError as error:
@@ -336,16 +336,15 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
             raise FileExistsError(errno.EEXIST, "File exists", path) from error
         os.rename(temporary, path)
         return
-    # The checkpoint is there; what may be left is a second name, for others to tidy.
+    # The checkpoint is there; the second name may be left for a later job to remove.
     with contextlib.suppress(OSError):
         os.unlink(temporary)
 
 
 def _type(path: str) -> int | None:
-    # The type is the first word of struct statfs; the rest fits by far.
+    # The type is the first word of struct statfs, which is shorter than this.
     words = (ctypes.c_ulong * 64)()
-    call = getattr(ctypes.CDLL(None), "statfs", None)
-    if call is None or call(os.fsencode(path), words):
+    if ctypes.CDLL(None).statfs(os.fsencode(path), words):
         return None
     return int(words[0]) & 0xFFFFFFFF
 
@@ -353,7 +352,7 @@ def _type(path: str) -> int | None:
 def file_system_name(path: str) -> str:
     """Return the name of the type of a path's file system, such as ``Lustre``.
 
-    For others the number of statfs(2). ``ext4`` is also said of ext2 and ext3.
+    Unknown types have the number of statfs(2); ext2 and ext3 are called ``ext4``.
     """
     number = _type(path)
     if number is None:
@@ -362,16 +361,10 @@ def file_system_name(path: str) -> str:
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is on a file system of this machine, known to write directly well.
-
-    True for ext2 to ext4 and XFS; False where the type cannot be found out.
-    """
+    """Whether a path is on ext2 to ext4 or XFS, which write directly well."""
     return _type(path) in _LOCAL_TYPES
 
 
 def goes_direct(choice: str | None, path: str) -> bool:
-    """Whether files at a path are read and written past the page cache.
-
-    ``choice`` is the setting ``direct_io``.
-    """
+    """Whether to go past the page cache at a path; ``choice`` is ``direct_io``."""
     return choice == "on" or (choice == "auto" and is_local(path))

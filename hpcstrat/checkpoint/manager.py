@@ -26,8 +26,14 @@ from hpcstrat.checkpoint.file.schema import (
     step_of,
 )
 from hpcstrat.checkpoint.keep.folder import Folder
-from hpcstrat.checkpoint.keep.keep_rules import KeepBest, KeepRules, checked_metrics
-from hpcstrat.checkpoint.keep.retention import Retention, best_path, newest_path
+from hpcstrat.checkpoint.keep.retention import (
+    KeepBest,
+    KeepRules,
+    Retention,
+    best_path,
+    checked_metrics,
+    newest_path,
+)
 from hpcstrat.checkpoint.objects import Objects
 from hpcstrat.checkpoint.outcomes import RestoreReport, SaveStatistics
 from hpcstrat.checkpoint.restore.restorer import Restorer
@@ -60,7 +66,7 @@ class CheckpointManager:
         Where the files ``ckpt-<step>.h5`` are; the first save makes it where it is
         missing.
     max_to_keep : int or None
-        How many of the newest to keep; None keeps all, whatever the others say.
+        Number of the newest to keep; None keeps all, in spite of the other rules.
     keep_every : int or timedelta, optional
         Keep for ever those whose step is a multiple of this number, or those that are
         at least this time apart, from the oldest one in the folder on.
@@ -77,7 +83,7 @@ class CheckpointManager:
         Allow a strategy of one replica in a job of several ranks; each rank then needs
         a folder of its own.
     **objects : Variable, nested dict or list of Variables, optimizer, or data set
-        What is saved, by the name that it has in the file.
+        Objects to save, by their names in the file.
 
     Raises
     ------
@@ -112,21 +118,20 @@ class CheckpointManager:
                 names = known.variables() or known.names
                 require_one_writer(known.strategy, names)
         except Exception as error:
-            # No entry yet: its ranks are known only now.
+            # This call has no entry yet: only the objects tell its ranks.
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
         self.directory = folder.path
         self._objects, self._keep_best, self._folder = known, keep_best, folder
         self._strategy = strategy = known.strategy
         self.collectives = strategy.collectives
-        # Shared: a restore may use what a save has got from the system, and knows no
-        # file as whole that the other one has found damaged.
+        # Saves and restores share memory, and their knowledge of damaged files.
         retention, memory = Retention(folder.path, rules), ImageMemory()
         self._saver = Saver(strategy, folder, retention, memory)
         self._restorer = Restorer(strategy, folder.path, known, retention, memory)
         # Error of a save in the background, until `wait` may raise it.
         self._pending: CheckpointError | None = None
-        # Number of the part of the variables that the next asynchronous save compares.
+        # The next asynchronous save compares this part of the variables.
         self._turn = 0
         on_rank_0(strategy, _CREATION, folder.prepare)
 
@@ -250,7 +255,7 @@ class CheckpointManager:
             share, and the next one the next part.
         """
         began = time.perf_counter()
-        # Nothing has been called yet: the other ranks are told of what is refused here.
+        # No rank has made a call yet, so that all learn of an error here.
         if on_busy not in _ON_BUSY:
             raise ValueError(
                 f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
@@ -261,7 +266,7 @@ class CheckpointManager:
             return None
         # One save at a time: two would need twice the memory.
         self.wait()
-        # An optimizer's iterations come again after a restore of an older one.
+        # After a restore of an older step, an optimizer's iterations repeat.
         replaces = overwrite or step is None
         if step is None:
             step = self._objects.iterations()
@@ -272,7 +277,7 @@ class CheckpointManager:
             iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
-            # There have been calls in this entry, which would tell nobody now.
+            # After calls in this entry, the other ranks must be told of an error.
             self.collectives.fail("save", error)
             raise
         require_same_state(self.collectives, python)
@@ -289,12 +294,18 @@ class CheckpointManager:
         self._turn += asynchronous
         compare = partial(compare_copies, self._strategy, variables, turn)
         values = self._objects.values(variables)
-        header = _header(step, self._strategy)
-        if self._strategy.split is not None:
-            header.group_of = tuple(self._strategy.split.group_of)
-        header.entries = self._objects.entries(variables, values)
-        header.iterators, header.python = iterators, python
-        header.metrics = numbers
+        strategy = self._strategy
+        header = Header(
+            step,
+            strategy.num_replicas_in_sync,
+            self._objects.entries(variables, values),
+            iterators,
+            python,
+            numbers,
+            group_of=() if strategy.split is None else tuple(strategy.split.group_of),
+        )
+        if strategy.logical:
+            header.math_threads = strategy.settings.math_threads or 1
         path = os.path.join(self.directory, name)
         order = SaveOptions(
             path=path,
@@ -338,7 +349,7 @@ class CheckpointManager:
         expect_partial : bool
             Whether saved values that no object takes are left alone.
         per_replica : str
-            What SyncOnRead variables with ``NONE`` do when another number of replicas
+            Rule for SyncOnRead variables with ``NONE`` if another number of replicas
             saved them: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (row ``r`` modulo
             the number saved), or ``"init"`` (stay as they are).
         only : collection of str, optional
@@ -381,8 +392,8 @@ class CheckpointManager:
             )
         return step
 
-    # An entry of its own, as a save in the background may be settled by a call before:
-    # an argument that one rank refuses is refused before any call of this entry.
+    # An entry of its own: an argument that one rank refuses must be refused before any
+    # call of the entry, and the caller may have finished a save in the background.
     @collective
     def _restore(
         self,
@@ -536,7 +547,7 @@ class CheckpointManager:
             self._pending = error
 
     def _newest_step(self) -> int:
-        # Not each rank for itself: the folder may change meanwhile.
+        # One rank looks for all: the folder may change meanwhile.
         newest = on_rank_0(
             self._strategy,
             "search for the newest step",
@@ -550,11 +561,3 @@ class CheckpointManager:
             f"<{type(self).__name__} of {', '.join(sorted(self._objects.names))} in "
             f"{self.directory!r}>"
         )
-
-
-def _header(step: int, strategy: Any) -> Header:
-    """Return a header without contents."""
-    header = Header(step, strategy.num_replicas_in_sync)
-    if strategy.logical:
-        header.math_threads = strategy.settings.math_threads or 1
-    return header

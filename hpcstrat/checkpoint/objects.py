@@ -45,7 +45,7 @@ class _SupportsPosition(Protocol):
 
 @runtime_checkable
 class _SupportsPlainState(Protocol):
-    """An object as of many libraries, whose state is plain; replica 0's is saved."""
+    """An object whose state is plain, as of many libraries; replica 0's is saved."""
 
     def state_dict(self) -> Any: ...
 
@@ -61,12 +61,13 @@ class Objects:
     def __init__(self, objects: dict[str, Any]) -> None:
         self._variables: dict[str, Variable] = {}
         self._stateful: dict[str, SupportsCheckpoint] = {}
-        # Paths of their variables that have been found to be names of HDF5.
+        # Paths of their variables that were checked to be names of HDF5.
         self._checked: set[str] = set()
-        # In structures of variables.
+        # Objects within structures of variables.
         self._nested: list[SupportsCheckpoint] = []
-        self._iterators: dict[str, Any] = {}
-        self._python: dict[str, Any] = {}
+        # Data sets and random streams, and objects with ``state_dict``, by name.
+        self.iterators: dict[str, Any] = {}
+        self.python: dict[str, Any] = {}
         # Names among these that a checkpoint may lack.
         self._optional: set[str] = set()
         for name, thing in objects.items():
@@ -85,12 +86,12 @@ class Objects:
         elif isinstance(thing, SupportsCheckpoint):
             self._stateful[name] = thing
         elif isinstance(thing, _SupportsPosition):
-            self._iterators[name] = thing
+            self.iterators[name] = thing
         elif isinstance(thing, _SupportsPlainState):
             refuse_torch(name, thing)
-            # Now, not at the first save, before which a program may run for hours.
+            # Refuse it now: a program may run for hours before the first save.
             as_text(name, thing.state_dict())
-            self._python[name] = thing
+            self.python[name] = thing
         else:
             raise ValueError(
                 f"expected a Variable, a structure of Variables, an optimizer, a data "
@@ -103,7 +104,7 @@ class Objects:
         if isinstance(thing, Variable):
             self._variables[path] = thing
         elif isinstance(thing, Mapping):
-            # As text, as HDF5 has no other names: 1 and "1" would be one dataset.
+            # HDF5 has only text as names: 1 and "1" would be one dataset.
             names = [_check_name(str(key)) for key in thing]
             if len(set(names)) != len(names):
                 raise ValueError(
@@ -116,7 +117,7 @@ class Objects:
             for index, value in enumerate(thing):
                 self._add_tree(f"{path}/{index}", value)
         elif isinstance(thing, SupportsCheckpoint) and not isinstance(
-            # Its variables must be there now: paths in a structure are fixed.
+            # Its variables must exist now, as paths in a structure are fixed.
             thing,
             SupportsDeferredCheckpoint,
         ):
@@ -134,7 +135,7 @@ class Objects:
             for variable in self.variables().values()
             if isinstance(variable, DistributedVariable) or variable.is_remote
         ]
-        for name, thing in [*self._iterators.items(), *self._python.items()]:
+        for name, thing in [*self.iterators.items(), *self.python.items()]:
             strategy = getattr(thing, "distribute_strategy", None)
             if strategy is not None and strategy.distributes:
                 found.append(strategy)
@@ -144,7 +145,7 @@ class Objects:
                         f"{name!r}, found those of a group; make them by the strategy "
                         "of all replicas, SyncGroups.everyone"
                     )
-        # A manager of variables of groups is one of all replicas.
+        # A manager of variables of groups belongs to all replicas.
         wholes = [of_all_groups(strategy) for strategy in found]
         strategies = {id(strategy): strategy for strategy in wholes}
         if len(strategies) > 1:
@@ -157,33 +158,20 @@ class Objects:
         return of_all_groups(get_strategy())
 
     def add_optional(self, name: str, thing: _SupportsPlainState) -> None:
-        """Add plain state that checkpoints of before do not have, or replace such.
-
-        ValueError if there is another object of this name.
-        """
+        """Add plain state that older checkpoints may lack, or replace such."""
         if name in self.names - self._optional:
             raise ValueError(
                 f"expected no object named {name!r}, found one; give it another name"
             )
-        self._python[name] = thing
+        self.python[name] = thing
         self._optional.add(name)
-
-    @property
-    def iterators(self) -> dict[str, Any]:
-        """Data sets and random streams, by name."""
-        return self._iterators
-
-    @property
-    def python(self) -> dict[str, Any]:
-        """Objects with ``state_dict`` and ``load_state_dict``, by name."""
-        return self._python
 
     def variables(self) -> dict[str, Variable]:
         """Return all variables there are now, by path in the file."""
         for thing in self._nested:
-            # A metric adds to its totals what it has put off.
+            # A metric now adds pending updates to its totals.
             thing.checkpoint_variables()
-        # Anew at each call: optimizers make state in their first step.
+        # Asked again in each call: optimizers make state in their first step.
         found = dict(self._variables)
         for name, thing in self._stateful.items():
             for path, variable in thing.checkpoint_variables().items():
@@ -212,11 +200,11 @@ class Objects:
     def unmade(
         self, missing: Collection[str], paths: Iterable[str], saved: Iterable[str]
     ) -> set[str]:
-        """Return which of the missing paths a checkpoint was saved before.
+        """Return the missing paths that their objects had not made before the save.
 
-        They are of objects that can reset them, and have all kinds of state (such as
-        ``momentum`` in ``optimizer/momentum/w``) that the checkpoint has of them.
-        ``paths`` are those of the program, ``saved`` those of the checkpoint.
+        The object can reset them, and has all kinds of state (such as ``momentum`` in
+        ``optimizer/momentum/w``) that the checkpoint has of it. ``paths`` are those of
+        the program, ``saved`` those of the checkpoint.
         """
         names = {path.partition("/")[0] for path in missing}
         names = {n for n in names if hasattr(self._stateful.get(n), "checkpoint_reset")}
@@ -227,7 +215,7 @@ class Objects:
         return {path for path in missing if path.partition("/")[0] in names}
 
     def reset(self, paths: Sequence[str]) -> None:
-        """Put state of these paths back to what it is before its owner's first step."""
+        """Reset state of these paths to what it is before its owner's first step."""
         for name, thing in self._stateful.items():
             own = [p.partition("/")[2] for p in paths if p.partition("/")[0] == name]
             if own:
@@ -237,17 +225,14 @@ class Objects:
     def end_restore(
         self, num_replicas: int, now: int, only: Collection[str] | None = None
     ) -> None:
-        """Tell objects how many replicas had parts of what they now have.
-
-        ``only`` as in `state_problems`.
-        """
+        """Tell objects the number of replicas that had saved them."""
         for name, thing in self._stateful.items():
             wanted = only is None or name in only
             if wanted and isinstance(thing, SupportsDeferredCheckpoint):
                 thing.checkpoint_restored(num_replicas, now)
 
     def target(self, path: str) -> Variable | None:
-        """Return where a saved value of state that is not there can go at once."""
+        """Return the variable for a saved value without a match, or None."""
         owner = self.owner(path)
         if owner is None:
             return None
@@ -255,31 +240,31 @@ class Objects:
         return None if find is None else find(owner[1])
 
     def owner(self, path: str) -> tuple[SupportsDeferredCheckpoint, str] | None:
-        """Return who makes the variable of a path later, and the path within it."""
+        """Return the object that makes a path's variable later, and the path in it."""
         name, _, rest = path.partition("/")
         thing = self._stateful.get(name)
-        # To look for the methods of a protocol takes 30 us, also of None.
+        # The check of a protocol takes 30 us.
         if thing is None or not isinstance(thing, SupportsDeferredCheckpoint):
             return None
         return thing, rest
 
     @property
     def names(self) -> set[str]:
-        """Names of all objects, as the program gives them."""
+        """Names of all objects."""
         first = {path.split("/")[1] for path in self._variables}
-        return first | {*self._stateful, *self._iterators, *self._python}
+        return first | {*self._stateful, *self.iterators, *self.python}
 
     def iterations(self) -> int | None:
         """Return an optimizer's number of steps; None where there is no optimizer."""
         for thing in self._stateful.values():
-            # An optimizer's; other objects may call something else so.
+            # Other objects than optimizers may have another kind of ``iterations``.
             steps = getattr(thing, "iterations", None)
             if isinstance(steps, Variable):
                 return int(to_host(steps.component))
         return None
 
     def describe(self, variables: dict[str, Variable]) -> str:
-        """Say what ranks must agree on: names, types, shapes and aggregations."""
+        """Describe names, types, shapes and aggregations, on which ranks must agree."""
         words = [
             f"{path} {dtype_name(v.dtype)}{list(v.shape)} {v.synchronization.name} "
             f"{v.aggregation.name}"
@@ -288,14 +273,14 @@ class Objects:
         return f"{len(words)} variables: {', '.join(words)}"
 
     def values(self, variables: dict[str, Variable]) -> dict[str, Any]:
-        """Return the logical value of each, or this replica's or its group's row.
+        """Return the logical value of each variable, or this replica's row.
 
         Collective over the strategy's replicas, if there are SyncOnRead variables.
-        Those that lie elsewhere stay there, and give their bytes piece by piece.
+        Values of servers stay there, and are fetched piece by piece.
         """
         values: dict[str, Any] = {}
-        # One strategy after the other: a call is of the replicas of one. In each, those
-        # that are read whole, and those in shards.
+        # A call belongs to the replicas of one strategy, and reads whole variables or
+        # sharded ones.
         here: dict[tuple[bool, bool], dict[str, Any]] = {}
         for path, variable in variables.items():
             if (pieces := pieces_of(variable)) is not None:
@@ -312,11 +297,7 @@ class Objects:
     def entries(
         self, variables: dict[str, Variable], values: dict[str, Any]
     ) -> dict[str, Entry]:
-        """Return what the file says of each variable, by path.
-
-        ``values`` have their shapes in the program; of values with a row for each
-        replica, or group, this one's row.
-        """
+        """Return the entry of each variable in the file, by path, given its value."""
         entries = {}
         for path, variable in variables.items():
             on_read = isinstance(variable, SyncOnReadVariable)
@@ -345,22 +326,22 @@ class Objects:
 
         Collective over the strategy's replicas where there are random streams.
         """
-        iterators = {name: thing.state() for name, thing in self._iterators.items()}
+        iterators = {name: thing.state() for name, thing in self.iterators.items()}
         python = {
             name: as_text(name, thing.state_dict())
-            for name, thing in self._python.items()
+            for name, thing in self.python.items()
         }
         return iterators, python
 
     def state_problems(
         self, header: Header, only: Collection[str] | None = None
     ) -> list[str]:
-        """Return, for people, which of these a checkpoint lacks, or has for another.
+        """Return, in sentences, which states a checkpoint lacks, or do not fit.
 
         ``only`` are the names of the objects to look at; None means all.
         """
         problems = []
-        for name, thing in self._iterators.items():
+        for name, thing in self.iterators.items():
             if only is not None and name not in only:
                 continue
             section = getattr(thing, "checkpoint_section", "iterators")
@@ -372,7 +353,7 @@ class Objects:
                 thing.check_state(state)
             except ValueError as error:
                 problems.append(f"{section}/{name} does not fit: {error}")
-        for name in self._python:
+        for name in self.python:
             wanted = name not in self._optional and (only is None or name in only)
             if wanted and name not in header.python:
                 problems.append(f"python/{name} is not in the checkpoint")
@@ -381,15 +362,11 @@ class Objects:
     def restore_states(
         self, header: Header, only: Collection[str] | None = None
     ) -> None:
-        """Give data sets, random streams and plain objects their saved state.
-
-        ``only`` as in `state_problems`. They have been found to fit: nothing is refused
-        now.
-        """
-        for name, thing in self._iterators.items():
+        """Give data sets, random streams and plain objects their saved state."""
+        for name, thing in self.iterators.items():
             if only is None or name in only:
                 thing.restore_state(header.iterators[name])
-        for name, thing in self._python.items():
+        for name, thing in self.python.items():
             there = name in header.python
             if there and (only is None or name in only):
                 thing.load_state_dict(header.python[name])
@@ -401,10 +378,9 @@ def _is_apart(variable: Variable) -> bool:
 
 
 def pieces_of(variable: Variable | None) -> Any:
-    """Return the bytes of a variable that lies elsewhere, as a file has them.
+    """Return the bytes of a variable on servers, which come and go piece by piece.
 
-    They come and go piece by piece. None where they would have to be converted, and for
-    all other variables.
+    None for all other variables, and where bytes would have to be converted.
     """
     if variable is None or not variable.is_remote:
         return None
@@ -415,7 +391,7 @@ def pieces_of(variable: Variable | None) -> Any:
 
 
 def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Return what comes second in paths, by what comes first."""
+    """Return the second parts of paths, by the first ones."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in paths:
         name, _, rest = path.partition("/")
@@ -424,7 +400,7 @@ def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _check_name(name: str) -> str:
-    """Refuse what HDF5 would take for a path, or for nothing."""
+    """Refuse a name that HDF5 would take for a path."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(
             f"expected a name of an HDF5 object, found {name!r}; use a name that is "

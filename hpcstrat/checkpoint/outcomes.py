@@ -20,13 +20,13 @@ class RestoreReport:
     step : int
         Its step.
     num_replicas : int
-        How many had saved it.
+        Number of replicas that saved it.
     verified : bool
         Whether hashes were compared; files of format version 1 have none.
     nbytes : int
-        How many bytes this replica read.
+        Bytes that this replica read.
     seconds : float
-        How long it took.
+        Time that it took.
     read_seconds : float
         Part of it: reading this replica's part and comparing its hashes.
     unused : tuple of str
@@ -78,14 +78,14 @@ class SaveStatistics:
     asynchronous : bool
         Whether it was written in the background.
     blocking_seconds : float
-        How long ``save`` kept this replica.
+        Time until ``save`` returned on this replica.
     copy_seconds : float
         Part of it: copying this replica's share of the values.
     total_seconds : float
         From the call until the checkpoint was durable, on replica 0; with what
         ``max_write_bandwidth`` made it wait.
     hash_seconds, write_seconds, flush_seconds : float
-        What the threads of the slowest replica spent in each.
+        Time that the threads of the slowest replica spent in each.
     bytes_per_second : float
         ``nbytes`` by ``total_seconds``.
     """

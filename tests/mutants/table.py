@@ -395,21 +395,20 @@ MUTANTS = (
     _m(
         "save: the part of a rank is not flushed",
         "tests/unit/checkpoint/file/test_image.py tests/mpi/test_failing_disk.py",
-        "            if self.error is None:\n                flush(self._file)",
-        "            if self.error is None:",
+        "                if self.error is None:\n                    flush(self._file)",
+        "                if self.error is None:",
     ),
     _m(
         "save: the folder is not flushed after the rename",
         "tests/unit/checkpoint/file/test_image.py tests/mpi/test_failing_disk.py",
-        "published = True\n                flush_folder(os.path.dirname("
-        "self.target.path))",
+        "published = True\n                flush_folder(os.path.dirname(self.path))",
         "published = True",
     ),
     _m(
         "save: short writes lose the rest",
         "tests/unit/checkpoint/file/test_image.py 3:checkpoint_faults",
-        "        done += written\n        if written % PAGE_BYTES:",
-        "        done = data.nbytes\n        if written % PAGE_BYTES:",
+        "        done += count\n        if count % PAGE_BYTES",
+        "        done = data.nbytes\n        if count % PAGE_BYTES",
     ),
     _m(
         "save: the hash of a block stands in its neighbor's place",

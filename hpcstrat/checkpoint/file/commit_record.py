@@ -12,27 +12,32 @@ gives it its name. Each replica has pages of its own: no two hosts write into on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from hpcstrat.checkpoint.disk import (
     PAGE_BYTES,
+    PASSING,
+    closing,
     open_to_read,
     read_exactly,
+    read_into,
     write_all,
 )
 from hpcstrat.checkpoint.file.extents import RECORD_BYTES, FileLayout, is_block_size
+from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CorruptCheckpointError
 
 __all__ = [
     "ALGORITHM",
     "NONCE_BYTES",
+    "Blocks",
     "Vouched",
     "block_hash",
     "has_record",
@@ -43,7 +48,7 @@ __all__ = [
     "write_verdict",
 ]
 
-# Not cryptographic: against bit rot, torn writes and lost blocks, not against forgery.
+# Not cryptographic: it finds bit rot, torn writes and lost blocks, but no forgery.
 ALGORITHM = "xxh3_64"
 _ROOT_BYTES = 16
 
@@ -53,9 +58,9 @@ _VERSION = 1
 # of blocks, hash of the prefix.
 _FIELDS = struct.Struct(f"<16s8Q{_ROOT_BYTES}s")
 _SELF = struct.Struct("<Q")
-# So much of the prefix is in memory at a time: it may be large in a forged file.
+# Parts of the prefix that are in memory: a forged one may be large.
 _PART_BYTES = 16 << 20
-# Twice what `Skeleton` lets structures take; and what rounding to stripes may add.
+# Twice the limit of `Skeleton`, and the most that rounding to stripes adds.
 _MOST_STRUCTURE_BYTES = 1 << 33
 _MORE_BYTES = 2 << 20
 NONCE_BYTES = 16
@@ -72,30 +77,11 @@ def block_hash(data: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def _root_hasher() -> Any:
-    """Return what makes a `_root_hash` of many parts, by ``update`` and ``digest``."""
-    return xxhash.xxh3_128()
-
-
-def _root_hash(data: bytes | memoryview) -> bytes:
-    """Return the hash over names, types, places and the hashes of all blocks.
-
-    XXH3 of 128 bits, seed 0, big-endian, which is its canonical form.
-    """
-    return xxhash.xxh3_128_digest(data)
-
-
-def _hashes_from(table: bytes | memoryview, num_blocks: int) -> Array:
-    """Return the hashes that a table of little-endian words begins with; a copy."""
-    return np.frombuffer(table, "<u8", num_blocks).astype(np.uint64)
-
-
 @dataclass(slots=True)
 class Vouched:
     """The contents of a file's commit record; ``plan`` is without extents.
 
-    ``hashes`` are the blocks', uint64, in the machine's order; ``root`` is the
-    prefix's.
+    ``hashes`` of blocks are uint64 in the machine's order, ``root`` is the prefix's.
     """
 
     step: int
@@ -117,17 +103,15 @@ def pack_record(plan: FileLayout, prefix: bytes, step: int, num_replicas: int) -
         plan.data_end,
         plan.block_bytes,
         plan.num_blocks,
-        _root_hash(prefix),
+        # The canonical form of the hash.
+        xxhash.xxh3_128_digest(prefix),
     )
     body = fields.ljust(RECORD_BYTES - _SELF.size, b"\0")
     return body + _SELF.pack(block_hash(memoryview(body)))
 
 
 def has_record(file: int) -> bool:
-    """Whether a file ends with something that looks like a commit record.
-
-    Where not, it may be a file of format version 1.
-    """
+    """Whether a file seems to end with a commit record; version 1 has none."""
     start = os.fstat(file).st_size - RECORD_BYTES
     return start > 0 and os.pread(file, len(_MAGIC), start) == _MAGIC
 
@@ -136,8 +120,7 @@ def read_vouched(file: int, path: str) -> Vouched:
     """Check all of a file but the data, and return what these are checked with.
 
     The descriptor is open without O_DIRECT. Raises CorruptCheckpointError where a bit
-    of the record, the structures or the hashes is not as it was written, or where the
-    file is not as long as it was.
+    differs from what was written, or the length does.
     """
     size = os.fstat(file).st_size
     if size <= RECORD_BYTES:
@@ -152,8 +135,8 @@ def read_vouched(file: int, path: str) -> Vouched:
         record
     )
     plan = FileLayout(*places)
-    # The record's own hash is no proof against forgery: whatever these numbers lead to
-    # is bounded here, before anything is read or allocated by them.
+    # A forged record can have a right hash. So check its numbers before they decide how
+    # much is read or allocated.
     sound = (
         version == _VERSION
         and 0 < plan.table_start <= plan.data_start <= plan.data_end
@@ -161,7 +144,7 @@ def read_vouched(file: int, path: str) -> Vouched:
         and plan.data_start % PAGE_BYTES == 0
         and plan.num_blocks == num_blocks
         and 8 * num_blocks <= plan.data_start - plan.table_start
-        # More is never written, and would take long to read.
+        # Saves never write more, and it would take long to read.
         and plan.table_start <= _MOST_STRUCTURE_BYTES
         and plan.data_start <= 2 * plan.table_start + 8 * num_blocks + _MORE_BYTES
     )
@@ -169,18 +152,17 @@ def read_vouched(file: int, path: str) -> Vouched:
         raise _damaged(path, "numbers that do not fit each other in its commit record")
     if plan.size != size:
         raise _damaged(path, f"{size} bytes where its commit record says {plan.size}")
-    hasher, table = _root_hasher(), bytearray()
+    hasher, table = xxhash.xxh3_128(), bytearray()
     for start in range(0, plan.data_start, _PART_BYTES):
         part = read_exactly(file, start, min(_PART_BYTES, plan.data_start - start))
         hasher.update(part)
         table += memoryview(part)[max(plan.table_start - start, 0) :]
-        # Behind the hashes in use there are zeros up to the end of a page.
+        # Zeros follow the hashes up to the end of a page.
         del table[8 * num_blocks :]
     if hasher.digest() != root:
         raise _damaged(path, "names, types or hashes that are not as they were written")
-    return Vouched(
-        step, num_replicas, plan, _hashes_from(bytes(table), num_blocks), root
-    )
+    hashes = np.frombuffer(bytes(table), "<u8", num_blocks).astype(np.uint64)
+    return Vouched(step, num_replicas, plan, hashes, root)
 
 
 def _damaged(path: str, found: str) -> CorruptCheckpointError:
@@ -197,16 +179,16 @@ def _stride(plan: FileLayout, num_replicas: int) -> int:
 
 
 def room_bytes(plan: FileLayout, num_replicas: int) -> int:
-    """Return how many bytes the file is longer until all verdicts are in."""
+    """Return the number of bytes for verdicts behind the end of the file."""
     return _stride(plan, num_replicas) * num_replicas
 
 
 def write_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes, part: int | Array
 ) -> None:
-    """Say that this replica's part is on the disk, or why it is not.
+    """Write whether this replica's part is on the disk behind the commit record.
 
-    ``place`` is this replica, and how many there are; ``nonce`` says which save;
+    ``place`` is this replica, and how many there are; ``nonce`` identifies the save;
     ``part`` is the number of an error, or the hashes of the replica's blocks.
     """
     failed = isinstance(part, int)
@@ -215,42 +197,97 @@ def write_verdict(
     head = _VERDICT_HEAD.pack(_VERDICT_MAGIC, nonce, place[0], code, len(hashes) // 8)
     said = head + hashes
     said += _VERDICT_TAIL.pack(block_hash(memoryview(said)))
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path, os.O_WRONLY | os.O_CLOEXEC)) as file:
         offset = plan.size + place[0] * _stride(plan, place[1])
         write_all(file, memoryview(said), offset)
-        # On network file systems, others see it from here on.
+        # Other hosts see it from now on.
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def read_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes
 ) -> int | Array | None:
-    """Return what a replica has said, as `write_verdict` took it; None before that."""
+    """Return the ``part`` of another replica's `write_verdict`; None before that."""
     rank, size = place
     count = len(plan.parts(size)[rank])
-    # Opened anew, network file systems look at the server.
-    file = open_to_read(path, False)
-    try:
-        offset = plan.size + rank * _stride(plan, size)
-        said = os.pread(
-            file, _VERDICT_HEAD.size + 8 * count + _VERDICT_TAIL.size, offset
-        )
-    finally:
-        os.close(file)
+    most = _VERDICT_HEAD.size + 8 * count + _VERDICT_TAIL.size
+    # Network file systems ask the server when a file is opened.
+    with closing(open_to_read(path, False)) as file:
+        said = os.pread(file, most, plan.size + rank * _stride(plan, size))
     if len(said) < _VERDICT_HEAD.size + _VERDICT_TAIL.size:
         return None
     magic, which, whose, code, found = _VERDICT_HEAD.unpack_from(said)
-    # A verdict that another save has left there says nothing of this one.
+    # Another save may have left its verdict there.
     if (magic, which, whose) != (_VERDICT_MAGIC, nonce, rank) or found > count:
         return None
     end = _VERDICT_HEAD.size + 8 * found
     tail = said[end : end + _VERDICT_TAIL.size]
     if tail != _VERDICT_TAIL.pack(block_hash(memoryview(said)[:end])):
-        # Half of it has arrived; the rest comes with one of the next looks.
+        # Only half of it has arrived; a later look finds the rest.
         return None
     if code:
         return int(code)
     return np.frombuffer(said, "<u8", found, _VERDICT_HEAD.size).astype(np.uint64)
+
+
+class Blocks(contextlib.AbstractContextManager["Blocks"]):
+    """The data of a file, read past the page cache where ``direct`` asks for it.
+
+    Several threads may call `read` at a time, each with its own slot; not `part`.
+    """
+
+    def __init__(self, path: str, vouched: Vouched, direct: bool) -> None:
+        self.path = path
+        self.vouched = vouched
+        self._file = open_to_read(path, direct)
+        # For `part`, which mostly finds its bytes in the block that was read before.
+        self._image: Image | None = None
+        self._kept = -1
+
+    def read(self, block: int, slot: Array) -> Array:
+        """Read a block into a slot that is long enough, and return it, checked.
+
+        CorruptCheckpointError where it is damaged; OSError where it cannot be read now.
+        """
+        start, stop = self.vouched.plan.span(block)
+        data = slot[: stop - start]
+        try:
+            read_into(self._file, data.data, start)
+        except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in PASSING:
+                # This is no damage; another try may succeed.
+                raise
+            raise CorruptCheckpointError(
+                f"expected readable data in {self.path}, found: {error}; restore an "
+                "older checkpoint"
+            ) from error
+        if block_hash(data.data) != int(self.vouched.hashes[block]):
+            raise CorruptCheckpointError(
+                f"expected the data of {self.path} as they were written, found other "
+                f"ones in bytes {start} to {stop}; restore an older checkpoint"
+            )
+        return data
+
+    def part(self, start: int, stop: int) -> bytes:
+        """Return a part of the data, checked; for small ones: it reads whole blocks."""
+        plan, found = self.vouched.plan, bytearray()
+        if self._image is None:
+            self._image = Image(1, plan.block_bytes)
+        slot = self._image.slot(0)
+        for block in plan.blocks_of(start, stop):
+            begin, end = plan.span(block)
+            if self._kept != block:
+                # A read that fails may have written over the slot.
+                self._kept = -1
+                self.read(block, slot)
+                self._kept = block
+            found += slot[max(start, begin) - begin : min(stop, end) - begin].data
+        return bytes(found)
+
+    def close(self) -> None:
+        # All reads have succeeded, or raised their errors.
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -31,16 +31,16 @@ RECORD_BYTES = 4096
 
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCK_BYTES = 16 << 20
-# So that each thread of a save has several, and replicas differ by a small one.
+# So that each thread has several, and the loads of replicas differ little.
 _BLOCKS_PER_REPLICA = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The place of a dataset's values, of which there is at least one byte.
+    """The place of a dataset's values, at least one byte.
 
-    ``num_rows`` is one for each replica, which alone has it, or with ``by_group`` one
-    for each group, all of whose replicas have it; 0 where all have all values.
+    ``num_rows``: 0 where all replicas have all values; else each replica has a row of
+    its own, or with ``by_group`` all replicas of a group have one.
     """
 
     path: str
@@ -61,10 +61,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a dataset that lies in a block.
-
-    ``source`` says which of the dataset's bytes, ``place`` where they are in the block.
-    """
+    """The part of a dataset in a block: its bytes ``source``, at ``place``."""
 
     path: str
     source: slice
@@ -75,10 +72,10 @@ class Piece:
 class FileLayout:
     """The places of everything in a checkpoint file.
 
-    The table of hashes ends, and the data begin, at ``data_start``; the commit record
-    begins at ``data_end``. Both are multiples of a page. The last block may be shorter
-    than ``block_bytes``. Extents are in the order of the file, and do not overlap.
-    ``group_of`` has the group of each replica that saves; empty where all are in sync.
+    The data begin at ``data_start``, behind the table of hashes, and end at
+    ``data_end``, where the commit record begins; both are multiples of a page. The last
+    block may be shorter. Extents are in the order of the file. ``group_of`` has the
+    group of each replica that saves, if they form groups.
     """
 
     table_start: int
@@ -102,7 +99,7 @@ class FileLayout:
         return any(extent.num_rows for extent in self.extents)
 
     def row_of(self, extent: Extent, replica: int) -> int:
-        """Return which row of an extent that has rows is a replica's."""
+        """Return the number of a replica's row in an extent with rows."""
         return self.group_of[replica] if extent.by_group else replica
 
     def holders(self, extent: Extent, row: int) -> list[int]:
@@ -111,24 +108,23 @@ class FileLayout:
             return [row]
         return [r for r, group in enumerate(self.group_of) if group == row]
 
-    # A plan is made once and used by many saves, which ask for the same parts.
+    # Many saves use one plan, and ask for the same parts.
     @cached_property
     def _parts(self) -> dict[int, tuple[Sequence[int], ...]]:
         return {}
 
     def parts(self, size: int) -> tuple[Sequence[int], ...]:
-        """Return which blocks each replica writes, ascending; each is in one part.
+        """Return the blocks that each of ``size`` replicas writes, ascending.
 
-        A block more than half of which is one row is of a replica that has this row.
-        All others are dealt out so that all have equally many, as far as that goes.
-        ``size`` is the number of the replicas that save.
+        A replica that has a row writes the blocks that this row fills by more than
+        half. All others are dealt out evenly.
         """
         if size not in self._parts:
             self._parts[size] = _deal(self, size)
         return self._parts[size]
 
     def span(self, block: int) -> tuple[int, int]:
-        """Return where a block is in the file: two multiples of a page."""
+        """Return where a block begins and ends in the file: multiples of a page."""
         start = self.data_start + block * self.block_bytes
         return start, min(start + self.block_bytes, self.data_end)
 
@@ -161,8 +157,7 @@ class FileLayout:
 def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
     """Return the size of blocks with which all replicas have about as much to do.
 
-    A power of two from 1 MiB, so that blocks are stripes of parallel file systems, to
-    16 MiB, with which disks are as fast as they get.
+    A power of two from 1 MiB, a stripe of parallel file systems, to 16 MiB.
     """
     wanted = nbytes // (_BLOCKS_PER_REPLICA * num_replicas)
     power = 1 << max(wanted, 1).bit_length() - 1
@@ -176,10 +171,7 @@ def is_block_size(nbytes: int) -> bool:
 
 
 def part_of(count: int, rank: int, size: int) -> range:
-    """Return one rank's run of equal things, as long as the others' or one longer.
-
-    The first ranks have one more; all runs together are ``range(count)``.
-    """
+    """Return one rank's run of ``count`` things; the first ranks have one more."""
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
@@ -202,10 +194,10 @@ def _deal(plan: FileLayout, size: int) -> tuple[Sequence[int], ...]:
 
 
 def _row_owners(plan: FileLayout) -> dict[int, int]:
-    """Return the replica of each block of which one row fills more than half."""
+    """Return the writer of each block that one row fills by more than half."""
     owners = {}
     for extent in plan.extents:
-        # Smaller rows fill no block by half; they are sent to whoever writes the block.
+        # Smaller rows fill no block by half; the writers of blocks receive them.
         if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
             continue
         for row in range(extent.num_rows):
@@ -215,23 +207,23 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
             for index, block in enumerate(blocks):
                 low, high = plan.span(block)
                 if 2 * (min(stop, high) - max(start, low)) > plan.block_bytes:
-                    # A run for each of those that have the row.
+                    # Each holder of the row writes a run of its blocks.
                     owners[block] = holders[index * len(holders) // len(blocks)]
     return owners
 
 
 def _shares(parts: list[list[int]], count: int) -> list[int]:
-    """Return how many more items each gets, so that all end up with equal loads."""
+    """Return the number of items for each, so that all have equal loads."""
     has = [len(part) for part in parts]
 
     def needed(level: int) -> int:
         return sum(max(level - each, 0) for each in has)
 
-    # The least level at which all things have found a taker.
+    # The lowest equal load that takes all items.
     level = bisect.bisect_left(range(max(has) + count + 1), count, key=needed)
     takes = [max(level - each, 0) for each in has]
     for rank in reversed(range(len(takes))):
-        # The last ones have one less.
+        # The last replicas get one less.
         if takes[rank] and sum(takes) > count:
             takes[rank] -= 1
     return takes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeGuard
@@ -27,13 +26,10 @@ __all__ = [
     "is_elsewhere",
 ]
 
-# Large pages; and children have zeros there: to share the pages with them would have
-# this process copy each of them when it writes to it again, while a GPU that pages are
-# locked for would go on with the old ones.
-_ADVICE: tuple[int, ...] = ()
-if sys.platform == "linux":
-    # madvise(2): MADV_WIPEONFORK, of which Python has no name.
-    _ADVICE = (mmap.MADV_HUGEPAGE, 18)
+# Ask for large pages, and for zeros in child processes (MADV_WIPEONFORK of madvise(2),
+# which Python does not name). Shared with a child, each page would be copied when it is
+# written to, and a GPU with locked pages would go on with the old ones.
+_ADVICE = (mmap.MADV_HUGEPAGE, 18)
 
 
 class Source(Protocol):
@@ -54,20 +50,20 @@ class Elsewhere(Source, Protocol):
 
 def is_elsewhere(value: Any) -> TypeGuard[Elsewhere]:
     """Whether a value lies in other processes."""
-    # To compare all of a protocol takes 30 times as long, for each of many variables.
+    # The check of a protocol takes 30 times as long.
     return hasattr(value, "write_bytes")
 
 
 class ImageMemory:
-    """Memory for images, one at a time.
+    """Memory for one image at a time.
 
-    It comes from the system and stays until it is released, so that pages are touched
-    for the first time once only: that can take longer than to read or to write them.
+    It is kept until it is released: the first touch of a page can take longer than to
+    read or to write it.
     """
 
     def __init__(self) -> None:
         self._region: _Region | None = None
-        # From which byte on the system may take pages away.
+        # The first byte of the pages that the system may take away.
         self._lent_from = 0
 
     def image(self, num_slots: int, slot_bytes: int) -> Image:
@@ -81,21 +77,19 @@ class ImageMemory:
         return Image(num_slots, slot_bytes, self._region)
 
     def _take_back(self, nbytes: int) -> None:
-        """Have the first bytes stay, whatever the system needs."""
+        """Keep the system from taking away the first bytes."""
         if self._lent_from < nbytes and self._region is not None:
-            # Before Linux 5.18, a page that only the disk has written to since could
-            # still be taken away.
+            # A write keeps a page: before Linux 5.18, direct reads into it do not.
             self._region.bytes[self._lent_from : nbytes : mmap.PAGESIZE] = 0
             self._lent_from = nbytes
 
     def lend(self) -> None:
         """Let the system take pages away if it needs them; no image is valid.
 
-        Those that it has not taken are used again. It cannot take pages that are
-        locked: what a GPU writes to them would not keep them, either.
+        It cannot take locked pages: they would lose what a GPU writes to them.
         """
         region = self._region
-        if region is not None and not region.unlocks and hasattr(mmap, "MADV_FREE"):
+        if region is not None and not region.unlocks:
             with contextlib.suppress(OSError):
                 region.map.madvise(mmap.MADV_FREE)
                 self._lent_from = 0
@@ -108,7 +102,7 @@ class ImageMemory:
         held = [self._region]
         self.leave()
         with contextlib.suppress(RuntimeError):
-            # This thread frees it where the system gives no more threads.
+            # If the system gives no more threads, this thread frees it.
             threading.Thread(target=held.clear, daemon=True).start()
 
     def leave(self) -> None:
@@ -118,33 +112,32 @@ class ImageMemory:
 
 def _pages(nbytes: int) -> mmap.mmap:
     """Return memory that begins on a page."""
-    # Without the flags it would be shared memory, which few systems let have large
-    # pages: into small ones that are scattered, a disk reads half as fast.
+    # Private, as few systems allow large pages in shared memory: disks read half as
+    # fast into small ones.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in _ADVICE:
-        # Not all kernels have it.
+        # Some kernels do not know the advice.
         with contextlib.suppress(OSError):
             memory.madvise(advice)
     return memory
 
 
 class _Region:
-    """Memory that begins on a page; unlocked with the last image that is in it.
+    """Memory that begins on a page; its locked pages are unlocked with it.
 
-    Pages are locked place by place, each when a GPU first copies to it: the copies to
-    one go on while the next is locked, which can take as long.
+    Each place is locked when a GPU first copies to it, so that copies go on meanwhile.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.map = _pages(nbytes)
         self.bytes: Array = np.frombuffer(self.map, np.uint8)
-        # By the number of a place.
+        # Functions that unlock, by the number of a place.
         self.unlocks: dict[int, Callable[[], Any]] = {}
         self._slot_bytes = 0
         self._refused = False
 
     def cut(self, slot_bytes: int) -> None:
-        """Have places of another size; no place may be in use."""
+        """Change the size of places; no place may be in use."""
         if slot_bytes != self._slot_bytes:
             self.unlock()
             self._slot_bytes = slot_bytes
@@ -173,7 +166,7 @@ class _Region:
 class Image:
     """Places for blocks, each on a page of its own, as direct reads and writes ask.
 
-    ``slot_bytes`` is a multiple of a page. Without a region it has memory of its own.
+    ``slot_bytes`` is a multiple of a page. Without a region it has its own memory.
     """
 
     def __init__(
@@ -188,10 +181,9 @@ class Image:
         return self._region.place(index)
 
     def lock(self, index: int) -> bool:
-        """Have a GPU write to a place by itself; whether the system lets it.
+        """Let a GPU write to a place by itself; return whether the system allows it.
 
-        The pages stay locked until the memory is given back: to lock them can take
-        longer than to copy.
+        The pages stay locked until the memory is given back.
         """
         return self._region.lock(index)
 
@@ -199,7 +191,7 @@ class Image:
 def as_bytes(value: Array) -> Array:
     """Return a value as it is stored: its bytes, little-endian, in C order.
 
-    A view where the value is stored that way already; on the device where it is.
+    It is a view where that is so already, and stays on its device.
     """
     if is_device(value):
         # GPUs are little-endian.
@@ -217,12 +209,12 @@ def fill(
 ) -> list[tuple[Array, Array]]:
     """Put a block together: the values that lie in it, by path, and zeros between them.
 
-    ``slot`` may be longer than the block. Returns the parts that are in the memory of a
-    GPU, each with the view of the slot into which the caller is still to copy it.
+    ``slot`` may be longer. Returns pairs that the caller is still to copy: parts in the
+    memory of a GPU, and the views of the slot for them.
     """
     done, missing = 0, []
     for piece in plan.pieces(block):
-        # Zeros, as the format says, and nothing of an earlier block.
+        # The format wants zeros between values.
         slot[done : piece.place.start] = 0
         part = values[piece.path][piece.source]
         if is_device(part):

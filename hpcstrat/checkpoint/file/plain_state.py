@@ -1,7 +1,7 @@
 """Plain state of a program as JSON that keeps the types of its values.
 
-What JSON has itself is written as it is. Every other value is an object with one key,
-which begins with ``$``; ``docs/checkpoint-format.md`` lists them.
+Values that JSON has are written as they are. Every other value is an object with one
+key, which begins with ``$``; ``docs/checkpoint-format.md`` lists them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["MOST_STATE_BYTES", "as_text", "from_text", "is_typed"]
 MOST_STATE_BYTES = 256 << 20
 """Of all objects together; as many readers take."""
 
-# Each level takes up to three of JSON's, of which readers allow about 1000.
+# Each level takes up to three levels of JSON, and readers allow about 1000.
 _MOST_DEPTH = 100
 # Python refuses to read decimal numbers of more than 640 digits, if it is told to.
 _MOST_INT = 1 << 2048
@@ -38,7 +38,7 @@ _OTHERS: dict[type, Callable[[Any], Any]] = {
     bytearray: lambda value: base64.b64encode(value).decode(),
     complex: lambda value: [value.real, value.imag],
 }
-# NumPy's, by the name of their type; longdouble is another one on each machine.
+# NumPy's scalars by type, without longdouble, which differs between machines.
 _SCALARS: dict[str, type] = {
     np.dtype(kind).name: np.dtype(kind).type for kind in "?bhilBHILefdFD"
 }
@@ -59,7 +59,7 @@ def as_text(name: str, state: Any) -> bytes:
     Raises ValueError where it would come back as another value.
     """
     try:
-        # NaN and infinities as Python's JSON has them, which comes back.
+        # Python's JSON keeps NaN and infinities, too.
         return json.dumps(_plain(state, 0)).encode()
     except _UnkeptError as error:
         place = "".join(error.place[: -_MOST_SHOWN - 1 : -1])
@@ -72,22 +72,18 @@ def as_text(name: str, state: Any) -> bytes:
 
 def is_typed(text: bytes) -> bool:
     """Whether a text from `as_text` has more types than JSON itself."""
-    # Within strings the quotation mark would have a backslash in front.
+    # In a string, the quotation mark would follow a backslash.
     return b'{"$' in text
 
 
 def from_text(text: bytes, *, typed: bool = True) -> Any:
-    """Return the state that a text holds; whatever is wrong with it raises.
-
-    Not ``typed`` are files of a format version below 3, in which what stands for a
-    value is an object of the program's own.
-    """
+    """Return the state that a text holds; ``typed`` is False for versions below 3."""
     return json.loads(text, object_hook=_built if typed else None)
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Return what JSON has in place of a value."""
-    # Exactly: a subclass, such as of an enumeration, would come back as its base.
+    """Return a value in terms of JSON."""
+    # No subclass, such as an enumeration: it would come back as its base.
     kind = type(value)
     if kind in _UNCHANGED or (kind is int and -_MOST_INT < value < _MOST_INT):
         return value
@@ -146,7 +142,7 @@ def _plain_pairs(values: Mapping[Any, Any], kind: type, depth: int) -> Any:
 
 
 def _plain_scalar(value: Any) -> Any:
-    """Return what stands for a scalar of NumPy, or refuse the value."""
+    """Return a scalar of NumPy in terms of JSON, or refuse the value."""
     kind = type(value)
     name = value.dtype.name if isinstance(value, np.generic) else ""
     if _SCALARS.get(name) is kind:
@@ -158,7 +154,7 @@ def _plain_scalar(value: Any) -> Any:
     bases = (int, float, complex, str, bytes, list, tuple, set, dict)
     base = next((base for base in bases if isinstance(value, base)), None)
     if base is not None:
-        # It would come back as that, without what its class adds.
+        # A subclass would come back as its base.
         name = base.__name__
         advice = f"turn it into {name} before, and back after a restore"
     elif hasattr(value, "__array__") and not isinstance(value, np.generic):

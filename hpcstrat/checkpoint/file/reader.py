@@ -2,38 +2,291 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import h5py
 import numpy as np
+from h5py import h5a
 
-from hpcstrat.checkpoint.disk import PASSING
-from hpcstrat.checkpoint.file.commit_record import Vouched, has_record, read_vouched
-from hpcstrat.checkpoint.file.contents import header_of, read_contents
+from hpcstrat.checkpoint.disk import PASSING, closing, read_exactly
+from hpcstrat.checkpoint.file.commit_record import (
+    Blocks,
+    Vouched,
+    has_record,
+    read_vouched,
+)
 from hpcstrat.checkpoint.file.extents import Extent
-from hpcstrat.checkpoint.file.other_files import NoCheckpointError, other_file
-from hpcstrat.checkpoint.file.schema import Header, named_dtype, saved_dtype
-from hpcstrat.checkpoint.file.structure import place_of
+from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, from_text
+from hpcstrat.checkpoint.file.schema import (
+    FORMAT,
+    FORMAT_VERSION,
+    INDEX,
+    METRICS,
+    MOST_INDEX_BYTES,
+    UNTYPED_VERSION,
+    Entry,
+    Header,
+    from_index,
+    named_dtype,
+    saved_dtype,
+    step_of,
+)
+from hpcstrat.checkpoint.file.structure import (
+    attribute,
+    attributes,
+    datasets,
+    member,
+    place_of,
+    require_stored_as,
+)
 from hpcstrat.engine.hdf5_files import open_for_reading
+from hpcstrat.engine.options import VariableAggregation
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
     "CheckpointFile",
+    "NoCheckpointError",
     "check",
+    "header_of",
     "is_passing",
     "map_values",
     "open_checkpoint",
+    "other_file",
+    "read_contents",
     "read_header",
     "read_root",
     "read_values",
 ]
 
-# Errors of h5py and this package in damaged files, as tests that change bytes saw them.
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_FIRST_BYTES = 4096
+_MOST_NAMES = 3
+_BEGINNINGS = {
+    b"PK\x03\x04": "a ZIP archive, such as numpy.savez and torch.save write",
+    b"\x93NUMPY": "an array of numpy.save",
+    b"\x1f\x8b": "a file compressed by gzip",
+    b"\x80\x02": "a pickle",
+    b"\x80\x03": "a pickle",
+    b"\x80\x04": "a pickle",
+    b"\x80\x05": "a pickle",
+}
+
+
+class NoCheckpointError(CorruptCheckpointError):
+    """A file is something else than a checkpoint, as far as one can see."""
+
+
+def other_file(path: str) -> str:
+    """Return the kind of a file that is no checkpoint; empty for a damaged one."""
+    try:
+        with closing(_opened(path)) as file:
+            if not stat.S_ISREG(os.fstat(file).st_mode) or has_record(file):
+                return ""
+            first = os.pread(file, _FIRST_BYTES, 0)
+    except OSError:
+        return ""
+    if first.startswith(_SIGNATURE):
+        return _other_hdf5(path)
+    known = (what for begin, what in _BEGINNINGS.items() if first.startswith(begin))
+    unknown = (
+        ""
+        if step_of(path) is not None
+        else "a file of another kind"
+        if first
+        else "an empty file"
+    )
+    return next(known, "a text file" if _is_text(first) else unknown)
+
+
+def _other_hdf5(path: str) -> str:
+    # One that HDF5 cannot open may be a checkpoint.
+    with contextlib.suppress(Exception), open_for_reading(path) as file:
+        with contextlib.suppress(LookupError, ValueError):
+            if attribute(file, "hpcstrat_format") == FORMAT.encode():
+                return ""
+        names = sorted(file)[:_MOST_NAMES]
+        holds = f", which holds {', '.join(names)}" if names else ", which is empty"
+        return f"an HDF5 file of another program{holds}"
+    return ""
+
+
+def _is_text(first: bytes) -> bool:
+    # The last character may be cut.
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        text = decoder.decode(first)
+    except UnicodeDecodeError:
+        return False
+    return bool(text) and all(c.isprintable() or c in "\t\n\r\f" for c in text)
+
+
+_Read = Callable[[h5py.Dataset], bytes]
+_AGGREGATIONS = {name.lower() for name in VariableAggregation.__members__}
+
+
+def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
+    """Return the header of a file's root, with metrics; without entries and states.
+
+    ``vouched`` is None for format version 1.
+    """
+    kind = _text(attribute(file, "hpcstrat_format"))
+    if kind != FORMAT:
+        raise ValueError(f"its format is {kind!r}")
+    version = int(attribute(file, "hpcstrat_format_version"))
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"expected a checkpoint of format version {FORMAT_VERSION} or lower, found "
+            f"version {version} in {file.filename}; use a newer hpcstrat"
+        )
+    about = member(file, "hpcstrat")
+    # Only version 1 has no record: a file that was cut must not pass as such.
+    if vouched is None and (version > 1 or about is not None):
+        raise ValueError("it has no commit record")
+    step, replicas = attribute(file, "step"), attribute(file, "num_replicas")
+    header = Header(int(step), int(replicas))
+    if vouched is not None and header.step != vouched.step:
+        raise ValueError("its commit record is of another step")
+    header.created_unix_ns = int(attribute(file, "created_unix_ns"))
+    if h5a.exists(file.id, b"math_threads"):
+        header.math_threads = int(attribute(file, "math_threads"))
+    metrics = None if about is None else member(about, METRICS.rpartition("/")[2])
+    if metrics is not None:
+        header.metrics = {name: float(one) for name, one in attributes(metrics)}
+    return header
+
+
+def read_contents(
+    file: h5py.File, header: Header, vouched: Vouched | None
+) -> dict[str, Extent]:
+    """Add entries and states to a header; return the places of values, by path."""
+    start, stop = 0, os.path.getsize(file.filename)
+    if vouched is not None:
+        # The hashes of blocks cover values between these places only.
+        start, stop = vouched.plan.data_start, vouched.plan.data_end
+    extents: dict[str, Extent] = {}
+    index = None if vouched is None else _index(file, vouched)
+    if index is None:
+        places = [file["/"]]
+    else:
+        header.entries, extents = from_index(index, start, stop)
+        places = [g for name in ("python", "rng") if (g := member(file, name))]
+    for name, dataset in itertools.chain.from_iterable(map(datasets, places)):
+        # Only datasets of variables have an aggregation.
+        is_value = index is None and h5a.exists(dataset.id, b"aggregation")
+        if is_value or name.startswith(("python/", "rng/")):
+            extents[name] = Extent(name, *place_of(dataset, start, stop))
+        if is_value:
+            header.entries[name] = _entry(dataset, name)
+    for entry in header.entries.values():
+        if entry.aggregation not in _AGGREGATIONS:
+            raise ValueError(f"{entry.path} has the aggregation {entry.aggregation!r}")
+        _require_rows(entry, header.num_replicas)
+    for name, group in (member(file, "iterators") or {}).items():
+        header.iterators[name] = {k: int(v) for k, v in attributes(group)}
+    if "rng" in file or "python" in file:
+        with _reading(file.filename, vouched, extents) as read:
+            _read_states(file, header, read)
+    return {name: extent for name, extent in extents.items() if extent.nbytes}
+
+
+@contextlib.contextmanager
+def _reading(
+    path: str, vouched: Vouched | None, extents: dict[str, Extent]
+) -> Iterator[_Read]:
+    """Yield what returns the bytes of a dataset, checked where there are hashes."""
+    for section in ("python/", "rng/"):
+        sizes = [e.nbytes for name, e in extents.items() if name.startswith(section)]
+        # In a forged file extents may overlap, and be longer than the file together.
+        if sum(sizes) > MOST_STATE_BYTES:
+            raise ValueError(f"there are {sum(sizes):,} bytes in {section}")
+    with contextlib.ExitStack() as stack:
+        if vouched is not None:
+            part = stack.enter_context(Blocks(path, vouched, False)).part
+        else:
+            file = stack.enter_context(open(path, "rb"))
+
+            def part(start: int, stop: int) -> bytes:
+                return read_exactly(file.fileno(), start, stop - start)
+
+        def read(dataset: h5py.Dataset) -> bytes:
+            extent = extents[dataset.name.lstrip("/")]
+            return part(extent.offset, extent.stop)
+
+        yield read
+
+
+def _read_states(file: h5py.File, header: Header, read: _Read) -> None:
+    typed = int(attribute(file, "hpcstrat_format_version")) > UNTYPED_VERSION
+    for name, group in file.get("rng", {}).items():
+        header.iterators[name] = {
+            "bit_generator": _text(attribute(group, "bit_generator")),
+            "root_entropy": int(attribute(group, "root_entropy")),
+            "generation": int(attribute(group, "generation")),
+            "state": _words(group["state"], read),
+            "shared": _words(group["shared"], read),
+        }
+    for name, dataset in file.get("python", {}).items():
+        header.python[name] = from_text(read(dataset), typed=typed)
+
+
+def _words(dataset: h5py.Dataset, read: _Read) -> Array:
+    require_stored_as(dataset, "uint64")
+    words = np.frombuffer(read(dataset), "<u8").astype(np.uint64)
+    return words.reshape(dataset.shape)
+
+
+def _index(file: h5py.File, vouched: Vouched) -> bytes | None:
+    """Return the index, which the commit record vouches for; None if there is none."""
+    dataset = member(file, INDEX)
+    if dataset is None:
+        return None
+    if not isinstance(dataset, h5py.Dataset):
+        raise ValueError(f"{INDEX} is no dataset")
+    offset, nbytes = place_of(dataset, 0, vouched.plan.data_start)
+    if nbytes > MOST_INDEX_BYTES:
+        raise ValueError(f"its index has {nbytes:,} bytes")
+    with open(file.filename, "rb") as raw:
+        return read_exactly(raw.fileno(), offset, nbytes)
+
+
+def _entry(dataset: h5py.Dataset, name: str) -> Entry:
+    # Most datasets have only the four required attributes.
+    has_more = h5a.get_num_attrs(dataset.id) != 4
+    entry = Entry(
+        name,
+        tuple(dataset.shape),
+        _text(attribute(dataset, "dtype")),
+        _text(attribute(dataset, "synchronization")),
+        _text(attribute(dataset, "aggregation")),
+        bool(attribute(dataset, "trainable")),
+        has_more and bool(h5a.exists(dataset.id, b"replica_axis")),
+        has_more and bool(h5a.exists(dataset.id, b"group_axis")),
+    )
+    require_stored_as(dataset, entry.dtype)
+    return entry
+
+
+def _require_rows(entry: Entry, num_replicas: int) -> None:
+    """Refuse a value whose first axis counts something else than it says."""
+    if entry.per_replica and entry.shape[:1] != (num_replicas,):
+        raise ValueError(f"{entry.path} has not a row for each replica")
+    if entry.per_group and not (entry.shape and 1 <= entry.shape[0] <= num_replicas):
+        raise ValueError(f"{entry.path} has not a row for each group of replicas")
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+# Errors of h5py and this package that damaged files were seen to cause.
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
     *(ArithmeticError, AttributeError),
@@ -50,8 +303,8 @@ def is_passing(error: Exception) -> bool:
 class CheckpointFile:
     """A checkpoint that was found to be whole, apart from its data.
 
-    ``vouched``, with which the data are checked, is None for format version 1, which
-    has no hashes. Values without bytes have no extents.
+    ``vouched`` is None for format version 1, which has no hashes. Values without bytes
+    have no extents.
     """
 
     path: str
@@ -63,9 +316,8 @@ class CheckpointFile:
 def open_checkpoint(path: str) -> CheckpointFile:
     """Check a file, and read everything but the values of variables.
 
-    Raises FileNotFoundError where there is none, CorruptCheckpointError where it is no
-    whole checkpoint, and CheckpointError where it cannot be read now, or a newer
-    library wrote it.
+    Raises FileNotFoundError; CorruptCheckpointError where it is no whole checkpoint;
+    CheckpointError where it cannot be read now, or a newer library wrote it.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -76,15 +328,14 @@ def open_checkpoint(path: str) -> CheckpointFile:
 
 
 def read_header(path: str) -> Header:
-    """Return the header of an `open_checkpoint`; raises as that."""
+    """Return the header of a file; raises as `open_checkpoint`."""
     return open_checkpoint(path).header
 
 
 def read_root(path: str) -> Header:
     """Check a file as `check` does, and return its step, attributes and metrics alone.
 
-    The time that it takes hardly depends on how much is in the file. Raises as
-    `open_checkpoint`.
+    The time that it takes hardly depends on the size of the file.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -93,14 +344,11 @@ def read_root(path: str) -> Header:
 
 
 def check(path: str) -> None:
-    """Check a file as far as that takes next to no time: all but the data.
-
-    Raises as `open_checkpoint`.
-    """
+    """Check all of a file but its data; raises as `open_checkpoint`."""
     with _readable(path):
         vouched = _vouched(path)
     if vouched is None:
-        # Without hashes, to read all of the structures is the only check.
+        # Without hashes the only check is to read all structures.
         read_header(path)
 
 
@@ -116,7 +364,7 @@ def _readable(path: str) -> Iterator[None]:
             raise CheckpointError(
                 f"expected to read {path}, found: {error}; it may be whole: try again"
             ) from error
-        # Only now: a mistyped name is rare, and to look costs another open.
+        # Look only after an error, as this opens the file again.
         other = other_file(path)
         if other:
             raise NoCheckpointError(
@@ -133,9 +381,7 @@ def _readable(path: str) -> Iterator[None]:
 
 
 def _vouched(path: str) -> Vouched | None:
-    # A pipe would wait for somebody who writes.
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
+    with closing(_opened(path)) as file:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             folder = stat.S_ISDIR(found.st_mode)
@@ -143,15 +389,17 @@ def _vouched(path: str) -> Vouched | None:
         if found.st_size == 0:
             raise ValueError("it is empty")
         return read_vouched(file, path) if has_record(file) else None
-    finally:
-        os.close(file)
+
+
+def _opened(path: str) -> int:
+    # Without O_NONBLOCK, a pipe would wait for a process that writes.
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def map_values(file: CheckpointFile) -> dict[str, Array]:
-    """Return all values as maps of the file, whose hashes are not checked again.
+    """Return all values as maps of the file, without checking hashes again.
 
-    Changes of an array stay in memory. Raises ImportError or TypeError for a type that
-    is not known here, such as bfloat16 without ml_dtypes.
+    Changes of an array stay in memory. ImportError or TypeError for unknown types.
     """
     found = {}
     for name, entry in file.header.entries.items():
@@ -167,10 +415,9 @@ def map_values(file: CheckpointFile) -> dict[str, Array]:
 
 
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
-    """Read some entries' data without checking hashes, as of format version 1.
+    """Read data of format version 1, without hashes; fresh arrays in native order.
 
-    ``wanted`` are the types that were saved, by path. Returns fresh arrays in native
-    byte order. Raises CorruptCheckpointError where the file cannot be read.
+    ``wanted`` are the types that were saved, by path. Raises CorruptCheckpointError.
     """
     values = {}
     try:

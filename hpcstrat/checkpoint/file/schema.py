@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+import json
+import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from hpcstrat.checkpoint.disk import PAGE_BYTES
+from hpcstrat.checkpoint.file.extents import Extent
+from hpcstrat.engine.arrays.casting import FIRST_FOREIGN_TYPE
 
 __all__ = [
     "COMMIT",
@@ -16,6 +23,7 @@ __all__ = [
     "FORMAT_VERSION",
     "INDEX",
     "METRICS",
+    "MOST_INDEX_BYTES",
     "RESERVED",
     "TABLE",
     "UNTYPED_VERSION",
@@ -23,11 +31,15 @@ __all__ = [
     "Header",
     "checkpoint_name",
     "dtype_name",
+    "from_index",
+    "index_bytes",
     "list_checkpoints",
     "named_dtype",
     "saved_dtype",
     "section_of",
     "step_of",
+    "stored_dtype",
+    "to_index",
 ]
 
 FORMAT = "hpcstrat-checkpoint"
@@ -61,11 +73,10 @@ _NAME = re.compile(r"ckpt-(\d{1,18})\.h5")
 class Entry:
     """A dataset of a checkpoint, and how its variable is combined over replicas.
 
-    ``dtype`` is NumPy's name of the variable's type, not of the stored one;
-    synchronization and aggregation are in lower case. With ``per_replica``, as of
-    aggregation ``none`` or of logical replicas, the first axis counts replicas; with
-    ``per_group``, groups. ``gathered`` says, of what is to be saved, that each rank has
-    the rows of all.
+    ``dtype`` is NumPy's name of the variable's type, not of the stored one. The first
+    axis counts replicas with ``per_replica`` (aggregation ``none``, or logical
+    replicas), groups with ``per_group``. ``gathered``: each rank that saves has the
+    rows of all.
     """
 
     path: str
@@ -88,12 +99,10 @@ class Entry:
 class Header:
     """The contents of a checkpoint, apart from the data.
 
-    ``iterators`` are positions in data sets and states of random streams, which
-    `section_of` tells apart. In a header that is to be saved, ``python`` holds text
-    from `as_text`. ``created_unix_ns`` is when the save began; 0 before it has. In a
-    header that is to be saved, ``group_of`` has the group of each replica, if they form
-    any. ``math_threads`` are those of each rank's numerical libraries where the
-    replicas were logical ones, else 0.
+    ``iterators`` has positions in data sets and states of random streams, which
+    `section_of` tells apart. ``created_unix_ns`` is when the save began. Before a save,
+    ``python`` holds text from `as_text`, and ``group_of`` the group of each replica, if
+    they form any. ``math_threads`` is 0 unless replicas were logical.
     """
 
     step: int
@@ -151,7 +160,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 def named_dtype(name: str) -> np.dtype[Any]:
     """Return the type of NumPy's name, or of ``bfloat16``, in native byte order."""
     if name == "bfloat16":
-        # An optional library: whoever has a variable of the type has it.
+        # The library is there if a variable has the type.
         import ml_dtypes
 
         half: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -167,3 +176,84 @@ def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype_name(dtype) == "bfloat16":
         return np.dtype("<u2")
     return dtype.newbyteorder("<")
+
+
+@functools.lru_cache(maxsize=256)
+def stored_dtype(name: str, itemsize: int) -> np.dtype[Any] | None:
+    """Return the type in which a file has values of a type; None for no values."""
+    # The library of the type may be missing.
+    if name == "bfloat16":
+        return np.dtype("<u2")
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError, SyntaxError):
+        return np.dtype(f"V{itemsize}")
+    if dtype.num >= FIRST_FOREIGN_TYPE:
+        return np.dtype(f"V{dtype.itemsize}")
+    return saved_dtype(dtype) if dtype.kind in "biufc" else None
+
+
+MOST_INDEX_BYTES = 64 << 20
+"""A file of so many variables that its index is longer has none."""
+
+# Digits of the largest offset in an HDF5 file.
+_MOST_DIGITS = 19
+
+
+def index_bytes(entries: Mapping[str, Entry]) -> int:
+    """Return the length of an index in whole pages; 0 where it would be too long."""
+    text = to_index(entries, {})
+    nbytes = len(text) + _MOST_DIGITS * len(entries)
+    nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    return nbytes if nbytes <= MOST_INDEX_BYTES else 0
+
+
+def to_index(entries: Mapping[str, Entry], extents: Mapping[str, Extent]) -> bytes:
+    """Return the index of entries, given the places of those that have values.
+
+    JSON: a list for each entry of path, shape, type, synchronization, aggregation,
+    trainable (0 or 1), the meaning of the first axis (``replica``, ``group`` or empty),
+    offset in the file and number of bytes.
+    """
+    nowhere = Extent("", 0, 0)
+    rows = []
+    # HDF5 lists datasets in this order.
+    for path in sorted(entries, key=lambda path: path.encode().split(b"/")):
+        entry = entries[path]
+        place = extents.get(path, nowhere)
+        axis = "replica" if entry.per_replica else "group" if entry.per_group else ""
+        row: list[Any] = [path, entry.shape, entry.dtype, entry.synchronization]
+        row += [entry.aggregation, int(entry.trainable), axis]
+        rows.append([*row, place.offset, place.nbytes])
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def from_index(
+    text: bytes, start: int, stop: int
+) -> tuple[dict[str, Entry], dict[str, Extent]]:
+    """Return entries and places of values from an index, both by path.
+
+    Values without bytes have a place of length 0. ValueError or TypeError for what
+    cannot be, such as a place that is not between ``start`` and ``stop``.
+    """
+    entries, extents = {}, {}
+    for row in json.loads(text):
+        path, shape, dtype, synchronization, aggregation, trainable, axis, *place = row
+        texts = path, dtype, synchronization, aggregation, axis
+        offset, nbytes = place
+        numbers = *shape, trainable, offset, nbytes
+        if {*map(type, texts)} != {str} or {*map(type, numbers)} != {int}:
+            raise ValueError(f"its index has a row {row}")
+        count = math.prod(shape)
+        stored = stored_dtype(dtype, nbytes // max(count, 1))
+        known = stored is not None and nbytes == count * stored.itemsize
+        if not known or min(numbers) < 0 or axis not in ("", "replica", "group"):
+            raise ValueError(f"{path} is not {nbytes} bytes of {dtype} {shape}")
+        if nbytes and not start <= offset <= stop - nbytes:
+            raise ValueError(f"{path} has {nbytes:,} bytes, which are not in the file")
+        entries[path] = Entry(
+            *(path, tuple(shape), dtype, synchronization, aggregation, bool(trainable)),
+            *(axis == "replica", axis == "group"),
+        )
+        extents[path] = Extent(path, offset, nbytes)
+    return entries, extents

@@ -1,7 +1,7 @@
 """A checkpoint file without its values, made by HDF5 once and used for many saves.
 
 HDF5 places the datasets; the values are then written at their offsets without it. Each
-save changes a few integers in a copy of what HDF5 wrote, which is called the prefix.
+save changes a few integers in a copy of HDF5's structures, the prefix.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from h5py import h5a, h5d, h5f, h5g, h5o, h5p, h5s, h5t
 
 from hpcstrat._version import __version__
 from hpcstrat.checkpoint.disk import PAGE_BYTES
@@ -27,8 +28,6 @@ from hpcstrat.checkpoint.file.extents import (
     choose_block_bytes,
 )
 from hpcstrat.checkpoint.file.image import as_bytes
-from hpcstrat.checkpoint.file.index import index_bytes, to_index
-from hpcstrat.checkpoint.file.maker import Maker
 from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, is_typed
 from hpcstrat.checkpoint.file.schema import (
     COMMIT,
@@ -40,15 +39,94 @@ from hpcstrat.checkpoint.file.schema import (
     UNTYPED_VERSION,
     Entry,
     Header,
+    index_bytes,
     named_dtype,
     saved_dtype,
     section_of,
+    to_index,
 )
 from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
 
-__all__ = ["Skeleton", "packed_python", "state_bytes"]
+__all__ = ["Maker", "Skeleton", "packed_python", "state_bytes"]
+
+
+class Maker:
+    """Makes datasets and attributes by HDF5's own functions; h5py's are slower.
+
+    ``room`` is how many bytes in front HDF5's structures may take: whole pages.
+    """
+
+    def __init__(self, path: str, room: int) -> None:
+        access = h5p.create(h5p.FILE_ACCESS)
+        # So HDF5 1.10 and later can read it.
+        access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
+        # Structures in front, large values on pages.
+        access.set_meta_block_size(room)
+        access.set_alignment(PAGE_BYTES, PAGE_BYTES)
+        access.set_fclose_degree(h5f.CLOSE_STRONG)
+        self._file = h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access)
+        self._made = h5p.create(h5p.DATASET_CREATE)
+        # Place datasets at once, never write to them, and note no times.
+        self._made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+        self._made.set_fill_time(h5d.FILL_TIME_NEVER)
+        self._made.set_obj_track_times(False)
+        self._link = h5p.create(h5p.LINK_CREATE)
+        self._link.set_create_intermediate_group(True)
+        self._link.set_char_encoding(h5t.CSET_UTF8)
+        self._scalar = h5s.create(h5s.SCALAR)
+        # Kept, as it takes as long to make one as to write an attribute.
+        self._types: dict[tuple[np.dtype[Any], bool], Any] = {}
+
+    def dataset(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        attributes: Mapping[str, Any],
+    ) -> int | None:
+        """Make a dataset and its groups; return the offset of its values, or None."""
+        space = h5s.create_simple(shape) if shape else self._scalar
+        kind = self._type(dtype, logical=True)
+        made = h5d.create(
+            self._file, path.encode(), kind, space, dcpl=self._made, lcpl=self._link
+        )
+        self._add(made, attributes)
+        offset: int | None = made.get_offset()
+        return offset
+
+    def group(self, path: str, attributes: Mapping[str, Any]) -> None:
+        """Make a group, and those that it is in, if it is not there."""
+        name = path.encode()
+        if name in self._file:
+            made = h5g.open(self._file, name)
+        else:
+            made = h5g.create(self._file, name, lcpl=self._link)
+        self._add(made, attributes)
+
+    def attributes(self, path: str, attributes: Mapping[str, Any]) -> None:
+        """Give an object that was made here attributes; the root has no path."""
+        self._add(h5o.open(self._file, path.encode() or b"."), attributes)
+
+    def _add(self, item: Any, attributes: Mapping[str, Any]) -> None:
+        for name, value in attributes.items():
+            text = isinstance(value, str)
+            # Text of fixed length: HDF5 keeps other text in a heap, between the data.
+            data = np.array(value.encode("ascii", "replace") or b" " if text else value)
+            kind = self._type(data.dtype, logical=False)
+            h5a.create(item, name.encode(), kind, self._scalar).write(data, kind)
+
+    def _type(self, dtype: np.dtype[Any], *, logical: bool) -> Any:
+        key = dtype, logical
+        if key not in self._types:
+            self._types[key] = h5t.py_create(dtype, logical=logical)
+        return self._types[key]
+
+    def close(self) -> None:
+        """Write what HDF5 still holds, and close the file."""
+        self._file.close()
+
 
 _BOUNDS = ("v110", "v110")
 _TABLE_WORDS = PAGE_BYTES // 8
@@ -56,16 +134,16 @@ _LEAST_TEXT_BYTES = 256
 _FIRST_BYTES = 1 << 14
 _BYTES_PER_DATASET = 1 << 10
 _MOST_BYTES = 1 << 32
-# Smaller files are not worth up to a stripe of nothing in front.
+# In smaller files, a gap of up to a stripe would be a large part.
 _STRIPE_BYTES = 1 << 20
 _STRIPED_BYTES = 64 * _STRIPE_BYTES
 
 
 def packed_python(header: Header) -> dict[str, bytes]:
-    """Return plain state, by name, with blanks behind it for what may come to it.
+    """Return plain state, by name, filled with blanks to a power of two.
 
-    Each is as long as a power of two, so that most saves need as much, and a skeleton
-    fits again. Raises CheckpointError where it is more than readers take.
+    So most saves need as much, and a skeleton fits again. Raises CheckpointError where
+    it is more than readers take.
     """
     packed = {}
     for name, text in header.python.items():
@@ -98,15 +176,14 @@ def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]
 class Skeleton:
     """HDF5's structures for one set of names, types and shapes, placed by ``plan``.
 
-    Raises CheckpointError where HDF5 does not place things as it is asked to, and
-    OSError where there is no room for the structures in memory.
+    Raises CheckpointError where HDF5 places things otherwise than it is asked to.
     """
 
     def __init__(self, header: Header, python: Mapping[str, bytes]) -> None:
         self._key = _key(header, python)
         count = len(header.entries) + len(python) + len(header.metrics)
         count += 2 * len(header.iterators)
-        # A guess that is nearly always enough: each try makes all datasets again.
+        # It is nearly always enough: each further try makes all datasets again.
         room = _FIRST_BYTES + _BYTES_PER_DATASET * count
         made = None
         while made is None and room < _MOST_BYTES:
@@ -118,7 +195,7 @@ class Skeleton:
                 f"{room} bytes; save fewer variables"
             )
         self.plan, prefix = made
-        self._scratch = _scratch()
+        self._scratch = os.memfd_create("hpcstrat-skeleton")
         self._closer = weakref.finalize(self, os.close, self._scratch)
         # A save under way at the end of the program still needs it.
         self._closer.atexit = False
@@ -127,18 +204,14 @@ class Skeleton:
         os.truncate(self._scratch, self.plan.size)
 
     def fits(self, header: Header, python: Mapping[str, bytes]) -> bool:
-        """Whether this is the skeleton of a file; where not, another one is needed."""
+        """Whether a file of this header can have these structures."""
         same: bool = _key(header, python) == self._key
         return same
 
     def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
-        """Return what comes before the data, for one save of a header that fits.
-
-        The table of hashes in it is empty.
-        """
-        # An interrupt here leaves HDF5's file open until it is collected, which then
-        # writes: into a descriptor of its own, whose number no other file gets, and
-        # into a skeleton that is used no more.
+        """Return the prefix for one save of a header; its hash table is empty."""
+        # After an interrupt HDF5 may write later, when its file is collected. So it has
+        # a descriptor of its own, and the skeleton fits no other save.
         key, self._key = self._key, None
         raw = os.fdopen(os.dup(self._scratch), "r+b", buffering=0)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
@@ -157,14 +230,6 @@ class Skeleton:
 
     def close(self) -> None:
         self._closer()
-
-
-def _scratch() -> int:
-    """Return the descriptor of a file that is in memory where the system has such."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("hpcstrat-skeleton")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _key(header: Header, python: Mapping[str, bytes]) -> Any:
@@ -212,7 +277,7 @@ def _datasets(
 ) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
     """Return all datasets of values: large ones first, then by size of their elements.
 
-    Small ones are packed, and keep the alignment of their elements in this order.
+    So small ones, which are packed, keep the alignment of their elements.
     """
     found = [
         (path, entry.shape, saved_dtype(named_dtype(entry.dtype)))
@@ -238,13 +303,13 @@ def _datasets(
 def _make(
     header: Header, python: Mapping[str, bytes], room: int
 ) -> tuple[FileLayout, bytes] | None:
-    """Let HDF5 place everything; None where its structures need more room."""
+    """Let HDF5 place everything; None if its structures need more room."""
     datasets = _datasets(header, python)
     most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
     block_bytes = choose_block_bytes(most, header.num_replicas)
     blocks = most // block_bytes + 2
-    # Whole pages, so that the data begin on one; from a bound, as the extents are not
-    # known before the table has its place in front of them.
+    # Whole pages, so that the data begin on a page. The number of blocks is a bound, as
+    # the table is placed before the extents.
     words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
     num_index = index_bytes(header.entries)
     if most >= _STRIPED_BYTES:
@@ -283,7 +348,7 @@ def _make(
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            # HDF5 has written nothing from there on: all structures are in front.
+            # HDF5 has written nothing after the structures.
             prefix = bytearray(os.pread(scratch.fileno(), plan.data_start, 0))
             if num_index:
                 text = to_index(header.entries, extents).ljust(num_index)

@@ -6,7 +6,6 @@ lead to other files and to pipes, or to more memory than it is long.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +14,7 @@ import h5py
 import numpy as np
 from h5py import h5a, h5d, h5l, h5o, h5t
 
-from hpcstrat.checkpoint.file.schema import saved_dtype
-from hpcstrat.engine.arrays.casting import FIRST_FOREIGN_TYPE
+from hpcstrat.checkpoint.file.schema import stored_dtype
 
 __all__ = [
     "attribute",
@@ -25,12 +23,11 @@ __all__ = [
     "member",
     "place_of",
     "require_stored_as",
-    "stored_dtype",
 ]
 
 _MOST_ATTRIBUTE_BYTES = 1 << 16
 _MOST_DEPTH = 1000
-# Types of NumPy that were found for types of HDF5, by what tells these apart.
+# NumPy's types for types of HDF5, by the properties of these.
 _DTYPES: dict[Any, np.dtype[Any]] = {}
 _MOST_DTYPES = 256
 _KINDS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeStringID)
@@ -43,7 +40,7 @@ def datasets(group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
     """
     seen: set[int] = set()
     todo: list[tuple[str, Any, bytes]] = [(group.name.strip("/"), group.id, b".")]
-    # HDF5's own walk is recursive, and ends the process in a file that is deep enough.
+    # HDF5's own walk is recursive; a deep file would end the process.
     while todo:
         path, group, name = todo.pop()
         found = h5o.open(group, name)
@@ -77,7 +74,7 @@ def _elsewhere(name: str) -> str:
 
 
 def member(group: Any, name: str) -> Any:
-    """Return what is in a group under a name, not elsewhere; None for nothing."""
+    """Return the object of a name in a group, or None; it may be no link elsewhere."""
     link = group.get(name, getlink=True)
     if link is not None and not isinstance(link, h5py.HardLink):
         raise ValueError(_elsewhere(name))
@@ -110,7 +107,7 @@ def _read(found: Any, name: str) -> Any:
         or found.get_storage_size() != kind.get_size()
     ):
         raise ValueError(f"the attribute {name!r} is no number and no short text")
-    # Into memory of the size that was checked.
+    # The size of this memory was checked.
     value = np.empty((), _dtype_of(kind))
     found.read(value)
     return value[()]
@@ -170,18 +167,3 @@ def require_stored_as(dataset: Any, name: str) -> None:
     stored = stored_dtype(name, found.itemsize)
     if stored is None or found != stored:
         raise ValueError(f"{dataset.name} is {found}, not {name}")
-
-
-@functools.lru_cache(maxsize=256)
-def stored_dtype(name: str, itemsize: int) -> np.dtype[Any] | None:
-    """Return the type in which a file has values of a type; None for no values."""
-    # The library that has the type need not be there.
-    if name == "bfloat16":
-        return np.dtype("<u2")
-    try:
-        dtype = np.dtype(name)
-    except (TypeError, ValueError, SyntaxError):
-        return np.dtype(f"V{itemsize}")
-    if dtype.num >= FIRST_FOREIGN_TYPE:
-        return np.dtype(f"V{dtype.itemsize}")
-    return saved_dtype(dtype) if dtype.kind in "biufc" else None

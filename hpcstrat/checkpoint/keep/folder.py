@@ -39,20 +39,20 @@ __all__ = [
 OWNER = ".owner"
 """Name of the file that is locked."""
 
-# Launchers set one of these alike in all processes of a job, and other ones in others.
+# Launchers set one of these, to the same value in all processes of a job only.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 _ATTEMPTS = 10
-# By the folder: the open file, and how many hold it. To close any other one of the file
-# would give up the lock.
+# The open file and the number of locks of each folder. The process must open the file
+# only once: to close another descriptor of it would give up the lock.
 _held: dict[str, tuple[int, int]] = {}
 # PF_EXITING of Linux, from include/linux/sched.h.
 _EXITING = 0x4
 _STALE_SECONDS = 7 * 86400.0
-# A name whose links lead to nothing: what is there is the link.
+# Errors of a link that leads to no file.
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 Identity: TypeAlias = tuple[int, int, int]
-"""What tells a file from another of its name: device, inode, time of change in ns."""
+"""Identity of a file: device, inode, time of change in ns."""
 
 
 class Folder:
@@ -64,10 +64,7 @@ class Folder:
         self._lock: weakref.finalize[Any, Any] | None = None
 
     def prepare(self) -> None:
-        """Refuse a path that cannot be a folder, and remove files of dead jobs in it.
-
-        One rank calls it.
-        """
+        """Refuse a path that is no folder, and remove files of dead jobs in it."""
         place = self.path
         while not os.path.lexists(place):
             place = os.path.dirname(place)
@@ -78,7 +75,7 @@ class Folder:
             remove_abandoned(self.path)
 
     def make(self) -> None:
-        """Make it, unless it was there, and lock it for this job; one rank calls it.
+        """Make the folder, unless it was there, and lock it; one rank calls it.
 
         CheckpointError where another job saves there.
         """
@@ -101,18 +98,17 @@ class Folder:
         while not os.path.isdir(above := os.path.dirname(missing[-1])):
             missing.append(above)
         os.makedirs(self.path, exist_ok=True)
-        # Else a folder may be gone after a loss of power, with what is durable in it.
+        # Otherwise a loss of power may remove the folder, and all in it.
         for place in missing:
             flush_folder(os.path.dirname(place))
         self._is_known = True
 
 
 def _take(directory: str) -> bool:
-    """Lock a folder for this job, which may do so several times; see `_release`.
+    """Lock a folder for this job; `_release` must be called as often.
 
-    Not collective; replica 0 calls it. Returns whether it is locked: not where the file
-    system has no locks, or another process of this job has it. CheckpointError where
-    another job has it.
+    Replica 0 calls it. False where the file system has no locks, or another process of
+    this job has it; CheckpointError where another job has it.
     """
     directory = os.path.realpath(directory)
     if directory in _held:
@@ -124,7 +120,7 @@ def _take(directory: str) -> bool:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError:
-            # The save finds out what is wrong with the folder.
+            # The save itself will raise the error of the folder.
             return False
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +143,7 @@ def _take(directory: str) -> bool:
 
 
 def _release(directory: str) -> None:
-    """Give up what `_take` has locked, once as often as it was; not collective."""
+    """Give up a lock of `_take`."""
     directory = os.path.realpath(directory)
     if directory not in _held:
         return
@@ -171,10 +167,10 @@ def _is_at(handle: int, path: str) -> bool:
 
 
 def _job() -> str:
-    """Return what all processes of this job, and no others, have."""
+    """Return an identifier that all processes of this job share."""
     names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
     step = os.environ.get("SLURM_STEP_ID", "")
-    # Without a launcher that names its jobs: the process that started this one.
+    # If no launcher names the job, the parent process does.
     own = f"{platform.node()}-{os.getppid()}"
     return ".".join([_batch_job(), step, *(names or [own])])
 
@@ -193,7 +189,7 @@ def _write(handle: int) -> None:
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    # The lock counts: what the file says is for people.
+    # Only the lock decides; the text is for people.
     with suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode(), 0)
@@ -240,7 +236,7 @@ def temporary_name(name: str) -> str:
 
 
 def _namespace() -> str:
-    """Return what says to which of the processes of a name a number belongs.
+    """Return a hash of the host's start and the process namespace.
 
     Containers count their processes from 1, and may all have the same host name.
     """
@@ -253,10 +249,10 @@ def _namespace() -> str:
 
 
 def remove_abandoned(directory: str) -> None:
-    """Remove temporary files of processes that have ended, as far as one can know.
+    """Remove temporary files of processes that have ended.
 
-    One rank calls it. Those are the processes that this one can see; of others, what
-    was written a week ago. The folder need not exist.
+    One rank calls it. Files of processes that cannot be seen from here go after a week.
+    The folder need not exist.
     """
     own = f"{platform.node()}-{_namespace()}"
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
@@ -265,15 +261,12 @@ def remove_abandoned(directory: str) -> None:
         path = os.path.join(directory, name)
         owner = name.rpartition(".")[0].partition(".h5.")[2].partition(".")[2]
         place, _, pid = owner.rpartition("-")
-        # Another job removes it, or may not be disturbed.
+        # Another job may be removing it.
         with suppress(OSError):
-            stale = place != own and _age(path) > _STALE_SECONDS
+            age = time.time() - os.lstat(path).st_mtime
+            stale = place != own and age > _STALE_SECONDS
             if stale or (place == own and pid.isdecimal() and not _lives(int(pid))):
                 os.unlink(path)
-
-
-def _age(path: str) -> float:
-    return time.time() - os.lstat(path).st_mtime
 
 
 def _lives(pid: int) -> bool:
@@ -283,22 +276,22 @@ def _lives(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        # Another user's.
+        # The process belongs to another user.
         return True
     try:
         _, fields = process_stat(pid)
-        # Or it is another namespace's /proc.
+        # Otherwise this is the /proc of another namespace.
         shown = os.readlink("/proc/self") == str(os.getpid())
     except OSError:
         return True
-    # To give back memory and blocks of files, a killed process takes some time.
+    # A killed process takes some time to give back memory and blocks of files.
     return not shown or (
         fields[STATE] not in "ZX" and not int(fields[FLAGS]) & _EXITING
     )
 
 
 def identity_of(path: str) -> Identity | None:
-    """Return what tells a file from another of its name; None where there is none."""
+    """Return the identity of a file; None where there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -307,5 +300,5 @@ def identity_of(path: str) -> Identity | None:
         if error.errno not in NO_FILE:
             raise
         found = os.lstat(path)
-    # With the time: file systems give the number of a file that is gone to a new one.
+    # The time, as a new file may get the number of a removed one.
     return found.st_dev, found.st_ino, found.st_mtime_ns

@@ -1,10 +1,15 @@
-"""Finding the newest and the best checkpoint, and removing what no rule keeps."""
+"""Rules that choose the checkpoints that stay, and the removal of all others."""
 
 from __future__ import annotations
 
+import math
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
 
 from hpcstrat.checkpoint.disk import remove
 from hpcstrat.checkpoint.file.reader import (
@@ -16,11 +21,208 @@ from hpcstrat.checkpoint.file.reader import (
 )
 from hpcstrat.checkpoint.file.schema import list_checkpoints, step_of
 from hpcstrat.checkpoint.keep.folder import NO_FILE, Identity, identity_of
-from hpcstrat.checkpoint.keep.keep_rules import Found, KeepBest, KeepRules, kept, ranked
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["Retention", "best_path", "find_restorable", "newest_path", "warn"]
+__all__ = [
+    "Found",
+    "KeepBest",
+    "KeepRules",
+    "Retention",
+    "best_path",
+    "checked_metrics",
+    "find_restorable",
+    "kept",
+    "newest_path",
+    "ranked",
+    "warn",
+]
+
+_MODES = ("min", "max")
+_MOST_NAME_BYTES = 255
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBest:
+    """Keep the checkpoints that are best by a metric.
+
+    Parameters
+    ----------
+    metric : str
+        A name of ``save``'s ``metrics``.
+    mode : str
+        Whether the least (``"min"``) or the greatest (``"max"``) is the best. NaN is
+        never best; among equal ones the earlier step is.
+    count : int
+        Number of checkpoints; at least 1.
+
+    Raises
+    ------
+    ValueError
+        For other values.
+    """
+
+    metric: str
+    mode: Literal["min", "max"] = "min"
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _metric_name(self.metric)
+        if self.mode not in _MODES:
+            raise ValueError(
+                f"expected mode to be 'min' or 'max', found {self.mode!r}; take one"
+            )
+        object.__setattr__(self, "count", _count("count", self.count))
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRules:
+    """Rules for keeping checkpoints, as `CheckpointManager` takes them.
+
+    A checkpoint stays if any rule asks for it; ValueError for other values.
+    """
+
+    max_to_keep: int | None = None
+    keep_every: int | timedelta | None = None
+    keep_best: KeepBest | None = None
+    keep_for: float | timedelta | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.max_to_keep is not None:
+            advice = "pass None to keep all"
+            _count("max_to_keep", self.max_to_keep, " or None", advice)
+        if isinstance(self.keep_every, timedelta):
+            _nanoseconds("keep_every", self.keep_every)
+        elif self.keep_every is not None:
+            advice = "pass a number of steps, or a datetime.timedelta"
+            _count("keep_every", self.keep_every, " or None", advice)
+        if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
+            raise ValueError(
+                f"expected keep_best to be a KeepBest or None, found "
+                f'{self.keep_best!r}; pass KeepBest("val_loss")'
+            )
+        if self.keep_for is not None:
+            _nanoseconds("keep_for", self.keep_for)
+
+
+def _count(name: str, value: Any, also: str = "", advice: str = "count from 1") -> int:
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ValueError(f"expected {name} >= 1{also}, found {value!r}; {advice}")
+    return count
+
+
+def _nanoseconds(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, timedelta):
+            found = value // timedelta(microseconds=1) * 1000
+        else:
+            found = 0 if isinstance(value, (str, bool)) else int(float(value) * 1e9)
+    except (TypeError, ValueError, OverflowError):
+        # Infinity and NaN are among them.
+        found = 0
+    if found <= 0:
+        raise ValueError(
+            f"expected {name} to be a time above 0, found {value!r}; pass seconds, or "
+            "a datetime.timedelta"
+        )
+    return found
+
+
+def _metric_name(name: Any) -> str:
+    length = 0
+    if isinstance(name, str) and "\0" not in name:
+        # Text with half of a surrogate pair has no encoding.
+        with suppress(UnicodeEncodeError):
+            length = len(name.encode())
+    if not 0 < length <= _MOST_NAME_BYTES:
+        raise ValueError(
+            f"expected the name of a metric, found {name!r}; use text of 1 to "
+            f"{_MOST_NAME_BYTES} bytes"
+        )
+    return str(name)
+
+
+def checked_metrics(metrics: Any) -> dict[str, float]:
+    """Return metrics as plain numbers, by name, sorted; else ValueError."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"expected metrics to be numbers by name, found {metrics!r}; pass a dict, "
+            'such as {"val_loss": 0.25}'
+        )
+    found = {_metric_name(name): _number(name, v) for name, v in metrics.items()}
+    # Ranks compare the metrics as text, in which the order counts.
+    return dict(sorted(found.items()))
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, (str, bytes)) and getattr(value, "shape", ()) == ():
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise ValueError(
+        f"expected metric {name!r} to be one real number, found {value!r}; reduce it "
+        "over examples and replicas first"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint, as far as the rules look at it."""
+
+    path: str
+    step: int
+    # When its save began, by the clock of the host that saved it.
+    created_unix_ns: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
+    """Return the checkpoints that have a metric which is not NaN, best first."""
+    sign = 1 if best.mode == "min" else -1
+    values = [(sign * one.metrics.get(best.metric, math.nan), one) for one in found]
+    numbers = [pair for pair in values if not math.isnan(pair[0])]
+    numbers.sort(key=lambda pair: (pair[0], pair[1].step, pair[1].path))
+    return [one for _, one in numbers]
+
+
+def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]:
+    """Return the paths that the rules keep; the newest is always among them."""
+    if rules.max_to_keep is None:
+        return {one.path for one in found}
+    ordered = sorted(found, key=lambda one: (one.step, one.path))
+    keep = ordered[-rules.max_to_keep :]
+    if isinstance(rules.keep_every, timedelta):
+        keep += _far_apart(ordered, rules.keep_every)
+    elif rules.keep_every is not None:
+        keep += [one for one in ordered if one.step % rules.keep_every == 0]
+    if rules.keep_best is not None:
+        keep += ranked(found, rules.keep_best)[: rules.keep_best.count]
+    if rules.keep_for is not None:
+        oldest = now_unix_ns - _nanoseconds("keep_for", rules.keep_for)
+        keep += [one for one in found if one.created_unix_ns > oldest]
+    return {one.path for one in keep}
+
+
+def _far_apart(ordered: Sequence[Found], distance: timedelta) -> list[Found]:
+    """Return the oldest, and always the next that is far enough from the last one.
+
+    A later call makes the same choice, though the rule has removed some.
+    """
+    least = _nanoseconds("keep_every", distance)
+    keep: list[Found] = []
+    for one in ordered:
+        if not keep or one.created_unix_ns - keep[-1].created_unix_ns >= least:
+            keep.append(one)
+    return keep
 
 
 class Retention:
@@ -29,25 +231,22 @@ class Retention:
     def __init__(self, directory: str, rules: KeepRules) -> None:
         self._directory = directory
         self._rules = rules
-        # Contents that have been read, with the identity of the file of that name.
+        # Checkpoints that were read, with the identities of their files.
         self._known: dict[str, tuple[Identity | None, Found]] = {}
         self._distrusted: set[tuple[str, Identity | None]] = set()
 
     def distrust(self, paths: Sequence[str]) -> None:
-        """Take note of files that a restore found damaged, also if in their data only.
-
-        They are trusted again once they have been replaced.
-        """
+        """Note files that a restore found damaged, until they are replaced."""
         for path in paths:
-            # The other ranks do not wait for an error of this.
+            # This must not raise: the other ranks do not wait for its error.
             with suppress(OSError):
                 self._distrusted.add((path, identity_of(path)))
 
     def is_damaged(self, path: str) -> bool:
-        """Whether there is a file that no restore would take, as far as is known.
+        """Whether a file is known to be one that no restore would take.
 
-        Data are not looked at. False where there is no such file; OSError if it cannot
-        be looked at.
+        Data are not read. False where there is no file; OSError if it cannot be read
+        now.
         """
         try:
             if (path, identity_of(path)) in self._distrusted:
@@ -58,17 +257,16 @@ class Retention:
         except CheckpointError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno not in (None, *NO_FILE):
-                # The file may be whole: it could not be looked at now.
+                # The file cannot be read now, and may be whole.
                 raise cause from None
-            # One of a newer library is not.
+            # A file of a newer library is not damaged.
             return isinstance(error, CorruptCheckpointError)
         return False
 
     def apply(self, new: Found) -> None:
         """Remove what no rule keeps, after a new checkpoint is durable.
 
-        Damaged files do not count, and stay. The new one need not be opened by HDF5
-        then. OSError if the folder or a file cannot be looked at; nothing is removed.
+        Damaged files do not count, and stay. After an OSError nothing is removed.
         """
         if self._rules.max_to_keep is None:
             return
@@ -84,8 +282,8 @@ class Retention:
                 )
 
     def _superfluous(self) -> list[str]:
-        """Return what may be removed, oldest first."""
-        # Those for whose sake others go are looked at each time: files can rot.
+        """Return the paths that may be removed, oldest first."""
+        # Check again those that stay in place of others, as files can rot.
         counting = KeepRules(self._rules.max_to_keep, keep_best=self._rules.keep_best)
         found = self._find()
         while True:
@@ -113,17 +311,16 @@ class Retention:
             except (FileNotFoundError, CheckpointError) as error:
                 if is_passing(error):
                     raise
-                # Removed, damaged, or of a newer library: not for us to remove.
+                # It was removed, is damaged, or of a newer library: leave it.
                 continue
         self._known = known
         return [one for _, one in known.values()]
 
 
 def _find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | None:
-    """Return the newest checkpoint that is whole, as far as its data are not read.
+    """Return the newest checkpoint that is whole apart from its data.
 
-    Damaged ones are added to ``passed_over``, whose paths are not looked at, and warned
-    of.
+    Paths in ``passed_over`` are left out; damaged ones are warned of, and added to it.
     """
     for path in reversed(list_checkpoints(directory)):
         if path in passed_over:
@@ -147,10 +344,9 @@ def newest_path(directory: str) -> str | None:
 def find_restorable(
     directory: str, path: str | None, passed_over: list[str]
 ) -> tuple[CheckpointFile | None, list[str]]:
-    """Return the checkpoint to restore, if there is one, and paths of damaged ones.
+    """Return the checkpoint at ``path``, else the newest, and the damaged paths.
 
-    That at ``path``, else the newest but those of ``passed_over``. CheckpointError if
-    there are some, and none of them can be read.
+    CheckpointError if there is none at ``path``, or none that can be read.
     """
     if path is not None:
         try:
@@ -170,7 +366,7 @@ def find_restorable(
 
 
 def warn(error: Exception) -> None:
-    """Say why a checkpoint is passed over."""
+    """Warn of a checkpoint that is passed over."""
     get_logger("checkpoint").warning("%s", error)
 
 

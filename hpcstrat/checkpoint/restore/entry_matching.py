@@ -1,7 +1,8 @@
-"""Matches saved values with variables, and collects all that does not fit."""
+"""Matches saved values with variables, and puts their bytes where they go."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +11,17 @@ from typing import Any
 import numpy as np
 
 from hpcstrat.checkpoint.agreement import is_of_group
-from hpcstrat.checkpoint.file.schema import Entry, Header, dtype_name, section_of
-from hpcstrat.checkpoint.objects import Objects
+from hpcstrat.checkpoint.file.extents import Extent
+from hpcstrat.checkpoint.file.image import Elsewhere, is_elsewhere
+from hpcstrat.checkpoint.file.schema import (
+    Entry,
+    Header,
+    dtype_name,
+    named_dtype,
+    saved_dtype,
+    section_of,
+)
+from hpcstrat.checkpoint.objects import Objects, pieces_of
 from hpcstrat.engine.arrays.casting import (
     assign,
     call_without_fp_warnings,
@@ -19,7 +29,7 @@ from hpcstrat.engine.arrays.casting import (
     rounded,
 )
 from hpcstrat.engine.arrays.kinds import is_device
-from hpcstrat.engine.gpu.transfers import store
+from hpcstrat.engine.gpu.transfers import Uploads, store
 from hpcstrat.engine.logs import get_logger
 from hpcstrat.engine.options import VariableAggregation
 from hpcstrat.engine.typing import Array, Replicas
@@ -32,7 +42,15 @@ from hpcstrat.variables import (
 )
 from hpcstrat.variables.aggregation_rules import AggregationRule
 
-__all__ = ["Match", "is_wanted", "match_entries", "renamed"]
+__all__ = [
+    "Match",
+    "Sink",
+    "is_wanted",
+    "live_bytes",
+    "match_entries",
+    "renamed",
+    "value_of",
+]
 
 _OF_GROUPS = "has a value for each group of replicas, and the variable wants one"
 _POLICIES = ("error", "first", "cycle", "init")
@@ -43,7 +61,7 @@ class Match:
     """A saved value and where it goes."""
 
     entry: Entry
-    # None while it does not exist: ``owner`` then makes it, by ``name``, later on.
+    # None if it does not exist yet: ``owner`` will make it, as ``name``.
     variable: Variable | None
     owner: Any = None
     name: str = ""
@@ -51,10 +69,7 @@ class Match:
     per_replica: str = "error"
 
     def assign(self, value: Array, strategy: Replicas) -> None:
-        """Put the saved value into this replica's component.
-
-        No replica needs another's: each takes its part by rules that all know.
-        """
+        """Put the saved value into this replica's component, without any message."""
         if not self.entry.has_rows:
             self._place(value, strategy)
         elif self._has_components:
@@ -70,9 +85,9 @@ class Match:
         return self.entry.per_replica and self.entry.aggregation != "none"
 
     def _assign_components(self, value: Array, strategy: Replicas) -> None:
-        """Put what each logical replica had into today's components.
+        """Put the components of the logical replicas into today's.
 
-        As it is, where there are as many; else by the rule for the combined value.
+        Where there are as many, they stay as they are; else they are combined.
         """
         variable, rows = self.variable, len(value)
         same = rows == strategy.num_replicas_in_sync
@@ -86,16 +101,16 @@ class Match:
         self._place(rule.combine_saved(value), strategy)
 
     def assign_row(self, row: Array, strategy: Replicas, index: int = 0) -> None:
-        """Put one row, of those that `rows` has chosen, into a component."""
+        """Put one of the `rows` into a component."""
         variable = self.variable
         if self.entry.per_replica and variable is not None:
             _store(variable.components[index], rounded(row, variable.dtype))
             return
-        # The value of a group is that of all its replicas.
+        # All replicas of a group have one value.
         self._place(row, strategy.split.part if self.entry.per_group else strategy)
 
     def _place(self, value: Array, strategy: Replicas) -> None:
-        """Give this replica its part of what all of a strategy have."""
+        """Give this replica its part of the value of a strategy."""
         variable = self.variable
         if variable is None:
             self.owner.checkpoint_defer(self.name, value, strategy)
@@ -112,14 +127,14 @@ class Match:
         for replica, component in enumerate(variable.components, first):
             part = value
             if rule is not None:
-                # First cast: shares of an integer add up in its own type only.
+                # Cast before: shares of an integer add up in its own type only.
                 cast = rounded(value, variable.dtype)
                 part = rule.part(cast, strategy.num_replicas_in_sync, replica)
             _store(component, part)
 
     @property
     def _dividing_rule(self) -> AggregationRule | None:
-        # The value is divided, so that the parts of today's replicas combine to it.
+        # Today's replicas get parts that combine to the value.
         if not isinstance(self.variable, SyncOnReadVariable):
             return None
         rule = rule_of(self.variable.aggregation)
@@ -140,25 +155,25 @@ class Match:
         return self.entry.has_rows and not several
 
     def rows(self, strategy: Replicas) -> list[int | None]:
-        """Return the saved row for each replica of this rank; None for none."""
+        """Return the saved row for each replica of this rank, or None."""
         saved = self.entry.shape[0]
         own, count = list(strategy.local_replicas), strategy.num_replicas_in_sync
         if self.entry.per_group:
             own, count = [strategy.split.own], strategy.split.num_groups
         if saved == count:
             return list(own)
-        # Not "error": `match_entries` has refused another number of rows before.
+        # `match_entries` has handled "error".
         chosen = {"first": [0 for _ in own], "cycle": [n % saved for n in own]}
         return list(chosen.get(self.per_replica, [None for _ in own]))
 
 
 def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
-    """Warn of values that another type does not hold; rounding is no loss."""
+    """Warn of values that the new type cannot hold; rounding is no loss."""
     cast = rounded(value, dtype)
     if is_half(dtype) or dtype.kind in "fc":
         lost = np.isfinite(value) & ~np.isfinite(cast)
     else:
-        # By the type of the value: a number that has come back is the same.
+        # A value is lost if it differs after a cast there and back.
         lost = rounded(cast, value.dtype) != value
     if lost.any():
         first = value[lost][0]
@@ -191,11 +206,10 @@ def match_entries(
 ) -> tuple[list[Match], list[str]]:
     """Find for every variable its saved value; the same on every rank.
 
-    Returns one match for each variable, and for each value that its owner keeps for
-    later; and the paths of state that an optimizer had not made yet when it was saved,
-    for `Objects.reset`. The rules are those of `CheckpointManager.restore`;
-    ``num_groups`` is 0 where replicas do not form groups. ValueError for an unknown
-    ``per_replica``, CheckpointMismatchError if anything does not fit, naming all of it.
+    Returns a match for each variable, and for each value that its owner keeps for
+    later; and paths for `Objects.reset`. The rules are those of
+    `CheckpointManager.restore`. Raises ValueError for an unknown ``per_replica``, and a
+    CheckpointMismatchError that names all that does not fit.
     """
     if per_replica not in _POLICIES:
         raise ValueError(
@@ -208,7 +222,7 @@ def match_entries(
         num_groups=num_groups,
         chooses=per_replica != "error",
     )
-    # All problems at once: a restore of a large job is not tried one mistake at a time.
+    # Collect all problems, as it takes long to start a large job again.
     matches, problems, unused, missing = [], [], [], []
     wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
     taken = set()
@@ -226,7 +240,7 @@ def match_entries(
     unmade = objects.unmade(missing, variables, header.entries)
     problems += [f"{p} is not in the checkpoint" for p in missing if p not in unmade]
     others = header.entries.keys() - taken
-    # Sorted: owners are told of the same values in the same order on all replicas.
+    # Sorted, so that owners get values in the same order on all replicas.
     for path in sorted(path for path in others if is_wanted(path, only)):
         owner = objects.owner(path)
         if owner is None:
@@ -252,7 +266,7 @@ def match_entries(
 def is_wanted(path: str, only: Collection[str] | None) -> bool:
     """Whether a path belongs to one of the objects ``only``; None means all.
 
-    The name is what comes first in ``optimizer/iterations``, but ``net`` in
+    The name is the first word, such as ``optimizer``, but ``net`` in
     ``variables/net/w``.
     """
     if only is None:
@@ -262,10 +276,10 @@ def is_wanted(path: str, only: Collection[str] | None) -> bool:
 
 
 def renamed(header: Header, names: Mapping[str, str]) -> Header:
-    """Return what a checkpoint holds under the names that a program has today.
+    """Return a header under the names that a program has today; the same on every rank.
 
-    The same on every rank. Entries keep the path that they have in the file.
-    CheckpointMismatchError if a name is not in the checkpoint, or two things get one.
+    Entries keep their path in the file. CheckpointMismatchError if a name is not in the
+    checkpoint, or two values get one.
     """
     used: set[str] = set()
 
@@ -337,3 +351,80 @@ def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
     if entry.dtype != dtype_name(variable.dtype) and not allow_cast:
         return f"has dtype {entry.dtype}, not {variable.dtype} (pass allow_cast=True)"
     return ""
+
+
+class Sink:
+    """A destination of the bytes of a dataset.
+
+    They go to ``live``, the variable's own bytes, or to a buffer that is assigned when
+    full.
+    """
+
+    def __init__(
+        self, match: Match, extent: Extent, live: Array | Elsewhere | None = None
+    ) -> None:
+        self.match, self.extent = match, extent
+        self.on_device = is_device(live)
+        self.elsewhere = live if is_elsewhere(live) else None
+        self._live = None if is_elsewhere(live) else live
+        self._collected: Array | None = None
+        self._left = extent.nbytes
+
+    def put(
+        self,
+        start: int,
+        data: Array,
+        strategy: Replicas,
+        uploads: Uploads | None = None,
+    ) -> None:
+        """Take bytes of the extent that begin at ``start`` in the file.
+
+        ``uploads`` copies to a GPU; needed if this is ``on_device``.
+        """
+        place = start - self.extent.offset
+        if self.elsewhere is not None:
+            self.elsewhere.write_bytes(place, data)
+            return
+        if self._live is None and self._collected is None:
+            # Allocated with its first bytes: not all values need memory at once.
+            self._collected = np.empty(self.extent.nbytes, np.uint8)
+        target = self._collected if self._live is None else self._live
+        assert target is not None
+        part = target[place : place + data.size]
+        if self.on_device:
+            assert uploads is not None
+            uploads.put(data, part)
+        else:
+            part[:] = data
+        self._left -= data.size
+        if self._left == 0 and self._live is None:
+            self.match.assign(value_of(self.match, self._collected), strategy)
+            self._collected = None
+
+
+def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
+    """Return bytes as the saved value, or a row of it, in native byte order."""
+    dtype = named_dtype(match.entry.dtype)
+    stored = saved_dtype(dtype)
+    raw = np.empty(0, np.uint8) if data is None else data
+    native = raw.view(stored).astype(stored.newbyteorder("="), copy=False)
+    shape = match.entry.shape
+    return native.view(dtype).reshape(shape[1:] if rows else shape)
+
+
+def live_bytes(match: Match) -> Array | Elsewhere | None:
+    """Return the bytes of a variable for a value as it is stored, or None."""
+    variable = match.variable
+    if variable is None or match.divides or sys.byteorder != "little":
+        return None
+    if variable.is_remote:
+        same = dtype_name(variable.dtype) == match.entry.dtype
+        found: Elsewhere | None = pieces_of(variable) if same else None
+        return found
+    component = variable.component
+    fits = (
+        dtype_name(component.dtype) == match.entry.dtype
+        and component.dtype.isnative
+        and component.flags.c_contiguous
+    )
+    return component.reshape(-1).view(np.uint8) if fits else None

@@ -7,10 +7,12 @@ to a limit; what is beyond is read again when its turn comes.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +22,137 @@ from hpcstrat.checkpoint.disk import (
     goes_direct,
     require_descriptors,
 )
-from hpcstrat.checkpoint.file.blocks import Blocks
-from hpcstrat.checkpoint.file.extents import Extent
+from hpcstrat.checkpoint.file.commit_record import Blocks
+from hpcstrat.checkpoint.file.extents import Extent, part_of
 from hpcstrat.checkpoint.file.image import Image, ImageMemory
 from hpcstrat.checkpoint.file.reader import CheckpointFile, read_values
 from hpcstrat.checkpoint.file.schema import named_dtype
-from hpcstrat.checkpoint.restore.block_sharing import BlockDeal, Shared
-from hpcstrat.checkpoint.restore.entry_matching import Match
-from hpcstrat.checkpoint.restore.sinks import Sink, live_bytes, value_of
+from hpcstrat.checkpoint.restore.entry_matching import Match, Sink, live_bytes, value_of
 from hpcstrat.checkpoint.save.part_writer import NUM_THREADS
 from hpcstrat.engine.gpu.transfers import Uploads
+from hpcstrat.engine.topology.segment import Segment
 from hpcstrat.engine.typing import Array, Replicas
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["restore_values"]
+__all__ = ["BlockDeal", "Shared", "restore_values"]
 
-# A replica reads so many bytes once only, and the rest twice.
+_PIECE_BYTES = 8 << 20
+
+
+class BlockDeal:
+    """The blocks that each replica reads, and how many of them it keeps.
+
+    The same on every replica. The replicas with one position in their worker, a column,
+    pass on their blocks between workers. ``own`` are this replica's blocks, ``column``
+    is its position, ``columns`` the number of positions that all workers have; other
+    replicas read nothing. An owner is a number from `rounds`.
+    """
+
+    def __init__(self, blocks: list[int], most_kept: int, strategy: Replicas) -> None:
+        self._blocks = blocks
+        self.most_kept = most_kept
+        self.size = strategy.num_ranks
+        self.column, self.columns, self._worker, self._workers = 0, 1, 0, 1
+        if self.size > 1:
+            topology = strategy.topology
+            self.column = topology.worker_comm.rank
+            # A column needs a replica on each worker, also on the smallest.
+            self.columns = topology.smallest_worker
+            self._worker, self._workers = topology.worker_id, topology.num_workers
+        self._owner = self.column * self._workers + self._worker
+        mine = self._part(self._owner) if self.column < self.columns else ()
+        self.own = [blocks[index] for index in mine]
+
+    def _part(self, owner: int) -> range:
+        return part_of(len(self._blocks), owner, self.columns * self._workers)
+
+    def owns(self, owner: int) -> bool:
+        """Whether this replica is an owner."""
+        return owner == self._owner and self.column < self.columns
+
+    def worker_of(self, owner: int) -> int:
+        return owner % self._workers
+
+    def kept(self, owner: int) -> set[int]:
+        """Return the blocks that an owner keeps; it reads its others again."""
+        indices = self._part(owner)[: self.most_kept]
+        return {self._blocks[index] for index in indices}
+
+    def rounds(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield blocks that are passed on at once: block and owner for each column."""
+        columns = [
+            [
+                (self._blocks[index], owner)
+                for owner in range(first, first + self._workers)
+                for index in self._part(owner)
+            ]
+            for first in range(0, self.columns * self._workers, self._workers)
+        ]
+        # The first owners have as many blocks as the others or one more, so that no
+        # column has more than the one before.
+        for turn in range(len(columns[0])):
+            yield [column[turn] for column in columns if turn < len(column)]
+
+
+class Shared:
+    """Memory of a worker, through which pieces of blocks go: all replicas copy from it.
+
+    Collective over the channel's replicas, inside of its ``moving``. One replica puts
+    at most ``piece_bytes`` there at a time.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        topology = channel.topology
+        self._worker = channel.interruptible(topology.worker_comm)
+        self._across = channel.interruptible(topology.cross_worker_comm)
+        self._several = topology.num_workers > 1
+        self._segment = Segment(self._worker, 0, 2 * _PIECE_BYTES)
+        # The worker with the smallest memory file system decides.
+        self.piece_bytes: int = channel.interruptible(topology.replica_comm).allreduce(
+            self._segment.part_bytes // 2, op=topology.mpi.MIN
+        )
+        self._half = 0
+
+    def _place(self, column: int, nbytes: int) -> Array:
+        segment = self._segment
+        start = segment.common_bytes + column * segment.part_bytes
+        start += self._half * self.piece_bytes
+        return np.frombuffer(segment.buffer, np.uint8, nbytes, start)
+
+    def exchange(
+        self, own: Array | None, pieces: Sequence[range], workers: Sequence[int]
+    ) -> list[Array]:
+        """Show a piece of each column to all replicas.
+
+        Collective over the channel's replicas. ``pieces`` have the lengths, ``workers``
+        the workers that have them; ``own`` is this replica's piece. The result is valid
+        until the next but one call.
+        """
+        column = self._worker.rank
+        # The next pieces go into the other half, as some replicas still copy from this
+        # one; a replica that passes the barrier below has copied all earlier pieces.
+        self._half = 1 - self._half
+        if column < len(pieces) and len(pieces[column]):
+            mine = self._place(column, len(pieces[column]))
+            if own is not None:
+                mine[:] = own
+            if self._several:
+                self._across.Bcast(mine, root=workers[column])
+        self._worker.Barrier()
+        return [self._place(k, len(piece)) for k, piece in enumerate(pieces)]
+
+    def close(self) -> None:
+        """Give back the memory; collective over the replicas of each worker."""
+        self._segment.close()
+
+    def release(self) -> None:
+        """Let go of the memory, where an error has ended all calls."""
+        self._segment.release()
+
+
+# A replica reads so many bytes once, and others twice.
 _KEPT_BYTES = 1 << 30
-# The same where values go elsewhere, whose memory may be all that they fit into.
+# The same for values of servers, which may not fit into this process's memory.
 _KEPT_ON_THE_WAY_BYTES = 64 << 20
 
 
@@ -47,35 +162,39 @@ def restore_values(
     strategy: Replicas,
     memory: ImageMemory,
 ) -> tuple[int, float]:
-    """Give all variables their values; return what this replica has read, and how long.
+    """Give all variables their values; return the bytes read, and the seconds.
 
     Collective over the strategy's replicas, with the matches in the same order on each.
-    Returned are bytes, and the seconds until what was read first had been checked. On
-    every rank CorruptCheckpointError, if any part cannot be read or is damaged, or
-    CheckpointError, if there is no memory or a part cannot be read now: nothing has
-    changed then.
+    Raises on every rank, before anything changes: CorruptCheckpointError if a part is
+    damaged, CheckpointError if there is no memory or a part cannot be read now.
     """
     if file.vouched is None:
         return _restore_unchecked(file, matches, strategy)
     parallel = _ParallelRead(file, matches, strategy, memory)
-    error: Exception | None = None
-    began = time.perf_counter()
     try:
-        try:
-            parallel.read()
-        except CorruptCheckpointError as problem:
-            error = problem
-        except Exception as problem:
-            error = _unreadable(file.path, problem)
-        seconds = time.perf_counter() - began
-        _raise_together(strategy, error, file.path)
+        seconds = _read_together(strategy, file.path, parallel.read)
         return parallel.give_out(), seconds
     finally:
         parallel.close()
 
 
+def _read_together(strategy: Replicas, path: str, read: Callable[[], None]) -> float:
+    """Read on all replicas; return the seconds, or raise on all if one fails."""
+    error: Exception | None = None
+    began = time.perf_counter()
+    try:
+        read()
+    except CorruptCheckpointError as problem:
+        error = problem
+    except Exception as problem:
+        error = _unreadable(path, problem)
+    seconds = time.perf_counter() - began
+    _raise_together(strategy, error, path)
+    return seconds
+
+
 def _unreadable(path: str, problem: Exception) -> CheckpointError:
-    """Return what is raised for a problem that may be the file's, or this process's."""
+    """Return the error to raise for a problem of the file, or of this process."""
     found = f"expected {path} to be readable, found {type(problem).__name__}: {problem}"
     if isinstance(problem, OSError) and problem.errno not in PASSING:
         return CorruptCheckpointError(f"{found}; restore an older checkpoint")
@@ -86,12 +205,12 @@ def _unreadable(path: str, problem: Exception) -> CheckpointError:
 
 
 def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> None:
-    # As class and text: not every error can be pickled, nor needs its traceback.
+    # An error is sent as its class and text, as not all errors pickle.
     mine = error and (type(error), str(error))
     found = strategy.collectives.all_gather_object(mine, f"verdict on {path}")
     bad = sorted(filter(None, found), key=lambda each: each[0] is CheckpointError)
     if bad:
-        # A file that is damaged for one is damaged for all.
+        # A damaged file is the more important error.
         kind, text = bad[0]
         raise kind(text)
 
@@ -102,23 +221,16 @@ def _restore_unchecked(
     """Read a file of format version 1: every replica all of it."""
     wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
     values: dict[str, Array] = {}
-    error: Exception | None = None
-    began = time.perf_counter()
-    try:
-        values = read_values(file.path, wanted)
-    except CorruptCheckpointError as problem:
-        error = problem
-    except Exception as problem:
-        error = _unreadable(file.path, problem)
-    seconds = time.perf_counter() - began
-    _raise_together(strategy, error, file.path)
+    seconds = _read_together(
+        strategy, file.path, lambda: values.update(read_values(file.path, wanted))
+    )
     for match in matches:
         match.assign(values[match.entry.path], strategy)
     return sum(value.nbytes for value in values.values()), seconds
 
 
 class _ParallelRead:
-    """One restore: which blocks this replica reads, and what it makes of all."""
+    """One restore: reads and checks a part of the file, and gives out all of it."""
 
     def __init__(
         self,
@@ -153,14 +265,16 @@ class _ParallelRead:
         self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
-        self._image: Image | None = None
-        self._blocks: Blocks | None = None
+        # From `read` on.
+        self._image: Image
+        self._blocks: Blocks
+        self._open = contextlib.ExitStack()
         self._uploads: Uploads | None = None
         self._threads: list[threading.Thread] = []
         self._nbytes = 0
 
     def _sort(self, match: Match) -> None:
-        """Find out how a value comes: to all, this replica's row alone, or not."""
+        """Note how to read a value: for all, or this replica's row alone."""
         extent = self._file.extents.get(match.entry.path)
         if extent is None:
             self._empty.append(match)
@@ -179,14 +293,16 @@ class _ParallelRead:
             self._sinks.append(Sink(match, extent, live_bytes(match)))
 
     def read(self) -> None:
-        """Read and check this replica's part; nothing changes, nobody is waited for."""
+        """Read and check this replica's part, without any call or change."""
         # Kept blocks are not read again; each thread needs a place more, and one is for
         # blocks that are read again.
         num_kept = min(len(self._own), self._deal.most_kept)
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)
         direct = goes_direct(self._strategy.settings.direct_io, self._file.path)
-        self._blocks = Blocks(self._file.path, self._vouched, direct)
+        self._blocks = self._open.enter_context(
+            Blocks(self._file.path, self._vouched, direct)
+        )
         todo: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         for index, block in enumerate(self._own):
             todo.put((block, index if index < num_kept else -1))
@@ -217,10 +333,10 @@ class _ParallelRead:
         for match, extent in self._rows:
             self._row_values.append((match, self._row(match, extent)))
         if self._deal.size > 1:
-            # For the memory that a worker shares: MPI ends the process without one.
+            # MPI needs them for shared memory, or ends the process.
             require_descriptors()
         if any(sink.on_device for sink in self._sinks):
-            # Memory runs out here, if it does.
+            # This raises if there is no memory, before anything changes.
             self._uploads = Uploads()
 
     def _work(
@@ -229,27 +345,22 @@ class _ParallelRead:
         scratch: int,
         errors: list[BaseException],
     ) -> None:
-        assert self._image is not None
-        assert self._blocks is not None
         while (item := todo.get()) is not None:
             block, index = item
             if errors:
-                # The queue is emptied, so that every thread finds its end.
+                # Empty the queue, so that every thread finds its end.
                 continue
             slot = self._image.slot(scratch if index < 0 else index)
             try:
                 data = self._blocks.read(block, slot)
             except BaseException as error:
-                # Raised by the main thread, which alone can tell the other replicas.
+                # The main thread raises it, as only it can tell the other replicas.
                 errors.append(error)
                 continue
             if index >= 0:
                 self._kept[block] = data
 
     def _row(self, match: Match, extent: Extent) -> Array:
-        """Read this replica's row of a value, block by block."""
-        assert self._image is not None
-        assert self._blocks is not None
         found = np.empty(extent.nbytes, np.uint8)
         slot = self._image.slot(self._image.num_slots - 1)
         for block in self._plan.blocks_of(extent.offset, extent.stop):
@@ -262,10 +373,7 @@ class _ParallelRead:
         return value_of(match, found, rows=True)
 
     def give_out(self) -> int:
-        """Show every block to all, and put what is in it where it goes.
-
-        Collective over the strategy's replicas.
-        """
+        """Show every block to all, and put its values into variables; collective."""
         what = f"values of {self._file.path}"
         # From here on variables change: all replicas have read and checked their part.
         self._strategy.collectives.barrier(what)
@@ -291,7 +399,7 @@ class _ParallelRead:
                 self._uploads.end()
         if shared is not None:
             shared.close()
-        # After the last exchange, so that nothing is between these and the end.
+        # After the last exchange, so that no call can fail between these.
         for match, row in self._row_values:
             match.assign_row(row, self._strategy)
         for match in self._empty:
@@ -301,8 +409,7 @@ class _ParallelRead:
     def _share(
         self, shared: Shared, group: list[tuple[int, int]], parts: list[range]
     ) -> None:
-        """Pass a block of each column through the memory that a worker shares."""
-        # All take as many rounds as the longest part, since each is a call of all.
+        # Each round is a collective call: the longest part says how many there are.
         longest = max(map(len, parts))
         for done in range(0, longest, shared.piece_bytes):
             pieces = [part[done : done + shared.piece_bytes] for part in parts]
@@ -319,7 +426,7 @@ class _ParallelRead:
                 self._put(piece, data, piece.start)
 
     def _trimmed(self, block: int) -> range:
-        """Return the bytes of a block that are wanted, by their place in the file."""
+        """Return the range of a block's bytes in the file that are wanted."""
         start, stop = self._plan.span(block)
         first, last = self._sinks_in(start, stop)
         low = max(start, self._starts[first])
@@ -330,7 +437,7 @@ class _ParallelRead:
         return first, bisect.bisect_left(self._starts, stop)
 
     def _put(self, piece: range, data: Array, start: int) -> None:
-        """Put bytes of the file, of which the first is at ``start``, into variables."""
+        """Put bytes of the file, which begin at ``start``, into variables."""
         first, last = self._sinks_in(piece.start, piece.stop)
         for sink in self._sinks[first:last] if len(piece) else ():
             low = max(piece.start, sink.extent.offset)
@@ -346,8 +453,6 @@ class _ParallelRead:
         error: Exception | None = None
         for block, owner in again:
             if self._deal.owns(owner):
-                assert self._image is not None
-                assert self._blocks is not None
                 try:
                     slot = self._image.slot(self._image.num_slots - 1)
                     self._kept[block] = self._blocks.read(block, slot)
@@ -358,13 +463,10 @@ class _ParallelRead:
         _raise_together(self._strategy, error, self._file.path)
 
     def close(self) -> None:
-        """Give back the file, and lend the memory."""
         self._kept.clear()
-        self._image = None
         if any(thread.is_alive() for thread in self._threads):
             # Interrupted: they still read into it.
             self._memory.leave()
         else:
             self._memory.lend()
-        if self._blocks is not None:
-            self._blocks.close()
+        self._open.close()

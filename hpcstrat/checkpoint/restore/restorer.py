@@ -46,11 +46,11 @@ class Restorer:
     def restore(
         self, path: str | None, rename: Mapping[str, str], **rules: Any
     ) -> int | None:
-        """Restore a checkpoint, or the newest that can be read; return its step.
+        """Restore a checkpoint, or the newest readable one; return its step, or None.
 
-        Collective over the strategy's replicas. None where there is none. ``rename``
-        leads from saved paths to today's; ``rules`` are those of `match_entries`.
-        CheckpointError on every rank, before any variable changes.
+        Collective over the strategy's replicas. ``rename`` leads from saved paths to
+        today's; ``rules`` are those of `match_entries`. Raises CheckpointError on every
+        rank, before any variable changes.
         """
         began = time.perf_counter()
         if self._collectives.channel is not None:
@@ -101,7 +101,7 @@ class Restorer:
         rules: dict[str, Any],
     ) -> int:
         variables, split = self._objects.variables(), self._strategy.split
-        # Ranks that would restore something else, or otherwise, find out here.
+        # Ranks compare here what they restore, and how.
         how = {**rules, "rename": dict(rename)}
         self._collectives.barrier(
             f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
@@ -137,7 +137,7 @@ class Restorer:
             nbytes=nbytes,
             seconds=time.perf_counter() - began,
             read_seconds=read_seconds,
-            # By the paths in the file, not by those that rename has given.
+            # These are paths in the file, before ``rename``.
             unused=tuple(sorted(file.header.entries.keys() - taken)),
             passed_over=tuple(passed_over),
         )

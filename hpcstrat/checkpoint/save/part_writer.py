@@ -37,11 +37,11 @@ RING_SLOTS = 4
 
 
 class PartWriter:
-    """Writes this replica's blocks of a file, which exists.
+    """Writes this replica's blocks of a file that exists.
 
-    ``image`` holds `RING_SLOTS` blocks, or all of them where they are copied ahead.
-    ``then`` is called at the end, by the last thread. The writes are spread over
-    ``spread_seconds`` while nobody joins the threads.
+    ``image`` has `RING_SLOTS` places, or one for each block where all are copied ahead.
+    The last thread calls ``then`` at the end. Writes are spread over ``spread_seconds``
+    while nobody joins the threads.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class PartWriter:
         self._direct = direct
         self._then = then
         self._spread = spread_seconds
-        # More hardly gain: one core moves a good part of what the memory can.
+        # More threads gain little: one core uses much of the memory's speed.
         self._copiers = min(num_cores, _MOST_COPIERS)
-        # Else all threads would have their first block ready late, and together.
+        # With more, all threads would have their first block ready late.
         self._cores = threading.Semaphore(num_cores)
         self._hurry = threading.Event()
         self._file = -1
@@ -79,7 +79,7 @@ class PartWriter:
         self._arrivals: dict[int, Arrival] = {}
         self._values: Mapping[str, Source] = {}
         self._ahead = False
-        # Numbers of blocks, each with the place that it has been copied to, or None.
+        # Blocks by number, with the place of their copy, or None.
         self._todo: SimpleQueue[tuple[int, int | None] | None] = SimpleQueue()
         # Free places.
         self._free: SimpleQueue[int] = SimpleQueue()
@@ -89,11 +89,10 @@ class PartWriter:
         self._began = 0.0
 
     def start(self, values: Mapping[str, Source], *, ahead: bool) -> None:
-        """Have all blocks written.
+        """Start to write all blocks.
 
-        If ``ahead``, all are copied here, so that values may change on return: those in
-        the memory of a GPU by what its current stream is given from then on. Otherwise
-        they may not before `join` has returned.
+        If ``ahead``, all are copied here, and values may change on return, those of a
+        GPU by later work of its current stream; otherwise only after `join`.
         """
         self._ahead = ahead
         asks = any(map(is_elsewhere, values.values()))
@@ -102,9 +101,10 @@ class PartWriter:
                 if self.blocks:
                     self._file = open_to_write(self.path, self._direct)
                 if ahead:
-                    self._copy_all(values, asks)
+                    with self._timed("copy"):
+                        self._copy_all(values, asks)
         finally:
-            # Sums and others' rows need not stay in memory once all is copied.
+            # Values that are copied need not stay in memory.
             self._values = {} if ahead else values
             feeds = asks and not ahead and self.error is None
             if not feeds:
@@ -120,7 +120,7 @@ class PartWriter:
                     self._todo.put(None)
 
     def _feed(self) -> None:
-        """Copy block after block, each to a place that has become free."""
+        """Copy each block to a place that has become free."""
         for slot in range(RING_SLOTS):
             self._free.put(slot)
         with self._telling():
@@ -133,9 +133,9 @@ class PartWriter:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Have all replicas learn of an error, and raise together at the end.
+        """Keep an error for the end, when all replicas raise together.
 
-        What loses a server, or ends the program, is raised at once, too.
+        An error that loses a server, or ends the program, is raised at once, too.
         """
         try:
             yield
@@ -145,8 +145,6 @@ class PartWriter:
                 raise
 
     def _copy_all(self, values: Mapping[str, Source], asks: bool) -> None:
-        begin = time.perf_counter()
-
         def copy(index: int) -> list[tuple[Array, Array]]:
             return fill(self._image.slot(index), self.plan, self.blocks[index], values)
 
@@ -164,7 +162,6 @@ class PartWriter:
                     locked = self._image.lock(index)
                     self._arrivals[index] = self._downloads.fetch(pairs, locked)
             self._downloads.end()
-        self.seconds["copy"] = time.perf_counter() - begin
 
     def _start_threads(self, wanted: int) -> None:
         self._began = time.perf_counter()
@@ -199,7 +196,7 @@ class PartWriter:
         self._leave(1)
 
     def _made(self, index: int, slot: int | None, number: int) -> memoryview:
-        """Return a block, hashed, and copied if it is not; ``number`` is the thread."""
+        """Return a block, copied and hashed; ``number`` is the thread."""
         if self._ahead:
             self._await_turn(index)
             self._await_copy(index)
@@ -218,13 +215,11 @@ class PartWriter:
     def _await_copy(self, index: int) -> None:
         arrival = self._arrivals.get(index)
         if arrival is not None:
-            begin = time.perf_counter()
-            arrival.wait()
-            with self._lock:
-                self.seconds["copy"] += time.perf_counter() - begin
+            with self._timed("copy"):
+                arrival.wait()
 
     def _leave(self, count: int) -> None:
-        """Take note of threads that have nothing more to do."""
+        """Note that threads have ended; the last one ends the part."""
         with self._lock:
             self._left -= count
             last = self._left == 0
@@ -232,28 +227,31 @@ class PartWriter:
             self._end()
 
     def _copy(self, block: int, slot: int) -> None:
-        begin = time.perf_counter()
-        missing = fill(self._image.slot(slot), self.plan, block, self._values)
-        if missing:
-            assert self._downloads is not None
-            self._downloads.fetch(missing, self._image.lock(slot)).wait()
-        with self._lock:
-            self.seconds["copy"] += time.perf_counter() - begin
+        with self._timed("copy"):
+            missing = fill(self._image.slot(slot), self.plan, block, self._values)
+            if missing:
+                assert self._downloads is not None
+                self._downloads.fetch(missing, self._image.lock(slot)).wait()
 
     def _hashed(self, index: int, slot: int) -> memoryview:
         start, stop = self.plan.span(self.blocks[index])
         data = self._image.slot(slot)[: stop - start].data
-        begin = time.perf_counter()
-        self.hashes[index] = block_hash(data)
-        with self._lock:
-            self.seconds["hash"] += time.perf_counter() - begin
+        with self._timed("hash"):
+            self.hashes[index] = block_hash(data)
         return data
 
     def _write(self, index: int, data: memoryview) -> None:
+        with self._timed("write"):
+            write_all(self._file, data, self.plan.span(self.blocks[index])[0])
+
+    @contextlib.contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
         begin = time.perf_counter()
-        write_all(self._file, data, self.plan.span(self.blocks[index])[0])
-        with self._lock:
-            self.seconds["write"] += time.perf_counter() - begin
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[kind] += time.perf_counter() - begin
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -271,35 +269,31 @@ class PartWriter:
             self._fail(error)
         self._values, self._downloads = {}, None
         self._arrivals.clear()
-        # Its owner holds this: without a cycle, both are freed together.
+        # Break the cycle with the owner, so that both are freed at once.
         then, self._then = self._then, None
         self.done.set()
         if then is not None:
             then(self)
 
     def _flush(self) -> None:
-        begin = time.perf_counter()
         try:
-            if self.error is None:
-                flush(self._file)
-                if not self._direct:
-                    first, last = self.blocks[0], self.blocks[-1]
-                    start, stop = self.plan.span(first)[0], self.plan.span(last)[1]
-                    forget_pages(self._file, start, stop)
+            with self._timed("flush"):
+                if self.error is None:
+                    flush(self._file)
+                    if not self._direct:
+                        first, last = self.blocks[0], self.blocks[-1]
+                        start, stop = self.plan.span(first)[0], self.plan.span(last)[1]
+                        forget_pages(self._file, start, stop)
         finally:
             os.close(self._file)
             self._file = -1
-            self.seconds["flush"] = time.perf_counter() - begin
 
     def ended(self) -> bool:
-        """Whether the threads have ended; not yet while they clean up."""
+        """Whether the threads have ended, and cleaned up."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for the threads, at most so long; return whether they have ended.
-
-        They write as fast as they can from now on.
-        """
+        """Let the threads hurry, and wait; return whether they have ended."""
         self._hurry.set()
         for thread in self._threads:
             thread.join(seconds)

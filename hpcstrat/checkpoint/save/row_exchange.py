@@ -1,8 +1,7 @@
-"""Values of which each replica, or each group of them, has a row of its own.
+"""Values of which each replica, or each group of replicas, has its own row.
 
-Each replica writes its row, those of a group a part each. Blocks are hashed as
-a whole, so that the replica whose block holds bytes of other rows, too, is sent these,
-and no others.
+Each replica writes its row; the replicas of a group write a part each. Blocks are
+hashed as a whole, so that the writer of a block receives the bytes of other rows in it.
 """
 
 from __future__ import annotations
@@ -20,39 +19,36 @@ from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["DatasetRows", "exchange_rows"]
 
-# Size of the blocks whose rows are sent at a time: no buffer is larger.
+# Rows of so many bytes of blocks are sent at a time, in buffers of this size.
 _ROUND_BYTES = 256 << 20
 
 
 class DatasetRows:
-    """The bytes that a replica has, or is sent, of a dataset with a row for each.
-
-    ``row`` is which of the rows ``own`` is.
-    """
+    """This replica's bytes of a dataset with rows; ``row`` is the number of ``own``."""
 
     def __init__(self, extent: Extent, row: int, own: Array) -> None:
         self.extent = extent
         self._each, self.row, self._own = extent.row_bytes, row, own
-        # Pieces with bytes of other rows, by where they begin.
+        # Pieces with bytes of other rows, by their first byte.
         self._mixed: dict[int, Array] = {}
-        # From the memory of a GPU, and where in host memory it has to go.
+        # Pairs: bytes in the memory of a GPU, and host memory for them.
         self.missing: list[tuple[Array, Array]] = []
 
     def __getitem__(self, source: slice, /) -> Array:
-        """Return a view of a piece of this replica's row, or that was `prepare`d."""
+        """Return a view of a piece of this row, or of a `prepare`d one."""
         mixed = self._mixed.get(source.start)
         return self.own(source) if mixed is None else mixed
 
     def own(self, source: slice) -> Array:
-        """Return a view of what of a piece is in this replica's row; may be empty."""
+        """Return this row's bytes of a piece, as a view; maybe none."""
         before = self.row * self._each
         low, high = max(source.start - before, 0), max(source.stop - before, 0)
         return self._own[low:high]
 
     def sent(self, source: slice) -> Array:
-        """Return what of a piece is this replica's, in host memory, for a message.
+        """Return this replica's bytes of a piece, in host memory, for a message.
 
-        What comes from a GPU is not there before the pairs of ``missing`` are copied.
+        Bytes of a GPU are there when the pairs of ``missing`` are copied.
         """
         own = self.own(source)
         if not is_device(own):
@@ -62,9 +58,9 @@ class DatasetRows:
         return there
 
     def prepare(self, source: slice) -> Iterator[tuple[int, Array]]:
-        """Make room for a piece, if it is not in this replica's row alone.
+        """Make room for a piece, unless it is in this replica's row alone.
 
-        Yields the other rows of which it holds bytes, and where these are to go.
+        Yields the other rows of the piece, and where their bytes go.
         """
         first, last = source.start // self._each, (source.stop - 1) // self._each
         if first == last == self.row:
@@ -86,7 +82,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """The rows that go from replica to replica at a time, by the other replica."""
+    """The rows that are exchanged at once, by the other replica."""
 
     sent: list[list[Array]]
     received: list[list[Array]]
@@ -102,11 +98,10 @@ def exchange_rows(
 ) -> dict[str, DatasetRows]:
     """Send bytes of rows to the replicas whose blocks they are in.
 
-    Collective over the strategy's replicas. ``values`` are this replica's rows;
-    returned is what this replica writes of each, which refers to these arrays.
-    ``fetch`` copies from the memory of a GPU and waits for it (`Downloads.fetch`):
-    messages between replicas go through host memory. Raises on every rank where one has
-    no memory.
+    Collective over the strategy's replicas; raises on every rank where one has no
+    memory. ``values`` are this replica's rows; what is returned refers to these arrays.
+    ``fetch`` copies from the memory of a GPU (`Downloads.fetch`): messages go through
+    host memory.
     """
     collectives, what = strategy.collectives, f"exchange of rows for the save of {name}"
     place = strategy.replica_id, strategy.num_replicas_in_sync
@@ -122,7 +117,7 @@ def exchange_rows(
         missing = [pair for row in rows.values() for pair in row.missing]
         if fetch is not None and missing:
             fetch(missing)
-        # Memory runs out here, if it does, and not between the messages.
+        # These raise if there is no memory, before any message.
         sent = np.empty(max((_size(r.sent) for r in rounds), default=0), np.uint8)
         received = np.empty(
             max((_size(r.received) for r in rounds), default=0), np.uint8
@@ -139,7 +134,7 @@ def exchange_rows(
 
 
 def _mixed_blocks(plan: FileLayout, owners: Array) -> list[int]:
-    """Return the blocks that hold bytes of other rows than their replica's."""
+    """Return the blocks that hold bytes of rows that their writer does not have."""
     found = set()
     for extent in plan.extents:
         if not extent.num_rows:
@@ -156,9 +151,9 @@ def _mixed_blocks(plan: FileLayout, owners: Array) -> list[int]:
 def _rounds(
     plan: FileLayout, rows: Mapping[str, DatasetRows], place: tuple[int, int]
 ) -> list[_Round]:
-    """Return what this replica sends and receives; as many rounds on every replica."""
+    """Return the bytes that this replica sends and receives in each round."""
     rank, size = place
-    # All replicas compute the same owners and blocks, so that no message says them.
+    # All replicas compute the same owners and blocks, without a message.
     owners = np.zeros(plan.num_blocks, np.intp)
     for owner, part in enumerate(plan.parts(size)):
         owners[list(part)] = owner

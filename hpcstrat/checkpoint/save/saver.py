@@ -3,7 +3,7 @@
 Replica 0 makes the file; every replica copies its blocks, which threads hash and write;
 replica 0 commits when all parts are on the disk. The main threads meet twice: at the
 start, and when the save is asked for again, by `wait`, another save or `close`. A save
-in the background is committed without the second meeting, too: see `verdicts`.
+in the background is committed without the second meeting, too: see `PendingSave`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ from hpcstrat.checkpoint.keep.folder import Folder, identity_of, temporary_name
 from hpcstrat.checkpoint.keep.retention import Retention
 from hpcstrat.checkpoint.outcomes import SaveStatistics
 from hpcstrat.checkpoint.save.part_writer import KINDS_OF_WORK, RING_SLOTS
-from hpcstrat.checkpoint.save.pending_save import NewFile, PendingSave, SaveOptions
-from hpcstrat.checkpoint.save.publication import Publication, Target
+from hpcstrat.checkpoint.save.pending_save import (
+    NewFile,
+    PendingSave,
+    Publication,
+    SaveOptions,
+)
 from hpcstrat.checkpoint.save.row_exchange import DatasetRows, exchange_rows
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.engine.arrays.kinds import is_device
@@ -78,18 +82,17 @@ class Saver:
         """Save, or start to; no save may be under way.
 
         Collective over the strategy's replicas; raises CheckpointError on every rank.
-        ``values`` are logical ones, but of values with a row for each replica this
-        one's row. They may change on return: those in the memory of a GPU by what its
-        current stream is given from then on. ``compare`` finds out whether they may be
-        saved, while the file is being made or, where the caller waits for the end,
-        written; it is collective, too.
+        ``values`` are logical ones, or this replica's rows. They may change on return,
+        those of a GPU by later work of its current stream. ``compare``, which is
+        collective, runs while the file is being made, or written where the caller
+        waits.
         """
         publications: list[Publication] = []
         try:
             file = self._made(
                 order,
                 partial(self._make, order, header, publications),
-                compare if order.asynchronous else _nothing,
+                compare if order.asynchronous else lambda: None,
             )
         except BaseException as error:
             for publication in publications:
@@ -140,7 +143,7 @@ class Saver:
         self.finish()
 
     def _from_device(self, values: Mapping[str, Array]) -> Downloads | None:
-        """Return what copies values from a GPU; None where none is there."""
+        """Return a copier of values from a GPU; None if none is there."""
         if not any(map(is_device, values.values())):
             return None
         if self._downloads is None:
@@ -153,10 +156,10 @@ class Saver:
         make: Callable[[], NewFile],
         compare: Callable[[], None],
     ) -> NewFile:
-        """Have replica 0 make the file, and compare meanwhile."""
+        """Let replica 0 make the file, and compare meanwhile."""
         with ThreadPoolExecutor(1, "hpcstrat-make") as pool:
             if self._strategy.replica_id == 0:
-                # It is made when all meet where the system gives no more threads.
+                # If the system gives no more threads, it is made when all meet.
                 with suppress(RuntimeError):
                     make = pool.submit(make).result
             compare()
@@ -166,7 +169,7 @@ class Saver:
     def _rows(
         self, save: PendingSave, values: Mapping[str, Array]
     ) -> dict[str, DatasetRows]:
-        """Return what this replica writes of values with a row for each replica."""
+        """Return the rows of values that this replica writes."""
         if not save.plan.has_rows:
             return {}
         try:
@@ -182,7 +185,7 @@ class Saver:
             raise
 
     def _drop(self, save: PendingSave, error: BaseException) -> None:
-        """Give up a save, which is not published before all have met, on this rank."""
+        """Give up a save on this rank."""
         self._current = None
         if save.publication is not None:
             save.publication.drop(error)
@@ -198,8 +201,8 @@ class Saver:
     ) -> NewFile:
         """Make the file; on replica 0, in a thread.
 
-        The publication goes to the list at once: if another replica fails, or the
-        caller is interrupted, nobody gets what this returns, and the file must go.
+        The publication goes to the list at once: after an error or an interrupt nobody
+        gets the result, and the file must go.
         """
         path = order.path
         damaged = self._retention.is_damaged
@@ -222,18 +225,21 @@ class Saver:
             self._directory, temporary_name(os.path.basename(path))
         )
         room = room_bytes(plan, self._strategy.num_ranks) if order.asynchronous else 0
-        target = Target(
+        publication = Publication(
             path=path,
             temporary=temporary,
             replaces=replaces,
             found=identity_of(path),
             abandoned=[(p, identity_of(p)) for p in every if order.abandons],
             retention=self._retention,
+            header=header,
+            skeleton=skeleton,
+            created_unix_ns=time.time_ns(),
         )
-        # Here, so that a save that is refused leaves no folder behind.
+        # Not before, so that a save that is refused makes no folder.
         self._folder.make()
         create(temporary, plan.size + room)
-        publications.append(Publication(target, header, skeleton, time.time_ns()))
+        publications.append(publication)
         return NewFile(
             temporary,
             secrets.token_bytes(NONCE_BYTES),
@@ -244,7 +250,7 @@ class Saver:
         )
 
     def _skeleton(self, header: Header, python: Mapping[str, bytes]) -> Skeleton:
-        """Return the structures: those of a save before, or new ones."""
+        """Return the structures of an earlier save that fit, or new ones."""
         known = [each for each in self._skeletons if each.fits(header, python)]
         others = [each for each in self._skeletons if each not in known]
         # Both skeletons stay where two kinds of saves take turns, as with metrics.
@@ -259,8 +265,7 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save is still being written, or old files freed, on some replica.
 
-        Collective over the strategy's replicas if a save is under way; the same
-        everywhere.
+        Collective over the strategy's replicas if a save is under way.
         """
         save = self._current
         if save is None:
@@ -269,7 +274,7 @@ class Saver:
         votes = self._strategy.collectives.all_gather_object(
             (ended, save.failed), f"whether the save of {save.order.path} is done"
         )
-        # The others may wait for the part of a replica on which the save has failed.
+        # If the save has failed on a replica, others may wait for its part.
         return not all(ended for ended, _ in votes) and not any(
             failed for _, failed in votes
         )
@@ -277,8 +282,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until a save is durable, if there is one.
 
-        Collective over the strategy's replicas; raises CheckpointError on every rank,
-        if it failed on any.
+        Collective over the strategy's replicas; raises CheckpointError on every rank.
         """
         save = self._current
         if save is None:
@@ -311,7 +315,7 @@ class Saver:
             conclude = partial(_conclude, save, hashes, wrong)
             total = on_rank_0(self._strategy, what, conclude)
         except BaseException as problem:
-            # A rank may have been lost: nobody would come back to this file.
+            # If a rank was lost, nobody would finish this file.
             self._drop(save, problem)
             raise
         self._account(save, [part[1] for _, part in parts], total)
@@ -319,7 +323,7 @@ class Saver:
     def _account(
         self, save: PendingSave, seconds: list[dict[str, float]], total: float
     ) -> None:
-        """Say what a save has cost; ``seconds`` are those of each replica's threads."""
+        """Note the cost of a save; ``seconds`` are those of each replica's threads."""
         asynchronous = save.order.asynchronous
         self.last = SaveStatistics(
             path=save.order.path,
@@ -338,10 +342,7 @@ class Saver:
             get_logger("checkpoint").info("saved %s", self.last)
 
     def close(self) -> None:
-        """Finish, and give back all memory.
-
-        Collective over the strategy's replicas; raises as `finish` does.
-        """
+        """Finish, and give back all memory; as `finish`."""
         try:
             self.finish()
         finally:
@@ -352,10 +353,9 @@ class Saver:
 
 
 def _num_cores(strategy: Replicas) -> int:
-    """Return how many cores are there for this replica."""
     if strategy.num_ranks > 1:
         return int(strategy.topology.cores_each)
-    # Not all ranks are known of a job in which each has a strategy of its own.
+    # Other ranks of the job may have strategies of their own.
     alone = launch_from_environment().size <= 1
     return len(os.sched_getaffinity(0)) if alone else 1
 
@@ -363,7 +363,7 @@ def _num_cores(strategy: Replicas) -> int:
 def _sources(
     values: Mapping[str, Any], rows: Mapping[str, DatasetRows]
 ) -> dict[str, Source]:
-    """Return what has the bytes of each value: rows, other processes, or arrays."""
+    """Return the source of each value's bytes: rows, servers, or arrays."""
     rest = {path: value for path, value in values.items() if path not in rows}
     return {
         **rows,
@@ -371,12 +371,8 @@ def _sources(
     }
 
 
-def _nothing() -> None:
-    pass
-
-
 def _conclude(save: PendingSave, hashes: list[bytes], wrong: list[str]) -> float:
-    """Publish, if the thread has not, on replica 0; return how long it all took."""
+    """Publish on replica 0, unless its thread has; return the seconds of the save."""
     publication = save.publication
     assert publication is not None
     # A replica whose part is empty may fail without harm.

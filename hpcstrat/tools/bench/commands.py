@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from hpcstrat.checkpoint.bench.scratch import scratch
+from hpcstrat.checkpoint.bench import scratch
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.engine.settings import Settings
 from hpcstrat.errors import CheckpointError, TopologyError

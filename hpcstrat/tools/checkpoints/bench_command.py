@@ -12,9 +12,14 @@ from typing import Any
 
 import click
 
-from hpcstrat.checkpoint.bench.scratch import scratch
-from hpcstrat.checkpoint.bench.ways import STRIPE_BYTES, MeasuredWay, compare
-from hpcstrat.checkpoint.bench.writers import Writers, run_in_threads
+from hpcstrat.checkpoint.bench import (
+    STRIPE_BYTES,
+    MeasuredWay,
+    Writers,
+    compare,
+    run_in_threads,
+    scratch,
+)
 from hpcstrat.checkpoint.disk import file_system_name, is_local
 from hpcstrat.checkpoint.file.extents import choose_block_bytes
 from hpcstrat.cluster_resolver import launch_from_environment

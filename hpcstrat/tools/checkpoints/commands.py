@@ -10,8 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
-from hpcstrat.checkpoint.file.other_files import NoCheckpointError
-from hpcstrat.checkpoint.file.reader import read_values
+from hpcstrat.checkpoint.file.reader import NoCheckpointError, read_values
 from hpcstrat.checkpoint.file.schema import (
     Entry,
     Header,

@@ -26,9 +26,9 @@ __all__ = ["export", "import_"]
 
 # For each format: endings of file names, and the module that reads and writes them.
 _FORMATS = {
-    "npz": ((".npz",), "checkpoint.exchange.plain_files"),
-    "h5": ((".h5", ".hdf5"), "checkpoint.exchange.plain_files"),
-    "safetensors": ((".safetensors",), "checkpoint.exchange.safetensors_file"),
+    "npz": ((".npz",), "checkpoint.exchange"),
+    "h5": ((".h5", ".hdf5"), "checkpoint.exchange"),
+    "safetensors": ((".safetensors",), "checkpoint.exchange"),
     "torch": ((".pt", ".pth"), "integrations.torch.torch_files"),
     "keras": ((".keras", ".weights.h5"), "integrations.keras.keras_files"),
 }

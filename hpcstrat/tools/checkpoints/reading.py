@@ -11,7 +11,7 @@ from typing import Any
 import click
 import numpy as np
 
-from hpcstrat.checkpoint.file.blocks import Blocks
+from hpcstrat.checkpoint.file.commit_record import Blocks
 from hpcstrat.checkpoint.file.image import Image
 from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
 from hpcstrat.checkpoint.file.schema import Header, named_dtype

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.file import blocks, image
+from hpcstrat.checkpoint.file import commit_record, image
 from hpcstrat.checkpoint.file.image import ImageMemory
 from hpcstrat.checkpoint.restore import parallel_read
 from hpcstrat.checkpoint.save import part_writer, pending_save
@@ -82,7 +82,7 @@ def test_memory_of_an_interrupted_restore_is_left_to_its_threads(
     manager = hs.CheckpointManager(folder, x=x)
     x.assign(np.full(count, 1.0))
     manager.save(1)
-    may_read, read = threading.Event(), blocks.read_into
+    may_read, read = threading.Event(), commit_record.read_into
     reading: list[threading.Thread] = []
 
     def late(*args: Any) -> None:
@@ -95,7 +95,7 @@ def test_memory_of_an_interrupted_restore_is_left_to_its_threads(
 
     # On all ranks, as the launcher does it.
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "read_into", late)
+        patch.setattr(commit_record, "read_into", late)
         patch.setattr(parallel_read.threading.Thread, "join", interrupt)
         with pytest.raises(KeyboardInterrupt):
             manager.restore()
@@ -226,7 +226,7 @@ def test_what_a_rank_lacks_is_not_the_fault_of_the_file(
                 *{
                     "memory": (ImageMemory, "image", _broken),
                     "threads": (parallel_read.threading.Thread, "start", none),
-                    "data": (blocks, "read_into", _broken),
+                    "data": (commit_record, "read_into", _broken),
                 }[what]
             )
         with pytest.raises(CheckpointError, match="try again") as caught:

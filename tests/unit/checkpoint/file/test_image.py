@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 import hpcstrat as hs
 from hpcstrat.checkpoint import disk
 from hpcstrat.checkpoint.disk import PAGE_BYTES
-from hpcstrat.checkpoint.file.blocks import Blocks
 from hpcstrat.checkpoint.file.commit_record import (
+    Blocks,
     read_verdict,
     room_bytes,
     write_verdict,
@@ -690,22 +690,20 @@ def test_a_lost_record_makes_no_file_of_version_1(copied: Path) -> None:
 def test_file_of_another_job_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpcstrat.checkpoint.save import publication
-
     managers = [
         hs.CheckpointManager(tmp_path, x=hs.Variable(float(number)))
         for number in range(2)
     ]
     managers[0].save(5)
     # Between a look and a rename nothing can be excluded; before the look, it is.
-    replaces = publication.Publication._replaces
+    replaces = pending_save.Publication._replaces
 
     def looked(self: Any) -> bool:
-        monkeypatch.setattr(publication.Publication, "_replaces", replaces)
+        monkeypatch.setattr(pending_save.Publication, "_replaces", replaces)
         managers[1].save(5, overwrite=True)
         return replaces(self)
 
-    monkeypatch.setattr(publication.Publication, "_replaces", looked)
+    monkeypatch.setattr(pending_save.Publication, "_replaces", looked)
     with pytest.raises(CheckpointError, match="another job"):
         managers[0].save(5, overwrite=True)
     assert len(listed(tmp_path)) == 1

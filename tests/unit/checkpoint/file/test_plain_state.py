@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.file import contents, skeleton
+from hpcstrat.checkpoint.file import reader, skeleton
 from hpcstrat.checkpoint.file.plain_state import as_text, from_text, is_typed
 
 
@@ -205,7 +205,7 @@ def test_state_that_readers_would_refuse_is_not_saved(
     monkeypatch.setattr(skeleton, "MOST_STATE_BYTES", 4096)
     with pytest.raises(hs.CheckpointError, match="most of it from 'counter'"):
         manager.save(2)
-    monkeypatch.setattr(contents, "MOST_STATE_BYTES", 4096)
+    monkeypatch.setattr(reader, "MOST_STATE_BYTES", 4096)
     with pytest.raises(hs.CheckpointError, match="8,192 bytes in python"):
         manager.restore(manager.checkpoints[0])
 

@@ -19,7 +19,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import disk
-from hpcstrat.checkpoint.file import contents, index, skeleton
+from hpcstrat.checkpoint.file import reader, schema, skeleton
 from hpcstrat.checkpoint.file.reader import open_checkpoint, read_header
 from hpcstrat.checkpoint.file.schema import (
     FORMAT_VERSION,
@@ -368,7 +368,7 @@ def test_files_without_an_index_are_read_as_those_with_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_index = open_checkpoint(str(path))
-    monkeypatch.setattr(contents, "_index", lambda file, vouched: None)
+    monkeypatch.setattr(reader, "_index", lambda file, vouched: None)
     without = open_checkpoint(str(path))
     assert repr(without.header) == repr(with_index.header)
     assert without.extents == with_index.extents
@@ -377,7 +377,7 @@ def test_files_without_an_index_are_read_as_those_with_one(
 def test_too_many_variables_for_an_index_are_saved_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "MOST_INDEX_BYTES", 4096)
+    monkeypatch.setattr(schema, "MOST_INDEX_BYTES", 4096)
     variables = [hs.Variable(np.float64(k)) for k in range(200)]
     manager = hs.CheckpointManager(tmp_path, parts=variables)
     path = manager.save(1)
@@ -420,7 +420,7 @@ def test_unknown_aggregation_is_no_checkpoint(
         median = type("Median", (), {"name": "MEDIAN"})()
         patch.setattr(x, "aggregation", median)
         if not indexed:
-            patch.setattr(index, "MOST_INDEX_BYTES", 0)
+            patch.setattr(schema, "MOST_INDEX_BYTES", 0)
         path = manager.save(1)
     with pytest.raises(
         hs.errors.CorruptCheckpointError, match=r"variables/x.*'median'"

@@ -22,14 +22,14 @@ from hpcstrat.checkpoint.file import skeleton
 from hpcstrat.checkpoint.file.reader import read_header, read_root
 from hpcstrat.checkpoint.file.schema import FORMAT_VERSION, checkpoint_name
 from hpcstrat.checkpoint.keep import retention
-from hpcstrat.checkpoint.keep.keep_rules import (
+from hpcstrat.checkpoint.keep.retention import (
     Found,
     KeepRules,
+    best_path,
     checked_metrics,
     kept,
     ranked,
 )
-from hpcstrat.checkpoint.keep.retention import best_path
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError
 
 NOW = 1_790_000_000_000_000_000
@@ -432,7 +432,7 @@ def test_nothing_is_removed_before_the_new_one_is_there(
         remove(which)
 
     monkeypatch.setattr(retention, "remove", noted)
-    monkeypatch.setattr("hpcstrat.checkpoint.save.publication.publish", _full)
+    monkeypatch.setattr("hpcstrat.checkpoint.save.pending_save.publish", _full)
     with pytest.raises(CheckpointError, match="No space left"):
         manager.save(2)
     assert manager.checkpoints == [path]

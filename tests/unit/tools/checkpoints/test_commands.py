@@ -25,8 +25,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.bench import ways
-from hpcstrat.checkpoint.bench.ways import MeasuredWay, Way
+from hpcstrat.checkpoint import bench as ways
+from hpcstrat.checkpoint.bench import MeasuredWay, Way
 from hpcstrat.checkpoint.disk import file_system_name
 from hpcstrat.cli.main import main
 from hpcstrat.errors import CheckpointError

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hpcstrat as hs
-from hpcstrat.checkpoint.exchange.safetensors_file import read_safetensors
+from hpcstrat.checkpoint.exchange import read_safetensors
 from hpcstrat.cli.main import main
 
 # All of bfloat16's bits, NaN with payloads among them.

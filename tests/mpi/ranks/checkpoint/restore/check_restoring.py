@@ -13,7 +13,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.checkpoint.file.extents import FileLayout
 from hpcstrat.checkpoint.file.reader import open_checkpoint
-from hpcstrat.checkpoint.restore import block_sharing, parallel_read
+from hpcstrat.checkpoint.restore import parallel_read
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
 from tests.mpi.ranks.saved import Counter, fill, make_variable, warnings_of_checkpoints
 
@@ -153,7 +153,7 @@ def test_values_larger_than_blocks_come_back(
     if kept == "one":
         # Each rank keeps one block only, and reads the others again.
         monkeypatch.setattr(parallel_read, "_KEPT_BYTES", 1)
-    monkeypatch.setattr(block_sharing, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(parallel_read, "_PIECE_BYTES", piece_bytes)
     manager.restore()
     np.testing.assert_array_equal(objects["x"].component, value)
     np.testing.assert_array_equal(objects["small"].component, small)

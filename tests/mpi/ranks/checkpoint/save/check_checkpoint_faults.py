@@ -23,9 +23,9 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.checkpoint.file import image
-from hpcstrat.checkpoint.file.blocks import Blocks
+from hpcstrat.checkpoint.file.commit_record import Blocks
 from hpcstrat.checkpoint.keep.folder import temporary_name
-from hpcstrat.checkpoint.save import part_writer, publication, saver
+from hpcstrat.checkpoint.save import part_writer, pending_save, saver
 from hpcstrat.errors import CheckpointError, CorruptCheckpointError, ReplicaError
 from tests.folders import listed
 from tests.mpi.programs.save_trace import around_calls
@@ -274,12 +274,12 @@ PLACES = (
     (part_writer, "block_hash"),
     (part_writer, "write_all"),
     (part_writer, "flush"),
-    (publication, "open_to_write"),
-    (publication, "pack_record"),
-    (publication, "write_all"),
-    (publication, "flush"),
-    (publication, "publish"),
-    (publication, "flush_folder"),
+    (pending_save, "open_to_write"),
+    (pending_save, "pack_record"),
+    (pending_save, "write_all"),
+    (pending_save, "flush"),
+    (pending_save, "publish"),
+    (pending_save, "flush_folder"),
 )
 
 
@@ -296,7 +296,7 @@ def test_error_at_any_point_of_a_save_leaves_the_older_ones(
     folder: Path,
     job: Any,
 ) -> None:
-    only_first = place[0] is publication or place[1] == "create"
+    only_first = place[0] is pending_save or place[1] == "create"
     if where == "last" and only_first:
         pytest.skip("done by replica 0 alone")
     strategy = strategies[job.size]

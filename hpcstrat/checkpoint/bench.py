@@ -11,17 +11,21 @@ import contextlib
 import errno
 import itertools
 import os
+import secrets
 import statistics
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from hpcstrat.checkpoint.bench.writers import Writers, together
+from hpcstrat.checkpoint.agreement import explained
 from hpcstrat.checkpoint.disk import (
+    closing,
     create,
     flush,
     forget_pages,
@@ -41,8 +45,126 @@ __all__ = [
     "STRIPE_BYTES",
     "MeasuredWay",
     "Way",
+    "Writers",
     "compare",
+    "run_in_threads",
+    "scratch",
+    "together",
 ]
+
+# The guard reads until this process closes its end of the pipe, or has died.
+_GUARD = 'trap "" HUP INT TERM; cat > /dev/null; rm -rf -- "$0"'
+
+
+@contextlib.contextmanager
+def scratch(directory: str) -> Iterator[str]:
+    """Choose a name for a folder in ``directory``, and remove the folder at the end.
+
+    One rank calls it, before MPI starts: a process of its own removes the folder, also
+    when this one is killed. The caller makes the folder.
+    """
+    name = f".hpcstrat-bench-{secrets.token_hex(8)}"
+    folder = os.path.join(os.path.abspath(directory), name)
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # Neither an interrupt nor a launcher that kills its ranks ends it.
+        start_new_session=True,
+    )
+    try:
+        yield folder
+    finally:
+        guard.communicate()
+
+
+class Writers(Protocol):
+    """The ranks that write together: the part of mpi4py's communicator that is used."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this one, from 0."""
+
+    @property
+    def size(self) -> int:
+        """Number of all."""
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        """Return the objects of all members, in order; collective."""
+
+
+def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
+    """Run an action on all; raise the first error of any of them on all.
+
+    Collective over ``group``; the action makes no collective call.
+    """
+    # All send their outcome, or those without an error would go on alone.
+    text, result = "", None
+    try:
+        result = action()
+    except CheckpointError as error:
+        text = str(error)
+    except Exception as error:
+        text = explained(what, error)
+    for said in group.allgather(text):
+        if said:
+            raise CheckpointError(said)
+    return result
+
+
+class _WritingThread:
+    """One of several threads that stand for ranks."""
+
+    def __init__(
+        self, rank: int, values: list[Any], barrier: threading.Barrier
+    ) -> None:
+        self.rank, self.size = rank, len(values)
+        self._values, self._barrier = values, barrier
+
+    def allgather(self, sendobj: Any) -> list[Any]:
+        self._values[self.rank] = sendobj
+        self._barrier.wait()
+        values = list(self._values)
+        # No member puts its next value before all have copied these.
+        self._barrier.wait()
+        return values
+
+
+def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
+    """Run an action in threads that stand for ranks; return the first one's result.
+
+    The first is this thread. The action raises on all of them, or on none.
+    """
+    values: list[Any] = [None] * size
+    barrier = threading.Barrier(size)
+    members = [_WritingThread(rank, values, barrier) for rank in range(size)]
+
+    def _run(member: _WritingThread) -> None:
+        # All threads raise the same; the error of the first one is shown.
+        try:
+            action(member)
+        except (CheckpointError, threading.BrokenBarrierError):
+            return
+        except BaseException:
+            # The others would wait for this one.
+            barrier.abort()
+            raise
+
+    threads = [
+        threading.Thread(target=_run, args=(member,), daemon=True)
+        for member in members[1:]
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        return action(members[0])
+    finally:
+        # If this thread failed alone, the others must not wait for it.
+        barrier.abort()
+        for thread in threads:
+            thread.join()
+
 
 STRIPE_BYTES = 1 << 20
 """Least size of a part: the usual stripe of parallel file systems."""
@@ -50,10 +172,9 @@ STRIPE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of writing.
+    """A way of writing: one ``shared`` file, or one for each writer.
 
-    All write into one ``shared`` file, or each has its own; ``direct`` goes past the
-    page cache; ``piece_bytes`` are written by one call.
+    ``direct`` goes past the page cache; one call writes ``piece_bytes``.
     """
 
     shared: bool
@@ -65,8 +186,8 @@ class Way:
 class MeasuredWay:
     """The measured speed of a way of writing.
 
-    ``nbytes`` were written, and read, in each round, by all together. The way was
-    ``refused`` where the page cache was used after all.
+    All writers together write, and read, ``nbytes`` in each round. ``refused``: the
+    page cache was used after all.
     """
 
     way: Way
@@ -94,11 +215,10 @@ def compare(
 ) -> list[MeasuredWay]:
     """Write and read files in all ways, in a new folder; the caller removes it.
 
-    Collective over ``group``. ``folder`` is what rank 0 gives; ``nbytes`` are for all
-    together, a multiple of `STRIPE_BYTES`, and at least that for each. ``tick`` is told
-    now and then how many bytes all have written or read. Times are those of rank 0.
-    Raises CheckpointError on every rank where the folder cannot be made or written, or
-    has no room.
+    Collective over ``group``; raises CheckpointError on every rank. Rank 0 gives
+    ``folder``. All together write ``nbytes``, a multiple of `STRIPE_BYTES`, and at
+    least that for each. ``tick`` is called now and then with the bytes written or read.
+    Times are those of rank 0.
     """
 
     folder = group.allgather(folder)[0]
@@ -110,11 +230,11 @@ def compare(
 
     together(group, f"to make {folder}", _begin)
     comparison = _Comparison(group, folder, nbytes)
-    # The first time takes longer.
+    # A first try, as it takes longer.
     comparison.measure(
         MeasuredWay(next(iter(comparison.results)), nbytes), lambda _: None
     )
-    # One round of all, then the next: what disturbs for a while disturbs all of them.
+    # The ways take turns, so that a disturbance slows all of them.
     for way in itertools.cycle(comparison.results):
         measured = comparison.results[way]
         if len(measured.write_seconds) == rounds:
@@ -154,7 +274,7 @@ class _Comparison:
         ways = [Way(shared, direct, nbytes) for shared, direct, nbytes in kinds]
         self.results = {way: MeasuredWay(way, total_bytes) for way in ways}
         self._image = Image(NUM_THREADS, usual)
-        # Nothing that a file system could make smaller.
+        # Random bytes, which a file system cannot compress.
         for number in range(NUM_THREADS):
             slot = self._image.slot(number)
             slot[:] = np.frombuffer(np.random.default_rng().bytes(usual), np.uint8)
@@ -164,12 +284,12 @@ class _Comparison:
         way, nbytes = measured.way, measured.nbytes
         plan = FileLayout(0, 0, nbytes, way.piece_bytes)
         part = part_of(plan.num_blocks, self.group.rank, self.group.size)
-        # The caches of this rank do not hold what another has written.
+        # Another rank's blocks are not in the caches of this one.
         reader = (self.group.rank + 1) % self.group.size
         other = part_of(plan.num_blocks, reader, self.group.size)
         self._do("create a file", lambda: self._create(plan, way))
-        # All are done with a step before one begins the next, and fail together: the
-        # files go only when nobody has them open.
+        # All ranks end a step before one begins the next, and fail together: the files
+        # are removed when no rank has them open.
         try:
             seconds = self._timed("write", lambda: self._write(plan, way, part))
             tick(nbytes)
@@ -187,8 +307,8 @@ class _Comparison:
         return together(self.group, f"to {what} in {self.folder}", action)
 
     def _timed(self, what: str, action: Callable[[], bool]) -> list[Any]:
-        """Return how long all took on rank 0, and what the action returned on each."""
-        # A barrier: none begins before the others are there.
+        """Return the seconds on rank 0, and the action's results on all ranks."""
+        # A barrier: all begin together.
         self.group.allgather(None)
         begin = time.perf_counter()
         result = self._do(what, action)
@@ -218,31 +338,31 @@ class _Comparison:
     def _write(self, plan: FileLayout, way: Way, part: range) -> bool:
         shift = 0 if way.shared else plan.span(part[0])[0]
         path = self._path(way, self.group.rank)
-        with _closed(open_to_write(path, way.direct)) as file:
+        with closing(open_to_write(path, way.direct)) as file:
 
             def write(block: int, slot: Array) -> None:
                 start, stop = plan.span(block)
-                # Each block differs, so that none is found again in place of another.
+                # Blocks differ, so that a misplaced one is found.
                 slot[:8].view(np.int64)[0] = block
                 write_all(file, slot[: stop - start].data, start - shift)
 
             self._each(part, write)
-            # A save has ended when its data are on the disk.
+            # Saves end with a flush, too.
             flush(file)
             return is_direct(file)
 
     def _forget(self, plan: FileLayout, way: Way, part: range) -> None:
         path = self._path(way, self.group.rank)
-        with _closed(open_to_read(path, False)) as file:
+        with closing(open_to_read(path, False)) as file:
             shift = 0 if way.shared else plan.span(part[0])[0]
             start, stop = plan.span(part[0])[0], plan.span(part[-1])[1]
-            # Or a reader on this host would measure memory, not the file system.
+            # Otherwise a reader on this host would measure memory.
             forget_pages(file, start - shift, stop - shift)
 
     def _read(self, plan: FileLayout, way: Way, part: range) -> bool:
         shift = 0 if way.shared else plan.span(part[0])[0]
         path = self._path(way, (self.group.rank + 1) % self.group.size)
-        with _closed(open_to_read(path, way.direct)) as file:
+        with closing(open_to_read(path, way.direct)) as file:
 
             def read(block: int, slot: Array) -> None:
                 start, stop = plan.span(block)
@@ -262,11 +382,3 @@ class _Comparison:
 
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             list(pool.map(run, range(NUM_THREADS)))
-
-
-@contextlib.contextmanager
-def _closed(file: int) -> Iterator[int]:
-    try:
-        yield file
-    finally:
-        os.close(file)

@@ -1,1 +1,0 @@
-"""Trials of how fast a file system writes checkpoints."""

@@ -1,1 +1,0 @@
-"""Values of checkpoints in files of other programs, and theirs in checkpoints."""
