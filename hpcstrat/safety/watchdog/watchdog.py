@@ -49,7 +49,7 @@ EXIT_CODE = 75
 """Exit status of a process that the watchdog ends; EX_TEMPFAIL of sysexits.h."""
 
 
-class _Watched:
+class _WatchedChannel:
     """A watch, its messages, and how often it has failed."""
 
     def __init__(self, watch: Watch) -> None:
@@ -62,7 +62,7 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.watched: list[_Watched] = []
+        self.watched: list[_WatchedChannel] = []
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = False
         self._gpu = GpuWatch()
@@ -93,7 +93,9 @@ class _Watchdog:
             if reason:
                 end_process(reason)
 
-    def _guarded(self, one: _Watched, act: Callable[[_Watched], None]) -> None:
+    def _guarded(
+        self, one: _WatchedChannel, act: Callable[[_WatchedChannel], None]
+    ) -> None:
         """Call a function for a watch; an error in it must not harm the program."""
         watch = one.watch
         if not watch.turn_lock.acquire(blocking=False):
@@ -132,7 +134,7 @@ class _Watchdog:
         for one in list(self.watched):
             one.watch.keep_alive()
 
-    def _receive(self, one: _Watched) -> None:
+    def _receive(self, one: _WatchedChannel) -> None:
         try:
             one.exchange.receive()
         except Exception:
@@ -140,7 +142,7 @@ class _Watchdog:
             if not one.watch.closed:
                 raise
 
-    def _turn(self, one: _Watched) -> None:
+    def _turn(self, one: _WatchedChannel) -> None:
         watch = one.watch
         waiting = watch.waiting()
         if waiting is None:
@@ -182,7 +184,7 @@ class _Watchdog:
         index = watch.topology.worker_comm.rank
         return first >= index or now > due + _OVERDUE_SECONDS + index * _STAGGER_SECONDS
 
-    def _inquire(self, one: _Watched, waiting: Waiting) -> None:
+    def _inquire(self, one: _WatchedChannel, waiting: Waiting) -> None:
         watch = one.watch
         inquiry = Inquiry(watch, one.exchange, waiting, self._serve)
         if not inquiry.run():
@@ -288,7 +290,7 @@ def register(channel: Channel, settings: Settings) -> None:
         return
     _State.watchdog = watchdog
     channel.waiter.slow_until = max(_deadlines, default=-math.inf)
-    watchdog.watched.append(_Watched(watch))
+    watchdog.watched.append(_WatchedChannel(watch))
     channel.waiter.watched = True
     watchdog.wake()
 
