@@ -43,7 +43,7 @@ RUNNERS = {
 }
 # What only whole jobs can show, in minutes, by the beginning of the modules' paths.
 JOBS = {
-    "hpcstrat/checkpoint/bench/": ("tests/mpi/test_ckpt_bench.py",),
+    "hpcstrat/checkpoint/bench.py": ("tests/mpi/test_ckpt_bench.py",),
     "hpcstrat/checkpoint/save/": (
         "tests/mpi/test_checkpoint_faults.py",
         "tests/mpi/test_failing_disk.py",
