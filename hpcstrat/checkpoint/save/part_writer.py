@@ -107,17 +107,21 @@ class PartWriter:
             # Values that are copied need not stay in memory.
             self._values = {} if ahead else values
             feeds = asks and not ahead and self.error is None
+            wanted = NUM_THREADS if ahead or feeds else RING_SLOTS
             if not feeds:
+                # All is in the queue first: an interrupt here leaves no thread waiting.
                 for index in range(len(self.blocks)):
                     self._todo.put((index, index if ahead else None))
-            wanted = NUM_THREADS if ahead or feeds else RING_SLOTS
-            self._start_threads(wanted)
+                for _ in range(wanted):
+                    self._todo.put(None)
             try:
+                self._start_threads(wanted)
                 if feeds:
                     self._feed()
             finally:
-                for _ in range(wanted):
-                    self._todo.put(None)
+                if feeds:
+                    for _ in range(wanted):
+                        self._todo.put(None)
 
     def _feed(self) -> None:
         """Copy each block to a place that has become free."""
@@ -175,12 +179,14 @@ class PartWriter:
             )
             try:
                 thread.start()
-            except RuntimeError as error:
-                # The system gives no more threads: all replicas are told at the end.
+                self._threads.append(thread)
+            except BaseException as error:
+                # All replicas are told at the end if the system gives no more threads.
                 self._fail(error)
                 self._leave(wanted - number)
+                if not isinstance(error, RuntimeError):
+                    raise
                 return
-            self._threads.append(thread)
 
     def _work(self, number: int) -> None:
         while (item := self._todo.get()) is not None:

@@ -331,6 +331,7 @@ def test_error_at_any_point_of_a_save_leaves_the_older_ones(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 def test_thread_that_cannot_start_is_an_error_everywhere(
     strategy: Any,
     folder: Path,
@@ -338,6 +339,7 @@ def test_thread_that_cannot_start_is_an_error_everywhere(
     monkeypatch: pytest.MonkeyPatch,
     number: int,
     asynchronous: bool,
+    error: type[Exception],
 ) -> None:
     with strategy.scope():
         # Some blocks for each replica.
@@ -346,7 +348,7 @@ def test_thread_that_cannot_start_is_an_error_everywhere(
 
     def refuse(thread: threading.Thread) -> None:
         if thread.name == f"hpcstrat-save-{number}" and job.rank == job.size - 1:
-            raise RuntimeError("can't start new thread")
+            raise error("can't start new thread")
         start(thread)
 
     with hs.CheckpointManager(folder, v=variable) as manager:
