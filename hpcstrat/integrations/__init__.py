@@ -1,6 +1,5 @@
 """Adapters to other libraries, one each.
 
-Those to PyTorch and JAX know nothing of one another; what takes the place of a library
-that is itself an adapter, as Horovod is, or computes with them, as Keras does, stands
-on those to the frameworks.
+Those to PyTorch and JAX are independent of one another. Those to libraries that use
+them, as Keras does, or that are adapters themselves, as Horovod is, build on them.
 """

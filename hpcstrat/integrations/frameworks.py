@@ -1,4 +1,4 @@
-"""The versions of other libraries that the adapters need, and how programs start."""
+"""Checks that the adapters share: versions, strategies; the start of programs."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
 
 
 def require(name: str, least: str, distribution: str | None = None) -> None:
-    """Refuse a library that is missing or too old; imports nothing of it.
+    """Refuse a library that is missing or too old; does not import it.
 
-    Messages name the lines of programs that call it, and none of its own.
+    From here on messages name lines of programs that call it, and not its own lines.
     """
     distribution = distribution or name
     spec = find_spec(name)
@@ -71,7 +71,7 @@ def require(name: str, least: str, distribution: str | None = None) -> None:
     try:
         found = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        # Importable, but not installed: a build in its own folder.
+        # A build in its own folder can be imported without being installed.
         return
     if _numbers(found) < _numbers(least):
         raise ImportError(
@@ -119,6 +119,6 @@ def run_program(kind: str, program: str, words: Sequence[str]) -> None:
     if kind == "module":
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
-    # As python itself does: the folder of the program is where its imports begin.
+    # As python itself does, so that the program imports from its own folder.
     sys.path[0] = os.path.dirname(os.path.abspath(program))
     runpy.run_path(program, run_name="__main__")

@@ -209,7 +209,7 @@ def _listed(gpus: Sequence[Gpu]) -> str:
 
 
 def _look(rank: int, wanted: int | None) -> View:
-    """Return what this rank sees."""
+    """Return the view of this rank."""
     try:
         reason = library.why_no_gpu()
         gpus = () if reason else tuple(library.visible_gpus())

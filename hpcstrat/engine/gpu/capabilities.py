@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Ability", "Capabilities", "gather"]
 
-# NCCL refuses two ranks on one GPU before this, and later unless it is told not to
-# (its user guide, section "Environment Variables").
+# NCCL refuses two ranks on one GPU before this version, and later unless the variable
+# is set (its user guide, section "Environment Variables").
 _NCCL_THAT_SHARES = (2, 30)
 _LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
@@ -50,7 +50,7 @@ class Capabilities:
     num_gpus: int
 
     def explain(self) -> str:
-        """Say what can be done, and why not: one line for each ability."""
+        """Return one line for each ability: yes or no, and why."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         lines = [
             f"{name}: {'yes' if ability.ok else 'no'}, {ability.reason}"
@@ -62,7 +62,7 @@ class Capabilities:
 
 
 def gather(topology: Topology) -> Capabilities:
-    """Find what all ranks can do.
+    """Find the abilities of all ranks.
 
     Collective over ``topology.replica_comm``; every rank has its GPU in use.
     """
@@ -96,7 +96,7 @@ def _nccl_here(topology: Topology, shares: bool) -> _Found:
 
 
 def _agree(topology: Topology, found: list[_Found]) -> list[Ability]:
-    """Return what all ranks can do, with the reason of the first that cannot."""
+    """Return the abilities of all ranks, with the reason of the first without one."""
     comm = topology.replica_comm
     own = np.array([comm.size if ok else comm.rank for ok, _ in found], np.int32)
     first = np.empty_like(own)

@@ -115,7 +115,7 @@ class Buffers:
         return kept
 
     def clear(self) -> None:
-        """Let go of all memory; no work that uses it may be under way."""
+        """Free all memory; no work that uses it may be under way."""
         self._kept.clear()
 
     def abandon(self) -> None:

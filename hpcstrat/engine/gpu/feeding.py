@@ -56,7 +56,7 @@ class _BatchLoan:
     returned: deque[_BatchMemory] = field(repr=False)
 
     def __del__(self) -> None:
-        """Note that no array is left; in the thread that collects the last one."""
+        """Give the memory back; runs in the thread that frees the last array."""
         self.returned.append(self.piece)
 
 

@@ -1,4 +1,4 @@
-"""CuPy: whether it is there, and which GPUs it shows to this process."""
+"""CuPy: its import, its versions, and the GPUs that it shows to this process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _INSUFFICIENT_DRIVER = 35
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Versions of CuPy and of what it has found; empty for what is missing."""
+    """Versions of CuPy and of its libraries; empty for a missing one."""
 
     cupy: str
     # The CUDA version that the driver is for.
@@ -65,7 +65,7 @@ def is_loaded() -> bool:
 
 
 def is_installed() -> bool:
-    """Whether CuPy can be found, which does not say that it can be used."""
+    """Whether CuPy is installed; it may still fail to load."""
     return is_loaded() or importlib.util.find_spec("cupy") is not None
 
 

@@ -35,7 +35,7 @@ class ReplicaDevice:
         self._stream.use()
 
     def pause(self, index: int) -> None:
-        """Do nothing: nobody else uses the thread."""
+        """Do nothing: only this replica uses the thread."""
 
     def resume(self, index: int) -> None:
         """Do nothing: the thread has kept both."""

@@ -122,7 +122,7 @@ class Lane:
             mark.record(self.stream)
 
     def done(self) -> Done:
-        """Return what an algorithm yields to wait for the lane's work so far."""
+        """Return a step that waits for the lane's work so far."""
         return Done(self, self._end())
 
     def _end(self) -> Mark:

@@ -84,7 +84,7 @@ class HeldState:
                 for name, value in zip(names, values, strict=True)
             }
         self._leaves = leaves
-        # Whether the variables may have been written since they were made of leaves.
+        # Whether a manager may have written the variables since the leaves were copied.
         self._lent = True
 
     @property

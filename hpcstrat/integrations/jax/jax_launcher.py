@@ -1,4 +1,4 @@
-"""Run a program of several processes of JAX over MPI; what ``hpcstrat jax`` becomes.
+"""Runs a program of several processes of JAX over MPI, for ``hpcstrat jax``.
 
 ``python -m hpcstrat.integrations.jax.jax_launcher KIND PROGRAM [ARGS]``: ``KIND`` is
 ``script`` or ``module``.
@@ -25,8 +25,8 @@ _GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 def initialize() -> None:
     """Initialize ``jax.distributed`` with the ranks of MPI.
 
-    Collective over all ranks of the job. Calls of ``jax.distributed.initialize`` that
-    the program makes do nothing more, and raise ValueError if they ask for others.
+    Collective over all ranks of the job. Later calls of ``jax.distributed.initialize``
+    do nothing, and raise ValueError for other arguments.
     """
     if getattr(jax.config, _COLLECTIVES, None) in (None, "none"):
         # Older versions have no sums between the CPUs of several processes without it.
@@ -45,16 +45,16 @@ def initialize() -> None:
 
 
 def _own_gpu(local_rank: int, environment: Any) -> list[int] | None:
-    """Return the GPU of a rank of a node, as its number among those that it sees."""
+    """Return the number of a rank's GPU among those that it sees."""
     seen = [environment[name] for name in _GPUS if environment.get(name)]
-    # A launcher that gives each rank one shows it that one alone.
+    # Some launchers show each rank its own GPU alone.
     if seen and len(seen[0].split(",")) == 1:
         return [0]
     return [local_rank]
 
 
 def _again(own: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """Take the place of ``jax.distributed.initialize``, which has been called."""
+    """Check the arguments of another call of ``jax.distributed.initialize``."""
     names = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
     asked = {**dict(zip(names, args, strict=False)), **kwargs}
     for name, value in own.items():

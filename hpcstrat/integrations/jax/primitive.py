@@ -1,14 +1,13 @@
 """The primitive of JAX that exchanges arrays between replicas, and its rules.
 
-Outside of jit it reads the arrays where they are; inside XLA calls the library. All
-exchanges have one effect with an order: XLA may run what is independent in any order,
-and at the same time, but replicas must make their calls in one.
+Outside of jit it reads the arrays where they are; inside, XLA calls the library. All
+exchanges have one effect with an order: XLA may run independent operations in any
+order, and at the same time, but replicas must make their calls in one order.
 
 On GPUs a call outside of jit is a small jitted function, too: XLA then gives memory and
 stream, see `hpcstrat.integrations.jax.xla_handler`. Results of CuPy, lent to JAX by
-DLPack, would be less safe: versions of XLA differ in whether they hold such memory
-until their stream has read it (`TrackedDeviceBuffer::Delete`), and CuPy knows nothing
-of that stream.
+DLPack, would be less safe: not every version of XLA holds such memory until its stream
+has read it (`TrackedDeviceBuffer::Delete`), and CuPy does not wait for that stream.
 """
 
 from __future__ import annotations
@@ -63,14 +62,10 @@ class _Here(threading.local):
 
 
 _here = _Here()
-# The kinds whose gradient is one of another kind, and that kind.
-_TRANSPOSED = {
-    "gather": "part",
-    "part": "gather",
-    "broadcast": "at root",
-    "at root": "broadcast",
-}
-# The first is of newer versions.
+# The kind of the gradient, where it is another one.
+_TRANSPOSED = {"gather": "part", "broadcast": "at root"}
+_TRANSPOSED |= {kind: other for other, kind in _TRANSPOSED.items()}
+# Newer versions of JAX have the first.
 _type_of = getattr(jax, "typeof", None) or jax.core.get_aval
 
 _exchange = Primitive("hpcstrat_exchange")
@@ -79,7 +74,7 @@ _exchange.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class TreeOperation:
-    """An operation on the leaves of a tree; all replicas know the same names of leaves.
+    """An operation on the leaves of a tree, with the same names on all replicas.
 
     ``kind`` is sum, mean, gather or broadcast, and ``place`` its axis or root. Two more
     kinds are the gradients of the last two: "part" is this replica's part, along an
@@ -126,10 +121,10 @@ class TreeOperation:
     def later(
         self, leaves: list[Array], outs: list[Array], done: Callable[[Any], None]
     ) -> None:
-        """Let the logical replica whose turn it is come to the call, and return.
+        """Make the call of the logical replica whose turn it is, without waiting.
 
         Collective over the strategy's replicas. ``done`` is called with None, or an
-        error, once ``outs`` are there.
+        error, once ``outs`` have the results.
         """
         meetings = self.strategy.meetings
         if not meetings.runs:
@@ -154,8 +149,7 @@ class TreeOperation:
         meetings.meet_later(*call, argument, then)
 
     def _call(self, leaves: list[Array]) -> str:
-        # Lengths that differ are an error here, of all: shapes in a program are known
-        # beforehand.
+        # A program knows its shapes beforehand, so all must be equal.
         return f"{self.what} of {', '.join(str(leaf.shape) for leaf in leaves)}"
 
     @property
@@ -168,7 +162,7 @@ class TreeOperation:
         return self.kind in ("sum", "mean")
 
     def _taken(self, found: Any, outs: list[Array] | None, replica: int) -> list[Array]:
-        """Return a replica's results of what the call has returned."""
+        """Return a replica's results, of those of the whole call."""
         results = [found] if not self._is_named else [found[n] for n in self.names]
         if self.kind == "part":
             results = [self._own_part(total, replica) for total in results]
@@ -203,10 +197,10 @@ class TreeOperation:
         postpone: Callable[[], Callable[[Any], None]],
         stream: int | None,
     ) -> None:
-        """Make the call in a thread of XLA's; an error is one of all replicas.
+        """Make the call in a thread of XLA's; all replicas raise an error of one.
 
-        ``postpone`` lets XLA wait for the results, until what it returns is called. On
-        a GPU the call takes its place in XLA's ``stream``, and does not wait for it.
+        ``postpone`` makes XLA wait for the results, and returns a function that ends
+        the wait. On a GPU the call is work of XLA's ``stream``, and does not wait.
         """
         if self.strategy.meetings is not None:
             self.later(*arrays(), postpone())
@@ -241,13 +235,13 @@ def _outside_of_run(what: str) -> RuntimeError:
 
 
 def bind(exchange: TreeOperation, leaves: list[Any]) -> list[Any]:
-    """Exchange leaves, which are arrays of JAX, or stand for such in a trace."""
+    """Exchange leaves, which are arrays of JAX, or tracers."""
     _give_rules()
     return _exchange.bind(*leaves, exchange=exchange)
 
 
 def refuse(strategy: Any, what: str, error: Exception) -> None:
-    """Raise an error, after the other replicas have been told."""
+    """Raise an error on this replica and on the others."""
     _await_others()
     strategy.collectives.fail(what, error)
     raise error
@@ -260,7 +254,7 @@ def _await_others() -> None:
     try:
         jax.effects_barrier()
     except Exception:
-        # The results of the failed exchange raise; the next one must not wait for it.
+        # The results of the failed exchange raise; the next exchange must not wait.
         from jax._src import dispatch
 
         dispatch.runtime_tokens.clear()
@@ -275,7 +269,7 @@ def is_on_host(leaf: Any) -> bool:
 def _outside(*leaves: Any, exchange: TreeOperation) -> list[Any]:
     on_host = all(map(is_on_host, leaves))
     if not on_host and not exchange.strategy.logical:
-        # In its order after exchanges in programs of XLA, which this need not await.
+        # XLA keeps its order after exchanges in other programs.
         return _program(exchange)(*leaves)
     _await_others()
 
@@ -284,7 +278,7 @@ def _outside(*leaves: Any, exchange: TreeOperation) -> list[Any]:
         return exchange.results([np.asarray(leaf) for leaf in leaves], None)
 
     results = exchange.strategy.collectives.call(exchange.what, carry_out)
-    # Results are of their own, aligned memory, which JAX takes over without a copy.
+    # Results have aligned memory of their own, which JAX takes over without a copy.
     return jax.device_put(results, [leaf.sharding for leaf in leaves])
 
 
@@ -306,7 +300,7 @@ def _inside(
     """Let XLA call the handler, after the exchange before it in the program."""
     problem = register(target)
     if target == GPU_TARGET:
-        # Outside of jit it is no other way there.
+        # On GPUs calls outside of jit come here, too.
         problem = problem and f"{problem}; use another version of JAX"
         problem = problem or _gpu_problem(exchange)
     else:
@@ -317,7 +311,7 @@ def _inside(
         refuse(exchange.strategy, exchange.what, NotImplementedError(problem))
     if (channel := exchange.strategy.collectives.channel) is not None:
         channel.elsewhere = _await_others
-    # Sums need no memory of their own; without this XLA copies all arguments.
+    # A sum may take the memory of its argument; without this XLA copies all arguments.
     count = 0 if exchange.kind in ("gather", "part") else len(operands)
     rule = jax.ffi.ffi_lowering(
         target,
@@ -336,9 +330,9 @@ def _inside(
 
 
 def _gpu_problem(exchange: TreeOperation) -> str:
-    """Say why an exchange cannot be compiled for a GPU; or nothing."""
+    """Say why an exchange cannot be compiled for a GPU; empty if it can."""
     if exchange.strategy.logical:
-        # XLA would wait for the others in the thread that has to compute them.
+        # XLA would wait for other replicas in the thread that computes them.
         return (
             f"expected a rank for each replica, for {exchange.what} inside of jit on a "
             f"GPU, found logical replicas; call {exchange.what} between jitted "
@@ -363,9 +357,9 @@ def _elsewhere(context: Any, *operands: Any, exchange: TreeOperation) -> Any:
 
 
 def _forward(primals: Any, tangents: Any, *, exchange: TreeOperation) -> Any:
-    # All of them, whatever each replica knows to be zero: their calls are the same.
+    # Zeros travel, too, so that all replicas make the same call.
     tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
-    # Integers have none.
+    # Integers have no tangents.
     chosen = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
     names = tuple(exchange.names[i] for i in chosen)
     results = bind(exchange, list(primals))

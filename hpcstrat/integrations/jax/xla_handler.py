@@ -130,7 +130,7 @@ def key_of(name: Any, exchange: _Exchange) -> int:
 def _found_version() -> tuple[int, ...]:
     """Return major and minor number of XLA's interface; empty where there is none.
 
-    From the header, as XLA asks handlers before it says its own.
+    From the header: XLA asks handlers for theirs before it tells its own.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = header.read_text() if header.exists() else ""
@@ -212,7 +212,7 @@ def _answer(frame: Any) -> bool:
         return False
     found = ctypes.cast(frame.extension, POINTER(_MetadataExtension)).contents
     own = found.metadata.contents.version
-    # XLA refuses another major version; what minor ones add is found by sizes.
+    # XLA refuses another major version; minor ones add fields, which sizes show.
     own.major, own.minor = _found_version() or (-1, 0)
     return True
 
@@ -268,7 +268,7 @@ def _error(api: Any, error: BaseException) -> int:
 
 
 def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
-    """Let XLA wait, without a thread, until what is returned is called."""
+    """Let XLA wait, without a thread, until the returned function is called."""
     frame = ctypes.cast(pointer, POINTER(_LongFrame)).contents
     api = ctypes.cast(frame.known.api, POINTER(_LongApi)).contents
     # The size of a frame does not count its future.

@@ -72,7 +72,7 @@ class SynchronizedCallback(keras.callbacks.Callback):
         )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Say whose rows come next."""
+        """Tell the data which epoch begins."""
         if isinstance(self._data, Batches):
             self._data.epoch = epoch
 

@@ -1,4 +1,4 @@
-"""A replica's part of a step, and the optimizer's, in functions of each backend."""
+"""A replica's part of a step, and the optimizer's, for each backend of Keras."""
 
 from __future__ import annotations
 
@@ -25,21 +25,16 @@ class Outcome(NamedTuple):
 
 
 def compiled_steps(distributed: Any) -> CompiledSteps:
-    """Return what the backend in use makes of a model's steps."""
-    backend = keras.config.backend()
-    made: dict[str, Any] = {
-        "torch": _OfTorch,
-        "jax": _OfJax,
-        "tensorflow": _OfTensorFlow,
-    }
-    steps: CompiledSteps = made[backend](distributed)
-    return steps
+    """Return the steps of a model for the backend in use."""
+    kinds = {"torch": _OfTorch, "jax": _OfJax, "tensorflow": _OfTensorFlow}
+    kind: Any = kinds[keras.config.backend()]
+    return kind(distributed)
 
 
 def _next(batches: Iterator[Any], count: int) -> list[Any]:
-    """Return the batches of a call of the model's function: so many, or what is left.
+    """Return the next batches, at most ``count``.
 
-    Raises StopIteration where there is none, as Keras expects it.
+    Raises StopIteration at the end, as Keras expects it.
     """
     found = list(itertools.islice(batches, count))
     if not found:
@@ -48,10 +43,10 @@ def _next(batches: Iterator[Any], count: int) -> list[Any]:
 
 
 class CompiledSteps:
-    """The part of a step that each backend does in its own way; here in no function.
+    """The part of a step that each backend does in its own way; here without compiling.
 
-    ``common`` is the state that JAX carries from step to step; None with others, whose
-    variables have it. ``own`` are the values of ``variables`` of one replica.
+    ``common`` is the state that JAX carries from step to step; None with other
+    backends, whose variables have it. ``own`` are one replica's values of variables.
     """
 
     def __init__(self, distributed: Any) -> None:
@@ -59,7 +54,7 @@ class CompiledSteps:
         self._model = distributed.model
 
     def function(self, kind: str) -> Callable[..., Any]:
-        """Return what the model calls for a step: ``train`` or ``test``."""
+        """Return the function of the model for a step, ``train`` or ``test``."""
 
         def function(batches: Any) -> Any:
             logs = None
@@ -93,8 +88,8 @@ class CompiledSteps:
     ) -> Outcome:
         """Call the model's step for one replica.
 
-        ``state`` are variables and the replica's own values of them; ``inputs`` are
-        what is given from outside, and the replica's rows.
+        ``state`` are variables and the replica's own values of them; ``inputs`` are the
+        `_StepInputs` and the replica's rows.
         """
         variables, own = state
         common = self.with_own(variables, own, common)
@@ -108,7 +103,7 @@ class CompiledSteps:
             return *self._distributed.told(), logs, common
 
     def apply(self, gradients: list[Any], common: Any) -> Any:
-        """Let the optimizer step; returns the common state."""
+        """Apply the optimizer; return the common state."""
         self._model.optimizer.apply(gradients, self._model.trainable_variables)
         return common
 
@@ -122,9 +117,7 @@ class _OfTorch(CompiledSteps):
         import torch
 
         def function(data: Any) -> Any:
-            if kind == "train":
-                return self._distributed.step(kind, None, data[0])[0]
-            with torch.no_grad():
+            with torch.set_grad_enabled(kind == "train"):
                 return self._distributed.step(kind, None, data[0])[0]
 
         return function
@@ -169,10 +162,8 @@ class _OfTensorFlow(CompiledSteps):
         leaves = keras.tree.flatten((given, data))
         there = [i for i, leaf in enumerate(leaves) if leaf is not None]
         tensors = [tf.convert_to_tensor(leaves[i]) for i in there]
-        key = (
-            kind,
-            *((i, t.dtype, *t.shape[1:]) for i, t in zip(there, tensors, strict=True)),
-        )
+        pairs = zip(there, tensors, strict=True)
+        key = kind, *((i, t.dtype, *t.shape[1:]) for i, t in pairs)
         if key not in self._compiled:
             # Shapes with any number of rows, so that one graph computes all.
             signature = [
@@ -226,7 +217,7 @@ class _OfJax(CompiledSteps):
         return function
 
     def _places(self, variables: list[Any]) -> list[tuple[int, int]]:
-        """Return where own variables are: counted from the state's beginning or end."""
+        """Return the part of the state that has each variable, and the place in it."""
         model = self._model
         found = {id(v): (1, i) for i, v in enumerate(model.non_trainable_variables)}
         found |= {id(v): (-1, i) for i, v in enumerate(model.metrics_variables)}

@@ -1,10 +1,10 @@
 """Models whose own fit, evaluate and predict work on all replicas together.
 
-Methods of the model and of its optimizers are put over those of their classes, on these
-objects alone: what is saved is what would be without them. A step's gradients are
-combined where the optimizer gets them, so whatever it does comes after the reduction.
-Each loss is a mean over this replica's rows, so it is multiplied by their share of the
-global batch first, which makes the mean of the gradients that of one process.
+Functions replace methods of the model and of its optimizers, on these objects alone, so
+that the model is saved as it would be without them. A step's gradients are combined
+where the optimizer gets them, before anything that the optimizer does. Each loss is a
+mean over this replica's rows, so it is multiplied by their share of the global batch
+first, with which the mean of the gradients is that of one process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _DATA = ("x", "y", "sample_weight")
 
 
 class DistributedMethods:
-    """The functions that are put over a model's methods."""
+    """The functions that replace a model's methods."""
 
     state_class = TrainingState
 
@@ -79,14 +79,13 @@ class DistributedMethods:
         self._predictions = Predictions(model, strategy)
 
     def install(self) -> None:
-        """Put everything in its place."""
+        """Replace the methods."""
         model = self.model
         for optimizer in self._optimizers:
             put(optimizer, "scale_loss", self._scale_loss)
             put(optimizer, "apply", self._apply)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                # Its own stateless_apply does not call apply, and looks for infinities
-                # first.
+                # Its stateless_apply looks for infinities, and does not call apply.
                 put(optimizer, "stateless_apply", self._stateless_apply)
         for name in ("fit", "evaluate", "predict"):
             put(model, name, self._entered(getattr(self, f"_{name}")))
@@ -98,7 +97,7 @@ class DistributedMethods:
         put(model, "_get_metrics_result_or_logs", self._result)
         if model._compile_loss is not None:
             correct(model._compile_loss, self._factor)
-        # Functions that were compiled before know nothing of these.
+        # Functions that were compiled before do not call the new methods.
         model.train_function = model.test_function = model.predict_function = None
 
     def mask(self) -> Array:
@@ -120,7 +119,7 @@ class DistributedMethods:
     @contextmanager
     def _step(self, data: Any) -> Iterator[None]:
         rows = keras.ops.shape(keras.tree.flatten(data)[0])[0]
-        # A number that TensorFlow knows only when it runs is no int.
+        # TensorFlow may know the number only when the step runs.
         self._rows = rows if type(rows) is int else keras.ops.cast(rows, "float64")
         self._is_scaled = False
         try:
@@ -165,7 +164,7 @@ class DistributedMethods:
         return self._ratio(own, whole, rows)
 
     def _ratio(self, own: Any, whole: Any, rows: Any) -> Any:
-        """Return what is left of a replica's divisor and rows in those of all."""
+        """Return the share of a replica's divisor in all, over that of its rows."""
         own, whole, few, rows = (
             keras.ops.cast(n, "float32") for n in (own, whole, self._rows, rows)
         )
@@ -243,7 +242,7 @@ class DistributedMethods:
         callbacks.append(SynchronizedCallback(self.state, strategy, given["x"]))
         if any(watches for watches, _ in told):
             callbacks.append(StopTogether(strategy))
-        # The order of batches has been chosen: Keras would draw another on each.
+        # Batches have their order: Keras would draw another one on each replica.
         with ends_with_its_data():
             return inner(**self._quiet(given), callbacks=callbacks, shuffle=False)
 
@@ -288,8 +287,7 @@ class DistributedMethods:
         given |= own_rows(columns, self.strategy)
         whole = given.pop("return_dict", False)
         if keras_version() < (3, 15):
-            # As in later epochs, the metrics still hold sums of all replicas from the
-            # last one.
+            # The metrics still hold the sums of all replicas from the last call.
             self.model.reset_metrics()
         logs = inner(**given, return_dict=True)
         found = self.model._get_metrics_result_or_logs(logs)
@@ -314,8 +312,7 @@ class DistributedMethods:
         elif isinstance(data["x"], DealtBatches):
             require_one_step(self.model)
             data["x"].weigh(given.pop("class_weight", None))
-            # Otherwise Keras would take the first batches to look at them, and lose
-            # them.
+            # Otherwise Keras would read the first batches to build, and lose them.
             self.model._symbolic_build(data_batch=data["x"].first)
         elif columns_of(data) is not None:
             for name in data:
@@ -325,7 +322,7 @@ class DistributedMethods:
             given["x"] = batches.with_steps(given.pop(steps, None))
 
     def _whole(self, x: Any) -> Any:
-        """Return data as they are dealt; those of other libraries as they are."""
+        """Return data as `dealt` does, where all data are global batches."""
         if isinstance(x, ReducibleDataset) or self._by_scope:
             return dealt(x, self.strategy)
         return x

@@ -70,7 +70,7 @@ class _VariableCopies:
 def weights_of(model: Any) -> dict[str, Any]:
     """Return the weights and seeds of a model by their names in checkpoints."""
     seeds = [generator.state for generator in seed_generators(model)]
-    # Names of layers count what a process has made, so that they are no names.
+    # Keras numbers layers in the order in which a process has made them.
     return {f"{i}/{v.name}": v for i, v in enumerate([*model.weights, *seeds])}
 
 
@@ -205,5 +205,5 @@ class Checkpoint(keras.callbacks.Callback):
         self.model._initial_epoch = None
 
     def __repr__(self) -> str:
-        """Show by what it saves."""
+        """Show the manager."""
         return f"<{type(self).__name__} by {self._manager!r}>"

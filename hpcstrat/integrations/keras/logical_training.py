@@ -1,12 +1,12 @@
 """Models of Keras on logical replicas: a rank runs several, one after the other.
 
 A step is cut in two, at the optimizer: Keras' own ``train_step`` computes the gradients
-of one replica, as often as the rank has replicas; what its optimizer would have been
-given is combined, and applied once. Both parts may be compiled.
+of one replica, once for each replica of the rank; the gradients are combined, and the
+optimizer applies them once. Both parts may be compiled.
 
-A replica has its own moving means, metrics and states of random seeds. The others are
-in the model only during their part of a step; between steps it has those of the rank's
-first replica.
+A replica has its own moving means, metrics and states of random seeds. The model has
+them during the replica's part of a step; between steps it has those of the rank's first
+replica.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["LogicalDistributed"]
 
 
 class _StepInputs(NamedTuple):
-    """The values that a replica's part of a step needs from outside.
+    """Inputs of a replica's part of a step, beside its rows.
 
     ``total`` is the number of rows of all replicas. ``wholes`` are the sums over
-    replicas of what their losses divide by; None where these are still to be told.
+    replicas of the divisors of their losses; None where these are not known yet.
     """
 
     total: Any
@@ -49,12 +49,12 @@ class _StepInputs(NamedTuple):
 
 
 class LogicalState(TrainingState):
-    """The state of a model, of which replicas of a rank have values of their own."""
+    """The state of a model; each replica of a rank has values of its own."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         super().__init__(model, strategy)
         self._count = len(strategy.local_replicas)
-        # Values of each replica; None where all have those in the model.
+        # Values of each replica; None where all have the model's.
         self._own: list[list[Any]] | None = None
 
     def own_variables(self) -> list[Any]:
@@ -63,7 +63,7 @@ class LogicalState(TrainingState):
         return [*self.moving, *seeds, *self.model.metrics_variables]
 
     def own(self, in_model: Callable[[list[Any]], list[Any]]) -> list[list[Any]]:
-        """Return each replica's values of those; ``in_model`` returns the model's."""
+        """Return each replica's own values; ``in_model`` returns the model's."""
         variables = self.own_variables()
         if self._own is None or len(self._own[0]) != len(variables):
             self._own = [in_model(variables)] * self._count
@@ -83,7 +83,7 @@ class LogicalState(TrainingState):
         self._own = None
 
     def reset_metrics(self) -> None:
-        """Reset the metrics of all replicas, as those in the model were."""
+        """Reset the metrics of all replicas, as the model's were."""
         if self._own is not None:
             seen = self.model.metrics_variables
             values = [keras.ops.copy(variable.value) for variable in seen]
@@ -98,7 +98,7 @@ class LogicalState(TrainingState):
 
 
 class LogicalDistributed(DistributedMethods):
-    """The functions that are put over the methods of a model with several replicas."""
+    """The functions that replace the methods of a model with several replicas."""
 
     state: LogicalState
     state_class = LogicalState
@@ -116,15 +116,15 @@ class LogicalDistributed(DistributedMethods):
         self._masks = [seed_mask(replica) for replica in self._block]
         self._steps = compiled_steps(self)
         self._given: _StepInputs | None = None
-        # During a replica's part of a step: the gradients given to its optimizer, and
-        # the divisors of its losses.
+        # During a replica's part of a step: gradients for the optimizer, and divisors
+        # of the losses.
         self._gradients: list[Any] | None = None
         self._divisors: list[Any] = []
         # Number of divisors, by kind of step and structure of a batch.
         self._counts: dict[Any, int] = {}
 
     def install(self) -> None:
-        """Put everything in its place."""
+        """Replace the methods."""
         super().install()
         for kind in ("train", "test"):
             put(self.model, f"make_{kind}_function", self._maker(kind))
@@ -150,7 +150,7 @@ class LogicalDistributed(DistributedMethods):
             self._given = None
 
     def told(self) -> tuple[list[Any] | None, list[Any]]:
-        """Return the gradients of a part, and what its losses have divided by."""
+        """Return the gradients of a part, and the divisors of its losses."""
         return self._gradients, self._divisors
 
     def _train_step(self, inner: Callable[..., Any], *args: Any) -> Any:
@@ -206,11 +206,11 @@ class LogicalDistributed(DistributedMethods):
 
     @staticmethod
     def _weighed(gradient: Any, weight: Any) -> Any:
-        # TensorFlow's gradients of embeddings are rows with their indices.
+        # TensorFlow gives gradients of embeddings as rows with their indices.
         gradient = keras.ops.convert_to_tensor(gradient, sparse=False)
         if type(weight) is int:
             return gradient if weight else keras.ops.zeros_like(gradient)
-        # Not times 0: NaN, as the mean over no rows gives it, would stay NaN.
+        # The mean over no rows is NaN, which a product with 0 would keep.
         weight = keras.ops.cast(weight, gradient.dtype)
         zero = keras.ops.zeros_like(gradient)
         return keras.ops.where(weight == 0, zero, gradient * weight)
@@ -229,11 +229,11 @@ class LogicalDistributed(DistributedMethods):
     def step(self, kind: str, common: Any, data: Any) -> tuple[Any, Any]:
         """Make a step of all replicas with this rank's rows; returns logs and state.
 
-        Collective over the strategy's replicas. ``common`` is what the backend keeps
-        of the state that replicas have in common.
+        Collective over the strategy's replicas. ``common`` is the state that the
+        backend carries from step to step, see `CompiledSteps`.
         """
         steps = self._steps
-        # Metrics may make variables with the first batch, of which each has its own.
+        # Metrics may make variables with the first batch; each replica has its own.
         self.model._symbolic_build(data_batch=data)
         variables = self.state.own_variables()
         every = self.state.own(lambda own: steps.own(own, common))
@@ -254,7 +254,7 @@ class LogicalDistributed(DistributedMethods):
         return outcomes[0].logs, common
 
     def _divided(self, data: Any) -> tuple[np.float64, list[Any]]:
-        """Return how many rows all replicas have, and those of each of this rank."""
+        """Return the number of rows of all replicas, and the rows of this rank's."""
         rows = int(keras.tree.flatten(data)[0].shape[0])
         collectives = self.strategy.collectives
         own = np.asarray(rows, np.float64)
@@ -282,10 +282,10 @@ class LogicalDistributed(DistributedMethods):
     def _wholes(
         self, kind: str, data: Any, run: Callable[[Any], list[Outcome]]
     ) -> list[Array]:
-        """Return the sums of what losses divide by: weights, and what is not masked.
+        """Return the sums over replicas of the divisors of losses.
 
-        They are needed before any loss is complete: a first round of all parts tells
-        them, of which nothing else is kept.
+        These are sums of weights, or numbers of unmasked values. Losses need them, so a
+        first round of all parts finds them, and nothing else of it is kept.
         """
         shape = keras.tree.map_structure(lambda leaf: leaf is None, data)
         key = kind, str(shape)
@@ -295,10 +295,8 @@ class LogicalDistributed(DistributedMethods):
         self._counts[key] = len(told[0])
         if not told[0]:
             return []
-        found: list[Array] = self.strategy.replicas.reduce_parts(
-            ReduceOp.SUM, told, "weights of a batch"
-        )
-        return found
+        reduce_parts = self.strategy.replicas.reduce_parts
+        return reduce_parts(ReduceOp.SUM, told, "weights of a batch")
 
     def _means(self, outcomes: list[Outcome]) -> list[Any]:
         given = [outcome.gradients or [] for outcome in outcomes]

@@ -1,7 +1,7 @@
 """Corrects losses that are no means over rows: sums, and weighted or masked means.
 
-What replicas make of a loss is its mean over their values, each weighted by its rows.
-So such a value is multiplied by what makes that the loss of the global batch.
+The mean over replicas weighs each replica's loss by its number of rows. So such a loss
+is multiplied by a factor with which that mean is the loss of the global batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Factor = Callable[[Any], Any]
 def correct(compiled: Any, factor: Factor) -> None:
     """Correct the losses of a compiled model, once all of them are known.
 
-    ``factor`` is given what this replica has divided by; None: nothing. It returns None
-    outside of a step.
+    ``factor`` is given the divisor of this replica's loss, or None for a sum. It
+    returns None outside of a step.
     """
 
     def replace() -> None:
@@ -47,7 +47,7 @@ def _corrected(loss: Any, factor: Factor) -> Callable[..., Any]:
     def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = loss(y_true, y_pred, sample_weight)
         if tuple(value.shape) == (0,):
-            # A loss without rows has no mean; Keras leaves it as it is.
+            # Keras takes no mean of a loss without rows.
             value = keras.ops.sum(value)
         mask = get_keras_mask(y_pred)
         reduction = getattr(loss, "reduction", None)

@@ -80,7 +80,7 @@ class Batches(keras.utils.PyDataset):
             seed=seed,
             drop_remainder=drop_remainder,
         )
-        # Epoch whose rows come next; `distribute`'s fit sets it.
+        # The epoch that comes next; fit of `distribute` sets it.
         self.epoch = 0
         self._steps: int | None = None
         # Deals rows otherwise than the data set itself.

@@ -54,14 +54,15 @@ def optimizers_of(model: Any) -> dict[str, Any]:
 
 
 def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Put a function over a method of an object, which it is given first.
+    """Replace a method of an object by a function, which gets the method first.
 
-    Over that of its class: one that was put there before is replaced. Keras would track
-    what is assigned as a part of the model.
+    That is the method of the object's class: a function that replaced it before is
+    dropped.
     """
     vars(owner).pop(name, None)
     inner = getattr(owner, name)
     method = functools.wraps(inner)(functools.partial(function, inner))
+    # Keras would track the function as a part of the model.
     object.__setattr__(owner, name, method)
 
 
@@ -72,7 +73,7 @@ def seed_generators(model: Any) -> list[Any]:
 
 
 def seed_mask(replica: int) -> Array:
-    """Return the mask that a replica's seeds are combined with; 0 for replica 0."""
+    """Return the mask by which a replica changes its seeds; 0 for replica 0."""
     key = np.random.SeedSequence(replica).generate_state(1)[0] >> 1
     return np.array([int(key) if replica else 0, 0])
 
@@ -80,7 +81,7 @@ def seed_mask(replica: int) -> Array:
 def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
     """Make a model draw other random numbers on each replica, from the same state.
 
-    ``mask`` returns that of the replica that draws. Replica 0 draws those of one
+    ``mask`` returns that of the replica that draws. Replica 0 draws the numbers of one
     process.
     """
 
@@ -93,17 +94,16 @@ def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
 
 
 class TrainingState:
-    """Weights, and what metrics and moving means have seen; its calls are collective.
+    """Weights, metrics and moving means of a model; its calls are collective.
 
-    Moving means and the like follow this replica's rows between two calls of `average`.
-    A mean of them then is what one would have been that all replicas had updated with
-    the mean of theirs at each step.
+    Moving means follow this replica's rows between two calls of `average`, which takes
+    their mean: the same as if each step had updated them with the mean over replicas.
     """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self.model = model
         self.strategy = strategy
-        # Not the weights of frozen layers, which stay.
+        # Without the weights of frozen layers, which do not change.
         moving = [
             variable
             for layer in model._flatten_layers()
@@ -112,13 +112,10 @@ class TrainingState:
         is_moving = keras.backend.is_float_dtype
         self._moving = [v for v in moving if is_moving(v.dtype)]
         self._others = [v for v in moving if not is_moving(v.dtype)]
+        # All variables that follow a replica's rows.
+        self.moving = [*self._moving, *self._others]
         # Values of the moving statistics when all replicas last had the same.
         self._common: list[Array] = []
-
-    @property
-    def moving(self) -> list[Any]:
-        """The variables that follow a replica's rows."""
-        return [*self._moving, *self._others]
 
     def begin(self, what: str) -> None:
         """Give all replicas replica 0's weights, and the optimizer's state."""
@@ -154,11 +151,11 @@ class TrainingState:
         return [[value_of(variable) for variable in variables]]
 
     def _changes(self, values: list[Array]) -> list[Array]:
-        """Return the changes of a replica's values, and which of them count."""
+        """Return the changes of a replica's values, and which of them are numbers."""
         with np.errstate(invalid="ignore"):
             pairs = zip(values, self._common, strict=True)
             changes = [value - common for value, common in pairs]
-        # A batch without rows gives NaN, which must not count.
+        # The mean of a batch without rows is NaN, which the sum leaves out.
         known = np.array([np.isfinite(change).all() for change in changes], np.float64)
         for change, is_known in zip(changes, known, strict=True):
             if not is_known:
@@ -177,7 +174,4 @@ class TrainingState:
             variable.assign(value / size if means else value)
 
     def _summed(self, values: list[list[Array]], what: str) -> list[Array]:
-        found: list[Array] = self.strategy.replicas.reduce_parts(
-            ReduceOp.SUM, values, what
-        )
-        return found
+        return self.strategy.replicas.reduce_parts(ReduceOp.SUM, values, what)

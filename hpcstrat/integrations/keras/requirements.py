@@ -75,7 +75,7 @@ def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
 def require_one_step(model: Any) -> None:
     """Refuse several steps at once where TensorFlow would read ahead in another thread.
 
-    Each batch of what is dealt is a call of all replicas, as are those of a step.
+    Each batch is a call of all replicas, and so are the calls in a step.
     """
     count = model.steps_per_execution if model.compiled else 1
     if keras.config.backend() == "tensorflow" and count > 1:

@@ -1,7 +1,7 @@
 """Exchanges between replicas in a training step, for each backend of Keras.
 
-A step may be a function that JAX or TensorFlow has compiled: the exchange is then a
-part of it, which calls the library from a thread of theirs.
+JAX or TensorFlow may compile a step: the exchange is then a part of the compiled
+function, and calls the library from a thread of the backend.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class TensorCalls(NamedTuple):
     """Collective functions of a strategy on tensors of a backend.
 
     ``total`` adds up a number of each replica. ``mean`` returns the means of gradients,
-    each multiplied by a weight of its replica: those of no rows, with 0, may be no
-    numbers. What is computed in the context that ``after`` returns comes after a total.
+    each multiplied by a weight of its replica; those with weight 0 may be NaN.
+    Operations in the context that ``after`` returns come after a total.
     """
 
     total: Callable[[Strategy, Any], Any]
@@ -54,7 +54,7 @@ def _added(strategy: Strategy, number: Any) -> Any:
 def _weigh(arrays: Iterable[Any], weight: Any) -> None:
     """Multiply arrays by a number, in place."""
     for array in arrays if weight != 1 else ():
-        # Not times 0: NaN, as the mean over no rows gives it, would stay NaN.
+        # The mean over no rows is NaN, which a product with 0 would keep.
         array[...] = array * array.dtype.type(weight) if weight else 0
 
 
@@ -65,7 +65,7 @@ def _of_torch() -> TensorCalls:
 
     @torchs_stream()
     def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
-        # In place: their memory is used by nothing else.
+        # In place: nothing else uses their memory.
         arrays = [memory_of(gradient) for gradient in gradients]
         _weigh(arrays, weight)
         collectives = strategy.collectives
@@ -75,7 +75,7 @@ def _of_torch() -> TensorCalls:
     def total(strategy: Strategy, number: Any) -> float:
         return float(_added(strategy, number))
 
-    # Compiled code is left for the calls.
+    # Compiled code calls these functions as they are.
     leave = torch.compiler.disable
     return TensorCalls(leave(total), leave(mean))
 
@@ -106,16 +106,16 @@ def _of_tensorflow() -> TensorCalls:
         own = tf.cast(number, tf.float64)
         added = functools.partial(_added, strategy)
         result = tf.numpy_function(added, [own], tf.float64)
-        # TensorFlow knows nothing of what a function of Python returns.
+        # TensorFlow does not know the shape of a result of a Python function.
         result.set_shape(())
         return result
 
     def alone(gradients: list[Any]) -> list[Any]:
-        # A slice without elements is written: TensorFlow does that in place where
-        # nothing else holds the tensor, such as a variable or an operation that is
-        # still to come, and copies it elsewhere. That the slice begins at a time keeps
-        # constants from being folded, which all steps would share, and what is the same
-        # in two calls from being done once; in a call, strides tell gradients apart.
+        # Writes a slice without elements: TensorFlow does that in place where nothing
+        # else holds the tensor, such as a variable or a later operation, and copies the
+        # tensor otherwise. The slice begins at the time, as TensorFlow would otherwise
+        # fold constants, which all steps would share, and make equal operations of two
+        # calls once; in a call, strides tell gradients apart.
         at = tf.reshape(tf.cast(tf.timestamp(), tf.int64), [1])
         return [
             tf.raw_ops.TensorStridedSliceUpdate(
@@ -135,14 +135,14 @@ def _of_tensorflow() -> TensorCalls:
             _weigh(arrays, float(weight))
             collectives = strategy.collectives
             collectives.batch_reduce(ReduceOp.MEAN, arrays, "gradients", out=arrays)
-            # The tensors themselves: the optimizer may write into their memory, but not
-            # into that of arrays. Where they are copies, after all, the arrays.
+            # Tensors where they have the memory of the arrays: the optimizer may write
+            # into tensors, but not into arrays.
             return [
                 tensor if np.may_share_memory(tensor._numpy(), array) else array
                 for tensor, array in zip(tensors, arrays, strict=True)
             ]
 
-        # Gradients of embeddings are rows with their indices.
+        # Gradients of embeddings come as rows with their indices.
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         given, function = alone(dense), functools.partial(reduced, weight)
         if type(weight) is not int:
@@ -155,7 +155,7 @@ def _of_tensorflow() -> TensorCalls:
         ]
 
     def after(total: Any) -> AbstractContextManager[Any]:
-        # Else some replicas compute before it, and others wait for them.
+        # Otherwise some replicas compute before it, and the others wait for them.
         return tf.control_dependencies([total])
 
     return TensorCalls(total, mean, after)

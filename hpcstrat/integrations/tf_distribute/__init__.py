@@ -1,1 +1,1 @@
-"""Names of tf.distribute that are not hpcstrat's own, so that ports are mechanical."""
+"""Names of tf.distribute that hpcstrat has for programs that are ported."""

@@ -1,7 +1,4 @@
-"""Classes of tf.distribute without a counterpart: errors that say what to use.
-
-The names are there so that programs which ask for them by ``isinstance`` run.
-"""
+"""Classes of tf.distribute without a counterpart, so that ``isinstance`` works."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class TPUStrategy(Strategy):
 
 
 class PreemptionWatcher:
-    """The watch of TensorFlow over notices to TPUs: an error that names another.
+    """TensorFlow's watch for notices to TPUs: an error that says what to use.
 
     Not collective.
 

@@ -41,7 +41,7 @@ CollectiveCommunication = CommunicationImplementation
 
 
 class _AlsoNewer(type):
-    """The class of one that counts those of today among its own, as tf.distribute's."""
+    """Makes ``isinstance`` accept the newer class, as in tf.distribute."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Newer)
@@ -57,7 +57,7 @@ class MultiWorkerMirroredStrategy(_Newer, metaclass=_AlsoNewer):
     communication : CommunicationImplementation or str
         A hint, as in tf.distribute.
     cluster_resolver : object, optional
-        Kept for programs that ask for it; MPI says which ranks there are.
+        Kept for programs that read it; MPI says which ranks there are.
     **options : object
         Others of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
     """

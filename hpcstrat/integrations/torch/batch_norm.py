@@ -17,7 +17,7 @@ _WHAT = "batch normalization"
 
 
 class _Home:
-    """The strategy of a layer, which stays behind when the layer is saved."""
+    """The strategy of a layer, which is not saved with the layer."""
 
     def __init__(self, strategy: Strategy | None = None) -> None:
         self.strategy = strategy
@@ -35,17 +35,15 @@ class SyncBatchNorm(_BatchNorm):
     In training, calling it is collective over the strategy's replicas, and so is its
     part of a backward; in evaluation, neither is.
 
-    Made by `convert`. Its weights, buffers and their names are those of the layer in
-    whose place it is, so that either loads what the other has saved. A replica may have
-    no rows.
+    Made by `convert`. It has the weights, buffers and names of the layer that it
+    replaces, so that either loads the state of the other. A replica may have no rows.
     """
 
-    # Its constructor is that of torch's own layers.
     _home = _Home()
 
     @classmethod
     def convert(cls, module: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
-        """Put such layers in the place of all of batch normalization.
+        """Replace all layers of batch normalization by such ones.
 
         Logically collective over the strategy's replicas. Call it before `replicate`,
         and before an optimizer is made.
@@ -53,16 +51,15 @@ class SyncBatchNorm(_BatchNorm):
         Parameters
         ----------
         module : torch.nn.Module
-            Whose ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d`` and
-            ``torch.nn.SyncBatchNorm`` are replaced, in place; weights and buffers are
-            kept.
+            Its ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d`` and
+            ``torch.nn.SyncBatchNorm`` are replaced; weights and buffers are kept.
         strategy : Strategy
             Whose replicas.
 
         Returns
         -------
         torch.nn.Module
-            The module, or the layer in its place where it is one of these itself.
+            The module; or the new layer, where the module is such a layer itself.
 
         Examples
         --------
@@ -89,14 +86,9 @@ class SyncBatchNorm(_BatchNorm):
                 f"expected layers whose size is known, found {type(layer).__name__}; "
                 "call the module once before convert"
             )
-        made: Any = cls(
-            layer.num_features,
-            layer.eps,
-            layer.momentum,
-            layer.affine,
-            layer.track_running_stats,
-        )
-        # The very tensors: optimizers and ties to other layers keep them.
+        names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+        made: Any = cls(**{name: getattr(layer, name) for name in names})
+        # The same tensors: optimizers, and layers that share weights, have them.
         made._parameters, made._buffers = layer._parameters, layer._buffers
         made.training, made._home = layer.training, home
         return made
@@ -132,17 +124,15 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Any, variance: Any, count: Any) -> None:
-        """Move the running moments; torch's have the variance of a sample."""
+        """Update the running moments; torch keeps the variance of a sample."""
         number, momentum = float(count), self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 momentum = 1 / float(self.num_batches_tracked)
         unbiased = variance * (number / max(number - 1, 1))
-        for running, latest in [
-            (self.running_mean, mean),
-            (self.running_var, unbiased),
-        ]:
+        pairs = (self.running_mean, mean), (self.running_var, unbiased)
+        for running, latest in pairs:
             running.lerp_(latest.to(running.dtype), momentum)
 
 
@@ -164,7 +154,7 @@ def _spread(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """Mean and variance of all rows, and what they do to the values."""
+    """Normalizes values by the mean and variance of all replicas' rows."""
 
     @staticmethod
     def forward(
@@ -186,7 +176,7 @@ class _Normalize(torch.autograd.Function):
         rows[strategy.replica_id, 0] = count
         rows[strategy.replica_id, 1 : 1 + channels] = mean
         rows[strategy.replica_id, 1 + channels :] = squares
-        # A sum with zeros gathers, and is the usual reduction.
+        # Each replica fills its own row, so that the sum gathers all rows.
         rows = _summed(strategy, rows, _WHAT)
         counts, means = rows[:, :1], rows[:, 1 : 1 + channels]
         total = counts.sum().clamp(min=1)

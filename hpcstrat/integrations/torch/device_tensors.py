@@ -1,8 +1,8 @@
 """Tensors on GPUs in calls of the process group, in their own memory.
 
-All is work of torch's current stream, which is CuPy's while a call is made: torch's
-kernels before the call have written the tensors, those behind it see the results, and
-torch hands the memory of tensors out again in the order of this stream.
+All is work of torch's current stream, which is CuPy's while a call is made: kernels of
+torch before the call have written the tensors, kernels after it read the results, and
+torch reuses the memory of tensors in the order of this stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcstrat.integrations.torch.tensors import memory_of
 
 __all__ = ["DeviceTensors", "all_gather", "broadcast", "is_on_gpu", "reduce_scatter"]
 
-# What CuPy reads, and the library's kernels and messages take.
+# Types of CuPy that the library's kernels and messages take.
 _TYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
@@ -50,7 +50,7 @@ class DeviceTensors:
         return memory_of(own)
 
     def written(self) -> None:
-        """Copy into the tensors what lies elsewhere; a second call does nothing."""
+        """Copy results into tensors that lie elsewhere, once."""
         copies, self._copies = self._copies, []
         for tensor, own in copies:
             tensor.copy_(own)
@@ -70,7 +70,7 @@ def broadcast(collectives: Any, arrays: Sequence[Array], root: int) -> None:
 def all_gather(collectives: Any, own: Array, parts: Sequence[Array], what: str) -> None:
     """Copy all ranks' arrays, one behind the other, into parts; collective over them.
 
-    ValueError on this rank where the parts have not the size of these arrays.
+    ValueError on this rank where the parts are not as large as the arrays.
     """
     whole = collectives.all_gather(own.reshape(-1), 0, what)
     size = sum(part.size for part in parts)
@@ -90,7 +90,7 @@ def reduce_scatter(
 ) -> None:
     """Reduce parts, and keep the one of this rank's number; collective over the ranks.
 
-    All parts come to all ranks: twice what NCCL's own call would move.
+    All ranks get all parts: twice the bytes of NCCL's own call.
     """
     sums = collectives.batch_reduce(op, list(parts), "reduce_scatter")
     out.reshape(-1)[...] = sums[rank].reshape(-1)

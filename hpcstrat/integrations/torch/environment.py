@@ -23,12 +23,12 @@ def init_env() -> None:
 
     ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
     ``GROUP_WORLD_SIZE``, ``ROLE_RANK``, ``ROLE_WORLD_SIZE``, ``MASTER_ADDR`` (of rank
-    0, where it listens) and ``MASTER_PORT`` (one that is free there). Those that are
-    set stay as they are. ``dist.init_process_group`` does this by itself, once
-    `hpcstrat.integrations.torch` is imported and neither ``RANK`` nor ``WORLD_SIZE``
-    is set; call it before, where the program reads ``LOCAL_RANK`` and the like first.
-    A default group that is made again after ``dist.destroy_process_group`` meets at
-    another port.
+    0, where it listens) and ``MASTER_PORT`` (a free one). Variables that are set stay
+    as they are. ``dist.init_process_group`` calls this, once
+    `hpcstrat.integrations.torch` is imported and neither ``RANK`` nor ``WORLD_SIZE`` is
+    set; call it before, where the program reads ``LOCAL_RANK`` and the like first. A
+    default group that is made again after ``dist.destroy_process_group`` gets another
+    port.
     """
     strategy = MultiWorkerMirroredStrategy()
     topology = strategy.topology
@@ -54,7 +54,7 @@ def init_env() -> None:
 
 
 def use_for_env() -> None:
-    """Let ``env://``, torch's default, do this where it would find nothing."""
+    """Let ``env://``, torch's default, call `init_env` where variables are missing."""
     # The package has a function of the module's name.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
@@ -67,8 +67,8 @@ def use_for_env() -> None:
         if not {"RANK", "WORLD_SIZE"} & environ.keys():
             init_env()
         elif _given.get(environ.get("MASTER_PORT", "")) and not urlparse(url).query:
-            # Where rank 0 is late to destroy the last group, its store, still there,
-            # would count the ranks of this one, for which rank 0 then waits.
+            # Where rank 0 is late to destroy the last group, the store of that group
+            # would count the ranks of this one, and rank 0 would wait for them.
             del environ["MASTER_PORT"]
             init_env()
         if environ.get("MASTER_PORT") in _given:

@@ -1,14 +1,15 @@
 """Combines the gradients of a replicated module, in its hooks.
 
-They note which parameters a backward has reached; when it ends, one reduction combines
-all of them, in place. Which parameters these are may differ between replicas, and from
-step to step, so a few numbers of that reduction say so: it carries what all replicas
-agreed on the last time, and what is missing, if anything, follows in another one.
+The hooks note which parameters a backward has reached; when it ends, one reduction
+combines their gradients, in place. Replicas may reach different parameters, from step
+to step, so each reduction also carries a table that says which. It combines the
+parameters that all replicas agreed on the last time; another reduction combines the
+missing ones, if there are any.
 
-Between workers, reductions of what all replicas reached the last time are started while
-the backward goes on, in buckets, see `hpcstrat.engine.reduction.buckets`. They leave
-the gradients alone until it ends: autograd may let a gradient share its memory with
-what the rest of the backward needs.
+Between workers, gradients that all replicas reached the last time are reduced in
+buckets while the backward goes on, see `hpcstrat.engine.reduction.buckets`. The sums
+are written to the gradients when it ends: autograd may let a gradient share its memory
+with a value that the rest of the backward needs.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from hpcstrat.integrations.torch.module_layout import (
     ModuleLayout,
     differentiable_parameters,
 )
-from hpcstrat.integrations.torch.sparse_gradients import gradient_of, rows_of
 from hpcstrat.integrations.torch.tensors import (
     as_tensor,
+    gradient_of,
     memory_of,
+    rows_of,
     takes_hooks,
     torchs_stream,
 )
@@ -46,7 +48,7 @@ from hpcstrat.strategies import Strategy
 __all__ = ["Replicated"]
 
 _WHAT = "gradients"
-# The attribute of a parameter that names what combines its gradients.
+# The attribute of a parameter with the object that combines its gradients.
 _OWNER = "_hpcstrat_replicated"
 # Rows of the table that each replica sends of its parameters: dense gradients, sparse
 # ones, further additions since their bucket ended, and the order in which replica 0
@@ -72,9 +74,9 @@ class Replicated:
         self.op = op
         self.buffers = self.buffers_class(module, strategy, buffers)
         self.syncs = True
-        # Counts the steps of a single replica, which nobody compares.
+        # Counts the steps of a single replica, which are not compared.
         self._alone = Position()
-        # Those of another replicated module are combined by that one.
+        # Another replicated module combines the parameters that it shares.
         named = [
             (name, parameter)
             for name, parameter in differentiable_parameters(module)
@@ -83,25 +85,25 @@ class Replicated:
         self._layout = ModuleLayout(module)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        # Parameters that a backward has reached and no reduction has combined, in that
-        # order, and the version that each had.
+        # All that follows counts parameters. Those that a backward has reached and no
+        # reduction has combined, in that order, with the version that each had.
         self._touched: dict[int, int] = {}
-        # Equal on all replicas, since nothing has been added to them.
+        # Gradients that are equal on all replicas.
         self._combined: set[int] = set()
-        # The dense ones of the last reduction, which all replicas know.
+        # Dense gradients of the last reduction, which all replicas know.
         self._expected: list[int] = []
         overlaps = strategy.collectives.overlaps and not strategy.logical
         self._bucket_bytes = bucket_bytes if overlaps else 0
-        # The dense ones that all replicas had the last time, and the buckets of these
-        # that are started during a backward: all but the last one.
+        # Dense gradients that all replicas had the last time, and their buckets, all
+        # but the last one, which are started during a backward.
         self._planned_for: list[int] = []
         self._plan: list[Bucket] = []
-        # Buckets of the current backward, the parameters taken from them before its
-        # end, and the arrays for their sums.
+        # Buckets of the current backward, the parameters whose sums were taken from
+        # them, and the arrays for the sums.
         self._buckets: Buckets | None = None
         self._taken: set[int] = set()
         self._sums: dict[int, Array] = {}
-        # Lives as long as the backward to whose end it belongs.
+        # The function at the end of a backward, which lives as long as that.
         self._end: weakref.ref[Any] | None = None
         self._handles = [module.register_forward_hook(_OutputHook(self))]
         for index, parameter in enumerate(self._parameters):
@@ -117,7 +119,7 @@ class Replicated:
                 delattr(parameter, _OWNER)
 
     def _hook(self, index: int, parameter: torch.Tensor) -> None:
-        # The garbage collector sees attributes, but not what hooks of tensors hold.
+        # The garbage collector sees attributes, but not objects that hooks hold.
         setattr(parameter, _OWNER, self)
         myself = weakref.ref(self)
 
@@ -149,7 +151,7 @@ class Replicated:
             return
         # Logical replicas of a rank share the module: the first looks at it for all.
         if not own_index() and not self._layout.is_current():
-            # A call, so that the other replicas learn of it.
+            # A call, so that the other replicas learn of an error.
             self.strategy.collectives.call(_WHAT, self._require_known, module)
         for leaf in flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -171,7 +173,7 @@ class Replicated:
         buckets = self._buckets if self._is_under_way() else None
         taken = buckets is None or index in self._taken
         if buckets is not None and not taken and buckets.was_started(index):
-            # Reached before, as by each of some reentrant checkpoints.
+            # Reached before, as several reentrant checkpoints do.
             self._parameters[index].grad = as_tensor(self._sums.pop(index))
             self._taken.add(index)
             self._touched.pop(index, None)
@@ -186,14 +188,14 @@ class Replicated:
         try:
             return bool(torch._C._will_engine_execute_node(node))
         except RuntimeError:
-            # torch says so in `torch.autograd.grad`, whose hooks are the same.
+            # torch raises this in `torch.autograd.grad`, which calls the same hooks.
             return False
 
     def touch(self, index: int) -> None:
         """Take note that a backward has added to a gradient."""
         self._touched.setdefault(index, self._parameters[index]._version)
         self._combined.discard(index)
-        # Asked here once more: of hundreds of parameters, all but the first find one.
+        # Checked before the call: the first of hundreds of parameters makes the end.
         end = self._end
         if end is None or end() is None:
             self._await_end()
@@ -204,15 +206,15 @@ class Replicated:
         """Combine the gradients when the backward under way ends."""
         if self._is_under_way():
             return
-        # Nobody waits any more for the buckets of a backward that an error has ended.
+        # The buckets of a backward that an error has ended are not waited for.
         self._buckets = None
         self._taken.clear()
-        # Gradients that the program has dropped since, as after such an error.
+        # The program may have dropped gradients since, as after such an error.
         for index in [i for i in self._touched if self._parameters[i].grad is None]:
             del self._touched[index]
         if not self.syncs:
             return
-        # Logical replicas meet in order, and need no count.
+        # Logical replicas meet in order, and need no count of backwards.
         first = not self.strategy.logical and not self._is_beside_another()
         trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         if first and any(map(self._adds, trained)):
@@ -242,11 +244,10 @@ class Replicated:
         return self._end is not None and self._end() is not None
 
     def _is_beside_another(self) -> bool:
-        """Whether another module, whose end comes first, has this backward, too.
+        """Whether this backward reaches another module, too, which begins first.
 
-        When it starts its buckets depends on what this rank reaches: were those of two
-        modules started, ranks could do it in different orders, and add one's to the
-        other's.
+        Only that one starts its buckets during the backward: ranks reach parameters in
+        different orders, and would add buckets of one module to those of the other.
         """
         channel = self.strategy.collectives.channel
         return any(
@@ -257,7 +258,7 @@ class Replicated:
         )
 
     def _make_share(self, index: int) -> None:
-        """Leave a sum to replica 0, before this replica adds to its gradient again."""
+        """Zero a sum on all replicas but one, before gradients are added to it."""
         gradient = self._parameters[index].grad
         if index in self._combined and gradient is not None:
             if self.strategy.replica_id:
@@ -316,14 +317,15 @@ class Replicated:
         return marks
 
     def _finish(self, buckets: Buckets, marks: Array) -> Array:
-        """Start what is left, and take the sums of the buckets as they come."""
+        """Start the last reductions, and take the sums of the buckets as they come."""
         buckets.start_rest()
         rest = [index for index in self._expected if index not in buckets]
         last = self._reduce(rest, marks, waits=False)
         for bucket in buckets.ended():
             for index in bucket:
                 gradient = self._parameters[index].grad
-                # The marks tell whether a parameter without one was used anywhere.
+                # A parameter without a gradient here may have one elsewhere: the table
+                # says so later.
                 if gradient is not None and not gradient.is_sparse:
                     self._take_sums(buckets, index)
                     buckets.drive()
@@ -358,22 +360,19 @@ class Replicated:
 
     def _start(self, bucket: Bucket) -> PendingCall:
         """Start the reduction of a bucket, during a backward or at its end."""
-        started: PendingCall = self.strategy.collectives.call(
-            _WHAT, self._begin, bucket
-        )
-        return started
+        return self.strategy.collectives.call(_WHAT, self._begin, bucket)
 
     @torch.no_grad()
     def _begin(self, bucket: Bucket) -> PendingCall:
         arrays = [memory_of(self._own_share(index)) for index in bucket]
         for index, array in zip(bucket, arrays, strict=True):
             kept = self._sums.get(index)
-            # The module may have been given another type, or another shape, since then.
+            # The module may have another type, or another shape, since then.
             if kept is None or (kept.shape, kept.dtype) != (array.shape, array.dtype):
                 self._sums[index] = np.empty(array.shape, array.dtype)
         outs = [self._sums[index] for index in bucket]
         start = self.strategy.collectives.start_in_call
-        # After a failure of one replica alone, none may be taken for the next one.
+        # With its number: after an error of one replica buckets must not be mixed up.
         what = f"{_WHAT}, bucket {self._plan.index(bucket)}"
         return start(self.op, arrays, what, out=outs, part=True)
 
@@ -381,15 +380,15 @@ class Replicated:
     def _reduce(
         self, indices: list[int], marks: Array | None = None, *, waits: bool = True
     ) -> Callable[[], Array]:
-        """Reduce dense gradients in place, and the marks; all that is agreed on.
+        """Reduce dense gradients that all replicas know, in place, and the marks.
 
-        What is returned is called for the marks of all, and waits where this does not.
+        Returns a function that returns the marks of all; it waits where this does not.
         """
         tensors = [self._own_share(index) for index in indices]
         arrays = [memory_of(tensor) for tensor in tensors]
         outs, told = list(arrays), np.empty(0)
         if marks is not None:
-            # Integers are exact, in whatever type others travel between workers.
+            # Integers are exact, whatever type carries gradients between workers.
             kind = np.float64 if self.op is ReduceOp.MEAN else np.int32
             told = np.empty(marks.shape, kind)
             arrays, outs = [*arrays, marks], [*outs, told]
@@ -420,7 +419,6 @@ class Replicated:
         if gradient is None or gradient.is_sparse:
             return torch.zeros_like(parameter)
         if self.op is ReduceOp.SUM:
-            # Nothing has been added to it here since it was a sum.
             self._make_share(index)
         return gradient
 
@@ -429,7 +427,7 @@ class Replicated:
         return gradient is not None and gradient.is_sparse
 
     def _refuse_mixed(self, dense: list[int], sparse: list[int]) -> None:
-        """Refuse gradients of two kinds; all replicas know of it, and raise."""
+        """Refuse gradients of one parameter of two kinds; all replicas raise."""
         if both := sorted({*dense} & {*sparse}):
             raise ValueError(
                 f"expected gradients of {self._names[both[0]]!r} of one kind on all "
@@ -489,5 +487,5 @@ class _OutputHook:
             )
 
     def __reduce__(self) -> Any:
-        """Drop what belongs to one module from its copies and from files."""
+        """Do not copy or save the reference to the replicated module."""
         return _OutputHook, (None,)

@@ -1,4 +1,4 @@
-"""Tensors as arrays in host memory: their own memory where that can be."""
+"""Tensors as arrays in host memory, without a copy where that is possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["HostTensors", "require_numbers"]
 
-# Types that NumPy has from ml_dtypes only, with one of torch that it has itself.
+# Types that NumPy has from ml_dtypes only: a type of the same size, and their name.
 _FOREIGN = {torch.bfloat16: (torch.int16, "bfloat16")}
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     if hasattr(torch, _name):
@@ -21,7 +21,7 @@ for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnu
 
 
 def require_numbers(dtype: Any) -> None:
-    """Refuse types that can be moved, but not added, here."""
+    """Refuse types that can be moved, but not added."""
     if dtype not in _FOREIGN or (dtype is torch.bfloat16 and find_spec("ml_dtypes")):
         return
     if dtype is torch.bfloat16:
@@ -35,7 +35,7 @@ def require_numbers(dtype: Any) -> None:
 
 
 class HostTensors:
-    """The arrays of one call; `written` copies back what is not a tensor's memory."""
+    """The arrays of one call; `written` copies results into tensors elsewhere."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any]] = []
@@ -47,7 +47,7 @@ class HostTensors:
                 f"expected a dense tensor, found layout {tensor.layout}; call "
                 "to_dense() first (only all_reduce takes sparse tensors)"
             )
-        # On CUDA, waits for the stream. What is plain is not copied by any of these.
+        # Waits for the stream of a GPU. Copies nothing of a plain tensor on the host.
         own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         plain, name = _FOREIGN.get(own.dtype, (own.dtype, ""))
         if plain is torch.bool:
@@ -69,7 +69,7 @@ class HostTensors:
         """Copy results from temporary memory into the tensors, once."""
         copies, self._copies = self._copies, []
         for tensor, array in copies:
-            # Under the name of a type that torch can take from NumPy.
+            # torch takes the type of the same size from NumPy.
             plain = _FOREIGN.get(tensor.dtype, (tensor.dtype,))[0]
             plain = torch.uint8 if plain is torch.bool else plain
             values = torch.from_numpy(array.view(_numpy_type(plain)))
@@ -77,10 +77,9 @@ class HostTensors:
 
 
 class _TensorMemory:
-    """A tensor's memory for NumPy; kept as long as its arrays.
+    """A tensor's memory for NumPy, which its arrays keep.
 
-    Not by `torch.Tensor.numpy`, after which a storage cannot be resized: FSDP frees its
-    storages so.
+    After `torch.Tensor.numpy` a storage could not be resized, as FSDP does to free it.
     """
 
     def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:
@@ -100,7 +99,7 @@ def _numpy_type(dtype: Any) -> np.dtype[Any]:
 
 
 def _named(array: Array, name: str) -> Array:
-    """Give an array the type of ml_dtypes, where that is there."""
+    """Give an array the type of ml_dtypes, if that is installed."""
     try:
         import ml_dtypes
     except ImportError:

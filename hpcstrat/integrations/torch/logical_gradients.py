@@ -1,10 +1,10 @@
 """Combines the gradients of logical replicas, which share one module on each rank.
 
-They take turns inside ``Strategy.run``: at the end of a replica's backward its
-gradients are taken from the parameters and added to those of replicas before, in the
-order of the tree, and the next replica runs; once all have come there, the sums are put
-into ``.grad``. Buffers, such as running means, and PyTorch's
-generator of random numbers are those of the replica whose turn it is.
+They take turns inside ``Strategy.run``. At the end of a replica's backward its
+gradients are taken from the parameters and added to those of the replicas before, in
+the order of the tree, and the next replica runs; after the last one the sums are put
+into ``.grad``. Buffers, such as running means, and PyTorch's generator of random
+numbers are those of the replica whose turn it is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from hpcstrat.engine.options import ReduceOp
 from hpcstrat.engine.typing import Array
 from hpcstrat.integrations.torch.gradient_hooks import Replicated
 from hpcstrat.integrations.torch.module_buffers import ReplicaBuffers
-from hpcstrat.integrations.torch.sparse_gradients import gradient_of, rows_of
-from hpcstrat.integrations.torch.tensors import as_tensor, memory_of
+from hpcstrat.integrations.torch.tensors import (
+    as_tensor,
+    gradient_of,
+    memory_of,
+    rows_of,
+)
 from hpcstrat.randomness import RandomStreams
 from hpcstrat.strategies import Strategy
 
@@ -44,7 +48,7 @@ class LogicalReplicated(Replicated):
         self, module: torch.nn.Module, strategy: Strategy, op: ReduceOp, **options: Any
     ) -> None:
         super().__init__(module, strategy, op, **options)
-        # Gradients that were there before the backward, to which its sum is added.
+        # Gradients from before the backward, to which its sum is added.
         self._before: dict[int, torch.Tensor] = {}
         # Sums of this rank's replicas so far, by parameter, half types as float32; and
         # the sparse gradients of each replica.
@@ -53,7 +57,7 @@ class LogicalReplicated(Replicated):
         _turns_of(strategy).modules.add(self)
 
     def prepare(self, index: int) -> None:
-        """Let a backward begin with no gradient, so that the replica's is its own."""
+        """Put a gradient aside, so that the backward gives the replica's own."""
         if own_index() is None and self._adds(index):
             raise RuntimeError(
                 "expected backward() in the function that strategy.run runs, with "
@@ -85,13 +89,13 @@ class LogicalReplicated(Replicated):
         self._touched.clear()
         self._stack.append(dense)
         self._sparse.append(sparse)
-        # While they are in a cache; so there are never more than a few of them.
+        # Added at once, while they are in a cache, and so that few are kept.
         for _ in range(strategy.replicas.merges[place]):
             upper = self._stack.pop()
             _add(self._stack[-1], upper)
 
         def act(given: list[None]) -> list[None]:
-            # An entry: where it fails on one rank, the others learn of it.
+            # A call, so that the other ranks learn of an error.
             strategy.collectives.call(_WHAT, self._combine_all)
             return given
 
@@ -115,7 +119,7 @@ class LogicalReplicated(Replicated):
         marks[[index for one in sums for index in one]] = 1
         marks[[count + index for one in rows for index in one]] = 1
         marks[2 * count :] = changed
-        # Gradients reached the last time travel with the marks; missing ones follow.
+        # The gradients of the last time travel with the marks; missing ones follow.
         *totals, told = self._summed(self._expected, sums, marks)
         dense, sparse = (
             np.flatnonzero(row).tolist() for row in told[: 2 * count].reshape(2, -1)
@@ -162,13 +166,13 @@ class LogicalReplicated(Replicated):
 
     def _give(self, index: int, total: torch.Tensor) -> None:
         parameter = self._parameters[index]
-        # A parameter that no replica of this rank has reached still has its own.
+        # Where no replica of this rank has reached the parameter, it has its gradient.
         before = self._before.get(index, parameter.grad)
         total = total.to(parameter.dtype)
         parameter.grad = total if before is None else before + total
 
     def _add_rows(self, index: int, given: list[torch.Tensor | None]) -> None:
-        """Put the rows of sparse gradients one behind the other."""
+        """Combine the rows of sparse gradients."""
         parameter, name = self._parameters[index], self._names[index]
         parts = [rows_of(gradient, parameter, name) for gradient in given]
         rows = self.strategy.replicas.reduce_parts(self.op, parts, _WHAT)
@@ -186,11 +190,11 @@ def _addable(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _add(sums: dict[int, torch.Tensor], others: dict[int, torch.Tensor]) -> None:
-    """Add gradients to others, by parameter; what one of them lacks is zeros."""
+    """Add gradients to others, by parameter; a missing gradient counts as zeros."""
     both = [index for index in sums if index in others]
     if both:
         torch._foreach_add_([sums[i] for i in both], [others[i] for i in both])
-    # Zeros change an element that is -0.0.
+    # The sum of -0.0 and a zero is 0.0.
     for index in sums.keys() - others.keys():
         sums[index].add_(0)
     for index in others.keys() - sums.keys():
@@ -202,29 +206,23 @@ class _TorchReplicaState:
 
     def __init__(self, strategy: Strategy) -> None:
         self.modules: weakref.WeakSet[LogicalReplicated] = weakref.WeakSet()
-        # They give a seed for each replica and run, and checkpoints save them.
+        # The streams give a seed for each replica and run, and checkpoints save them.
         seed = strategy.broadcast_object(torch.initial_seed()) % (1 << 63)
         self.streams = strategy.random("hpcstrat.torch", seed=seed)
         count = len(strategy.local_replicas)
         self._states: list[Any] = [None] * count
         self._seeds: list[int] = []
-        # States of the thread that has called `run`; a run may lie in another.
+        # States of the threads that have called `run`; a run may be inside another.
         self._outside: list[Any] = []
         self._modes: tuple[Any, ...] = ()
 
     def start(self) -> None:
         """Begin a run."""
         self._outside.append(torch.get_rng_state())
-        autocast = [
-            (
-                device,
-                torch.is_autocast_enabled(device),
-                torch.get_autocast_dtype(device),
-            )
-            for device in ("cpu", "cuda")
-        ]
+        enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+        autocast = [(name, enabled(name), dtype(name)) for name in ("cpu", "cuda")]
         self._modes = torch.is_grad_enabled(), autocast
-        # All here: it takes longer in the threads of the replicas, one by one.
+        # All here, as the threads of the replicas would need longer, one by one.
         self._seeds = [
             int(self.streams.generator_of(index).integers(1 << 63))
             for index in range(len(self._states))
@@ -239,7 +237,7 @@ class _TorchReplicaState:
         for device, enabled, dtype in self._modes[1]:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
-        # Not `torch.manual_seed`, which asks for all kinds of devices, there or not.
+        # `torch.manual_seed` would try all kinds of devices, and take longer.
         seed = self._seeds[index]
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
@@ -264,7 +262,7 @@ class _TorchReplicaState:
             module.buffers.use(0)
 
 
-# The gradients that an optimizer's step passes over, by optimizer.
+# The gradients that were hidden from an optimizer's step, by optimizer.
 _hidden: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]]
 _hidden = weakref.WeakKeyDictionary()
 
@@ -275,11 +273,9 @@ def _before_step(optimizer: Any, *_: Any) -> None:
     The replicas of a rank share parameters: the first steps for all of them.
     """
     if own_index():
-        found = [
-            (p, p.grad) for group in optimizer.param_groups for p in group["params"]
-        ]
-        _hidden[optimizer] = found
-        for parameter, _ in found:
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        _hidden[optimizer] = [(parameter, parameter.grad) for parameter in owned]
+        for parameter in owned:
             parameter.grad = None
 
 

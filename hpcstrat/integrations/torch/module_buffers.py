@@ -1,11 +1,8 @@
-"""Buffers of replicated modules, such as running means, made equal after a backward.
-
-Logical replicas of a rank share one module, which has the buffers of one of them at a
-time.
-"""
+"""Buffers of replicated modules, such as running means, made equal after a backward."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,8 +26,8 @@ class ModuleBuffers:
     ) -> None:
         self.strategy = strategy
         self.mode = mode
-        # One for each module that has some: batch normalization counts its batches, and
-        # writes running means without torch noting it.
+        # All buffers of a module together: torch notes no new version of running means,
+        # but one of the batch normalization's count of batches.
         self._owners = [m._buffers for m in module.modules() if m._buffers]
         self._versions = self._current_versions()
 
@@ -38,7 +35,7 @@ class ModuleBuffers:
         return [tuple((id(b), b._version) for b in _tensors(o)) for o in self._owners]
 
     def changed(self) -> list[bool]:
-        """Return for each owner whether its buffers are others than the last time."""
+        """Return for each owner whether its buffers have changed."""
         if self.mode is None:
             return []
         pairs = zip(self._versions, self._current_versions(), strict=True)
@@ -62,14 +59,14 @@ class ModuleBuffers:
 
 
 class ReplicaBuffers(ModuleBuffers):
-    """The buffers of each replica of a rank; those of one are in the module."""
+    """The buffers of each replica of a rank; the module has those of one at a time."""
 
     def __init__(
         self, module: torch.nn.Module, strategy: Strategy, mode: str | None
     ) -> None:
         super().__init__(module, strategy, mode)
         self._sets = [self._copies() for _ in strategy.local_replicas]
-        # As they were when all replicas had the same.
+        # The values when all replicas last had the same.
         self._common = self._copies()
         self._in_use = 0
 
@@ -83,27 +80,27 @@ class ReplicaBuffers(ModuleBuffers):
             self._in_use = index
             self._load()
 
+    def _pairs(self, index: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each buffer in the module, with the copy for a replica."""
+        for owner, kept in zip(self._owners, self._sets[index], strict=True):
+            yield from zip(_tensors(owner), kept, strict=True)
+
     @torch.no_grad()
     def _keep(self, index: int) -> None:
-        """Copy the buffers in the module to those of a replica."""
-        for owner, kept in zip(self._owners, self._sets[index], strict=True):
-            for buffer, own in zip(_tensors(owner), kept, strict=True):
-                own.copy_(buffer)
+        for buffer, own in self._pairs(index):
+            own.copy_(buffer)
 
     @torch.no_grad()
     def _load(self) -> None:
-        """Copy the buffers of the replica in use into the module."""
-        for owner, kept in zip(self._owners, self._sets[self._in_use], strict=True):
-            for buffer, own in zip(_tensors(owner), kept, strict=True):
-                buffer.copy_(own)
+        for buffer, own in self._pairs(self._in_use):
+            buffer.copy_(own)
 
     def reset(self) -> None:
         """Give all replicas the buffers in the module, as after a restore."""
-        if self.mode is None:
-            return
-        for index in range(len(self._sets)):
-            self._keep(index)
-        self._common = self._copies()
+        if self.mode is not None:
+            for index in range(len(self._sets)):
+                self._keep(index)
+            self._common = self._copies()
 
     def changed(self) -> list[bool]:
         """Return for each owner whether any replica has changed its buffers."""
@@ -126,7 +123,7 @@ class ReplicaBuffers(ModuleBuffers):
         self._keep(self._in_use)
         sets = [[b for index in owners for b in each[index]] for each in self._sets]
         if self.mode == "mean":
-            # Counters and the like are no means, and stay each replica's own.
+            # Integers, such as counters, stay each replica's own.
             sets = [[b for b in each if b.is_floating_point()] for each in sets]
             parts = [[memory_of(buffer) for buffer in each] for each in sets]
             found = self.strategy.replicas.reduce_parts(ReduceOp.MEAN, parts, "buffers")

@@ -1,4 +1,4 @@
-"""Saves modules and optimizers of PyTorch, from the memory that they are in."""
+"""State of modules and optimizers of PyTorch, which is saved from its own memory."""
 
 from __future__ import annotations
 
@@ -33,18 +33,16 @@ class _Adoption:
         before, self._found = self._found, {}
         for name, tensor in tensors.items():
             place = tensor.data_ptr(), tensor.dtype, tensor.shape
-            if name in before and before[name][0] == place:
-                self._found[name] = before[name]
-            else:
-                self._found[name] = place, self._adopt(name, tensor)
+            found = before.get(name)
+            if found is None or found[0] != place:
+                found = place, self._adopt(name, tensor)
+            self._found[name] = found
         return {name: variable for name, (_, variable) in self._found.items()}
 
     def _adopt(self, name: str, tensor: torch.Tensor) -> Variable:
         _require_contiguous(name, tensor)
-        trainable = isinstance(tensor, torch.nn.Parameter)
-        return variable_over(
-            memory_of(tensor), self.strategy, name, trainable=trainable
-        )
+        trainable, memory = isinstance(tensor, torch.nn.Parameter), memory_of(tensor)
+        return variable_over(memory, self.strategy, name, trainable=trainable)
 
 
 def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
@@ -65,7 +63,7 @@ class _Module:
         self.distribute_strategy = strategy
         self._adoption = _Adoption(strategy)
         tensors = self._tensors()
-        # Before the others are in the call.
+        # Checked before the other replicas are in the broadcast.
         for name, tensor in tensors.items():
             _require_contiguous(name, tensor)
         with torchs_stream():
@@ -75,14 +73,11 @@ class _Module:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return the module's own state, without buffers that are not saved."""
-        seen: dict[int, None] = {}
-        return {
-            name: tensor
-            for name, tensor in self.module.state_dict(keep_vars=True).items()
-            if isinstance(tensor, torch.Tensor)
-            and id(tensor) not in seen
-            and seen.setdefault(id(tensor)) is None
-        }
+        found = self.module.state_dict(keep_vars=True)
+        tensors = {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
+        # Of several names of one tensor the first.
+        first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+        return {k: v for k, v in tensors.items() if first[id(v)] == k}
 
     def checkpoint_variables(self) -> dict[str, Variable]:
         """Return the variables that hold the state; see `SupportsCheckpoint`."""
@@ -95,7 +90,7 @@ class _Module:
 
 
 class _OptimizerSlots:
-    """Slots of an optimizer, such as momentum, by their own and their weight's name."""
+    """Slots of an optimizer, such as momentum, by their name and their weight's."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, strategy: Any
@@ -146,17 +141,13 @@ class _OptimizerSlots:
                 f"expected a parameter {owner!r} for the saved {kind}, found "
                 f"{', '.join(self._names)}; restore into the model that was saved"
             )
-        group = next(
-            g
-            for g in self.optimizer.param_groups
-            if any(p is parameter for p in g["params"])
-        )
-        # As torch has it: steps are counted on the host, unless the GPU needs them.
-        on_host = kind == "step" and not (group.get("capturable") or group.get("fused"))
+        groups = self.optimizer.param_groups
+        group = next(g for g in groups if any(p is parameter for p in g["params"]))
         tensor = as_tensor(value.copy())
-        self.optimizer.state[parameter][kind] = (
-            tensor if on_host else tensor.to(parameter.device)
-        )
+        # As torch has it: steps are counted on the host, unless the GPU needs them.
+        if kind != "step" or group.get("capturable") or group.get("fused"):
+            tensor = tensor.to(parameter.device)
+        self.optimizer.state[parameter][kind] = tensor
 
     def checkpoint_reset(self, names: Sequence[str]) -> None:
         """Remove slots: the optimizer makes them again at its next step."""
@@ -165,10 +156,10 @@ class _OptimizerSlots:
             del self.optimizer.state[self._names[owner]][kind]
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Do nothing more: all is in its place."""
+        """Do nothing: the values were restored in place."""
 
     def plain(self) -> dict[str, Any]:
-        """Return what is no variable: options, and slots that are plain or nested.
+        """Return the state without variables: options, and plain or nested slots.
 
         Lists of tensors, such as the history of LBFGS, have other lengths at each step,
         so that no variable of a checkpoint would fit them; so do sparse tensors, such
@@ -181,7 +172,7 @@ class _OptimizerSlots:
         ]
         groups = [
             {
-                k: _number(v) if isinstance(v, torch.Tensor) else _packed(v)
+                k: v.item() if isinstance(v, torch.Tensor) else _packed(v)
                 for k, v in group.items()
                 if k != "params"
             }
@@ -190,17 +181,16 @@ class _OptimizerSlots:
         return {"groups": groups, "slots": slots}
 
     def load_plain(self, saved: dict[str, Any]) -> None:
-        """Give the optimizer what `plain` had."""
-        for group, options in zip(
-            self.optimizer.param_groups, saved["groups"], strict=True
-        ):
+        """Give the optimizer the state that `plain` has returned."""
+        groups = zip(self.optimizer.param_groups, saved["groups"], strict=True)
+        for group, options in groups:
             for key, packed in options.items():
                 value = _unpacked(packed)
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        # State of the same kinds that was made since is made again at the next step.
+        # Newer slots of the same kinds are made again at the next step.
         for kind, name, value in [*self._slots()]:
             if not _has_memory(value):
                 del self.optimizer.state[self._names[name]][kind]
@@ -210,7 +200,7 @@ class _OptimizerSlots:
             self.optimizer.state[parameter][kind] = found
 
 
-# The only keys of dicts that stand for tensors in plain state.
+# In plain state, a dict with one of these as its only key stands for a tensor.
 _TENSOR = "$torch.Tensor"
 _SPARSE = "$torch.sparse_coo_tensor"
 
@@ -235,7 +225,7 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(value: Any, device: Any = "cpu") -> Any:
-    """Return what `_packed` was given."""
+    """Return the structure that was given to `_packed`."""
     if type(value) is dict and value.keys() == {_TENSOR}:
         kind, shape, data = value[_TENSOR]
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
@@ -251,17 +241,13 @@ def _unpacked(value: Any, device: Any = "cpu") -> Any:
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to what is in a list, tuple or dict; others stay as they are."""
+    """Apply a function to the items of a list, tuple or dict; return other values."""
     if type(value) in (list, tuple):
         return type(value)(function(item) for item in value)
     if isinstance(value, dict):
         pairs = {key: function(item) for key, item in value.items()}
         return pairs if type(value) is dict else type(value)(pairs)
     return value
-
-
-def _number(value: torch.Tensor) -> Any:
-    return value.item()
 
 
 class _PlainState:
@@ -301,17 +287,16 @@ def state(
     scheduler: Any = None,
     scaler: Any = None,
 ) -> dict[str, Any]:
-    """Return what a CheckpointManager saves of a training with PyTorch.
+    """Return the state of a training with PyTorch that a CheckpointManager saves.
 
     Collective over the replicas of the module's strategy; parameters and buffers of all
     become replica 0's.
 
     Nothing is copied: parameters, buffers and the optimizer's tensors are saved from
-    their memory, and a restore writes into it, so that the program's objects go on with
-    what was saved, on any number of replicas. They also take part in
-    `Strategy.check_divergence`. State that the optimizer makes at its first step is
-    made by a restore where it is not there yet. Parameters that are moved, by ``.to``
-    for instance, are found again at the next save.
+    their memory, and restored into it, on any number of replicas. They also take part
+    in `Strategy.check_divergence`. A restore makes the state that the optimizer makes
+    at its first step, if it is not there yet. Parameters that are moved, by ``.to`` for
+    instance, are found again at the next save.
 
     Parameters
     ----------
@@ -327,8 +312,8 @@ def state(
     Returns
     -------
     dict of str to object
-        ``model``, ``optimizer`` if there is one, and ``torch`` for what is in no
-        tensor; with logical replicas ``torch_random``, too, from which dropout draws:
+        ``model``, ``optimizer`` if there is one, and ``torch`` for state that is in no
+        tensor; with logical replicas also ``torch_random``, from which dropout draws:
         keywords for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
 
     Raises

@@ -36,11 +36,15 @@ from hpcstrat.errors import CollectiveError
 from hpcstrat.integrations.torch import device_tensors
 from hpcstrat.integrations.torch.device_tensors import DeviceTensors
 from hpcstrat.integrations.torch.host_tensors import HostTensors
-from hpcstrat.integrations.torch.postponed import Postponed
 from hpcstrat.integrations.torch.reduction_kinds import Reduction
 from hpcstrat.integrations.torch.shared_storages import share_storage
 from hpcstrat.integrations.torch.tensors import torchs_stream
-from hpcstrat.integrations.torch.works import ReceivedWork, TransferWork, done
+from hpcstrat.integrations.torch.works import (
+    Postponed,
+    ReceivedWork,
+    TransferWork,
+    done,
+)
 
 __all__ = ["BACKEND", "HpcstratProcessGroup"]
 
@@ -50,7 +54,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Method]:
-    """Make a method a call of the library, whose errors all ranks learn of."""
+    """Make a method a call of the library; all ranks raise an error of one."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -163,14 +167,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _arrays_of(
         self, tensors: Sequence[Any], reduction: Reduction | None = None
     ) -> HostTensors | DeviceTensors:
-        """Return what gives the arrays of tensors, on the GPU or on the host."""
+        """Return an object that makes arrays of tensors, on the GPU or on the host."""
         adds = reduction is None or reduction.adds
         if adds and self._stay_on_gpu(tensors):
             return DeviceTensors()
         return HostTensors()
 
     def starts(self, tensors: Any, *_: Any) -> bool:
-        """Whether a sum of tensors goes on by itself once it is started.
+        """Whether a sum of tensors proceeds without the program once it is started.
 
         Not collective; the same on every rank.
         """
@@ -507,7 +511,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @torch.compiler.disable
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive a tensor from whoever sends one."""
+        """Receive a tensor from any rank."""
         host, (tensor,) = HostTensors(), _listed(tensors)
         source = self._messages.receive_any(host.write(tensor), tag, "recv")
         with torch.no_grad():

@@ -32,7 +32,7 @@ _OF_BOOLEANS: dict[str, np.ufunc] = {
 
 
 class Reduction:
-    """An operation of torch, and what it is for arrays of a type."""
+    """An operation of torch, for tensors of a type on ``size`` ranks."""
 
     def __init__(self, options: Any, tensor: Any, size: int) -> None:
         op = getattr(options, "reduceOp", options)
@@ -62,7 +62,7 @@ class Reduction:
 
     @property
     def adds(self) -> bool:
-        """Whether it is a sum or a mean as the library's own calls have them."""
+        """Whether it is a sum or a mean that the library's own calls have."""
         return self.function is np.add and (self.inexact or not self.averages)
 
     def conclude(self, array: Array) -> None:

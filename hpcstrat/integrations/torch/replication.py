@@ -31,8 +31,8 @@ __all__ = [
 _BUFFERS = ("first", "mean", None)
 
 
-# Keyed by the module that `no_sync` and `state` are given; a module does not carry its
-# strategy along when it is copied or saved.
+# By the module that `no_sync` and `state` get: a copied or saved module does not carry
+# its strategy along.
 _replicated: weakref.WeakKeyDictionary[torch.nn.Module, Replicated] = (
     weakref.WeakKeyDictionary()
 )

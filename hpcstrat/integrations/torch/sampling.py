@@ -124,14 +124,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """Begin an epoch, or go on with one that was restored."""
         loader = _loader_of(sys._getframe(1))
         if self._is_begun:
-            # Left before its end; a loader with workers calls this twice at first.
+            # The program left the epoch early; or a loader with workers calls twice.
             self.ended()
         counts = not isinstance(loader, _Loader)
         rows, strategy = self._rows, self.distribute_strategy
         if loader is not None and loader.collate_fn is default_collate:
             self._require_rows()
         self._is_known = not (counts and loader is not None and loader.num_workers)
-        # The header compares what would make the replicas read different rows.
+        # The header compares everything that decides which rows replicas read.
         strategy.collectives.barrier(
             f"iteration over {rows.describe()}, epoch {self._epoch} from row "
             f"{self._position}"
@@ -291,7 +291,7 @@ def _loader_of(caller: FrameType) -> DataLoader[Any] | None:
 
 
 class _Loader(DataLoader[Any]):
-    """Tells its sampler what the program has got."""
+    """Tells its sampler which batches the program has got."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""

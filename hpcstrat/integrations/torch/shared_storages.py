@@ -1,8 +1,8 @@
-"""Buckets of DDP, put where the other ranks of the node can add them up in place.
+"""Moves buckets of DDP to shared memory, where other ranks of the node add them up.
 
-DDP keeps a bucket of gradients for as long as it keeps the model. The first time that
-one comes, its storage is moved into shared memory, as a queue of torch.multiprocessing
-does with each tensor that is put there; from then on nothing of it is copied.
+DDP keeps a bucket of gradients for as long as it keeps the model. At the first call
+with a bucket, its storage is moved into shared memory, as a queue of
+torch.multiprocessing does with a tensor; later calls copy nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _SPARE_BYTES = 64 << 20
 def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
     """Move the storage of a tensor, and offer it to the other ranks; not collective.
 
-    Where that cannot be, nothing happens. ``num_ranks`` of the node do the same now.
+    Does nothing where that is not possible. ``num_ranks`` of the node do the same.
     """
     storage = tensor.untyped_storage()
     address, nbytes = storage.data_ptr(), storage.nbytes()
     if areas.off or areas.offers(address) or tensor.device.type != "cpu":
         return
     if not tensor.is_contiguous() or tensor.nbytes != nbytes:
-        # A part of something else.
+        # The storage has other tensors, too.
         return
     # Memory that NumPy shows cannot be resized, and must not be moved.
     movable = storage.resizable() and not storage.is_shared()
@@ -45,7 +45,7 @@ def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
 
 
 def _has_room(nbytes: int) -> bool:
-    """Whether there is far more room: a write past the end of it kills the process."""
+    """Whether there is ample room: a write without room kills the process."""
     try:
         found = os.statvfs(_FOLDER)
     except OSError:

@@ -8,21 +8,29 @@ from typing import Any
 
 import torch
 
+from hpcstrat.engine.arrays.indexed_slices import IndexedSlices
 from hpcstrat.engine.arrays.kinds import as_array, is_device
 from hpcstrat.engine.gpu import library
 from hpcstrat.engine.gpu.streams import borrowed_stream
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import HpcstratError
 
-__all__ = ["as_tensor", "memory_of", "takes_hooks", "torchs_stream"]
+__all__ = [
+    "as_tensor",
+    "gradient_of",
+    "memory_of",
+    "rows_of",
+    "takes_hooks",
+    "torchs_stream",
+]
 
 
 @contextmanager
 def torchs_stream() -> Iterator[None]:
-    """Let calls of the library take their place in torch's current stream of the GPU.
+    """Make calls of the library work in torch's current stream of the GPU.
 
-    Also a decorator. They follow CuPy's current stream, of which torch knows nothing:
-    results would be read on torch's, and memory used again, before they are there.
+    Also a decorator. They follow CuPy's current stream, which torch does not wait for:
+    its kernels would read results, and use memory again, too early.
     """
     if not (library.is_loaded() and torch.cuda.is_initialized()):
         yield
@@ -34,7 +42,7 @@ def torchs_stream() -> Iterator[None]:
 
 @contextmanager
 def takes_hooks(parameter: torch.Tensor) -> Iterator[None]:
-    """Let a frozen parameter take hooks, which serve it once it is thawed."""
+    """Let a frozen parameter take hooks, which work once it is thawed."""
     trained = parameter.requires_grad
     # torch refuses hooks of a tensor that needs no gradient.
     parameter.requires_grad_(True)
@@ -43,7 +51,7 @@ def takes_hooks(parameter: torch.Tensor) -> Iterator[None]:
 
 
 def _bfloat16() -> Any:
-    """Return the type that NumPy has for it only where ml_dtypes is installed."""
+    """Return NumPy's type for bfloat16, which ml_dtypes defines."""
     try:
         import ml_dtypes
     except ImportError as error:
@@ -72,3 +80,36 @@ def as_tensor(array: Array) -> torch.Tensor:
     if array.dtype.name == "bfloat16" and not is_device(array):
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.as_tensor(array)
+
+
+def rows_of(
+    gradient: torch.Tensor | None, parameter: torch.Tensor, name: str
+) -> IndexedSlices:
+    """Return the rows of a parameter's gradient; no rows where it has none."""
+    shape = tuple(parameter.shape)
+    if gradient is None:
+        indices = torch.zeros(0, dtype=torch.int64, device=parameter.device)
+        values = parameter.new_zeros((0, *shape[1:]))
+        return IndexedSlices(memory_of(values), memory_of(indices), shape)
+    if gradient.sparse_dim() != 1:
+        raise ValueError(
+            f"expected a sparse gradient of {name!r} with one index for each row, "
+            f"found {gradient.sparse_dim()} indices for each value; make it dense"
+        )
+    gradient = gradient.coalesce()
+    values, indices = gradient.values(), gradient.indices()[0]
+    return IndexedSlices(memory_of(values), memory_of(indices), shape)
+
+
+def gradient_of(rows: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return rows as a sparse gradient of a parameter."""
+    # Cloned: another backward enlarges a tensor that coalesce has left as it is, as one
+    # without rows, and memory of NumPy cannot be enlarged.
+    made: torch.Tensor = torch.sparse_coo_tensor(
+        as_tensor(rows.indices).to(parameter.device)[None].clone(),
+        as_tensor(rows.values).to(parameter.device).clone(),
+        parameter.shape,
+        # torch warns where this argument is missing.
+        check_invariants=False,
+    )
+    return made.coalesce()

@@ -1,4 +1,4 @@
-"""Run a program of torch.distributed over MPI; what ``hpcstrat torch`` becomes.
+"""Runs a program of torch.distributed over MPI, for ``hpcstrat torch``.
 
 ``python -m hpcstrat.integrations.torch.torch_launcher NAME KIND PROGRAM [ARGS]``:
 ``NAME`` is the backend to replace, or empty; ``KIND`` is ``script`` or ``module``.
@@ -18,13 +18,13 @@ __all__ = ["replace_backend"]
 
 
 def replace_backend(name: str) -> None:
-    """Take the place of a backend in all groups that the program makes from here on.
+    """Use the backend ``hpcstrat`` in place of another in all groups from here on.
 
-    Also where it names none, or one for each device.
+    Also where the program names no backend, or one for each device.
     """
     from torch.distributed import distributed_c10d
 
-    # All of torch's ways to a group lead through it.
+    # Every function of torch that makes a group calls it.
     found = getattr(distributed_c10d, "_new_process_group_helper", None)
     if found is None:
         import torch

@@ -87,7 +87,7 @@ def _library_folders() -> list[Path]:
 
 @functools.cache
 def _version(path: str, environment: tuple[tuple[str, str], ...]) -> str:
-    """Return what a launcher says of itself."""
+    """Return the output of a launcher's --version."""
     try:
         done = subprocess.run(
             [path, "--version"],

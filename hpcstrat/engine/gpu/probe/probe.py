@@ -174,7 +174,7 @@ def probe(
     program: Sequence[str] = _PROGRAM,
     limit_seconds: float = 90.0,
 ) -> ProbeReport:
-    """Try what MPI can do with the memory of GPUs, in other processes.
+    """Try in other processes which operations MPI can do with memory of GPUs.
 
     Not for a rank of a running job, whose network and GPU the trial would share.
     ``launcher`` starts two ranks (``["srun", "-n2", "--mpi=pmix"]``); by default the

@@ -87,7 +87,7 @@ class _TrialRank:
         faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True, file=self._fault)
 
     def _pattern(self, nbytes: int, rank: int) -> np.ndarray[Any, Any]:
-        """Return what a rank sends: small whole numbers, as float32."""
+        """Return the values that a rank sends: small whole numbers, as float32."""
         count = np.arange(nbytes // 4, dtype=np.int64)
         return ((count * 7 + rank * 13) % 251).astype(np.float32)
 
@@ -105,7 +105,7 @@ class _TrialRank:
         return [buffer, memory.nbytes // 4, self._mpi.FLOAT]
 
     def _compare(self, memory: Any, expected: np.ndarray[Any, Any]) -> str:
-        """Return what is wrong with device memory, if anything."""
+        """Compare device memory with values; return the difference in words."""
         seen, runtime = np.empty_like(expected), self._runtime
         runtime.deviceSynchronize()
         place, source = seen.ctypes.data, memory.data.ptr
@@ -173,7 +173,7 @@ def _difference(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> s
 
 
 def library_version() -> str:
-    """Return what the MPI library says of itself, without starting MPI.
+    """Return the MPI library's description of its version, without starting MPI.
 
     On some login nodes loading the library ends Python.
     """

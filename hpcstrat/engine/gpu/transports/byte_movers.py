@@ -1,7 +1,7 @@
 """Broadcast and all-gather of device memory: by NCCL, or through the host.
 
-Both move bytes. They take sources from, and leave results to, the program's stream, in
-its order; the header of the call has been agreed before.
+Both move bytes, in the order of the program's stream; the ranks have agreed on the
+header of the call before.
 """
 
 from __future__ import annotations

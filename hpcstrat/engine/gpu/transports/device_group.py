@@ -26,7 +26,7 @@ _Made = TypeVar("_Made", bound=Transport | StagedMover)
 
 
 class DeviceGroup:
-    """The transports of a topology of at least two replicas, and what they share.
+    """The transports of a topology of at least two replicas, and their lane.
 
     Collective over ``topology.replica_comm``. Raises EveryRankError on every rank, if
     one cannot use its GPU. All transports work on one lane, so that never two are in

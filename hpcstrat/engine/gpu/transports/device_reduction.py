@@ -81,7 +81,7 @@ def reduce_on_device(
     Collective over ``topology.replica_comm``. A call that is started, whose steps other
     threads may take, has two marks: the program has recorded ``begin`` after it gave
     the sources and results to its stream, and joins ``end`` when it waits for the call.
-    Without them the call follows and precedes the work of this thread's current stream.
+    Without marks the call comes in the order of this thread's current stream.
     ``in_half`` adds arrays of half types in these.
     """
     pieces = tuple(work.pieces)
@@ -96,7 +96,7 @@ def reduce_on_device(
     yield HEADER
     yield from transport.reduce(work, channel)
     if end is not None:
-        # The program may let go of them before it waits for the call.
+        # The program may drop the arrays before it waits for the call.
         lane.keep((work.sources, work.results))
     lane.leave(end)
 
@@ -155,7 +155,7 @@ def _split(run: Run) -> tuple[tuple[Span, ...], Run | None]:
 
 
 def _in_half(piece: Piece, work: Work) -> Piece:
-    """Return a piece whose runs of half types are added in these, at the same bytes."""
+    """Return a piece whose runs of half types are added without a cast to float32."""
     runs = []
     for run in piece:
         dtype = work.sources[run.spans[0][0]].dtype

@@ -109,8 +109,8 @@ class MpiTransport:
     def _sum(self, values: Any) -> WaitSteps:
         """Sum contiguous values over the ranks, in place.
 
-        What the lane has been given so far may still write them; in the end they are
-        the sums, which the lane's next work may read.
+        Earlier work of the lane may still write them; afterwards they are the sums, for
+        the lane's next work.
         """
         if self._size == 1 or not values.size:
             return
@@ -157,9 +157,10 @@ class MpiTransport:
         In step ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In
         the first ``p - 1`` steps it adds what it receives to its own values; in the
         others it receives sums, in their places. Flights are chunks of steps, in order;
-        ``window`` of them are under way, at most the chunks of a step. So the flight
-        that brought what one sends, a step before, has ended; and so has the one that
-        sent what lay where one receives a sum, ``p - 1`` steps before.
+        ``window`` of them are under way, at most the chunks of a step. So two flights
+        have ended before a flight begins: the one that received its values, a step
+        before, and the one that sent the old values of its place, ``p - 1`` steps
+        before.
         """
         size, rank = self._size, self._rank
         chunks = self._chunks(values)

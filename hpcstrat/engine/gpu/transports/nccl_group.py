@@ -50,7 +50,7 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["NcclGroup", "kernels_wait_since", "look_at_kernels", "nccl_failure"]
 
 _ADVICE = "set NCCL_DEBUG=INFO to see why"
-# Of a problem that one rank tells the others.
+# Length of the text of a problem that one rank sends the others.
 _TEXT_BYTES = 512
 # NCCL has no complex numbers: each is a pair of floats.
 _TYPES = {
@@ -106,7 +106,7 @@ class NcclGroup:
         self.survives = survives
         self._nccl: Any = None
         self._comm: Any = None
-        # Recorded behind each call, until `look_at_kernels` waits for it.
+        # Recorded behind each call; `look_at_kernels` takes it.
         self._last: Mark | None = None
         self._watched: Mark | None = None
         self.waits_since = math.inf
@@ -140,7 +140,7 @@ class NcclGroup:
         yield from self._raise_on_all(problem)
         if self.size > 1:
             yield Message(self._mpi_comm.Ibcast(unique, 0))
-        # Bytes, or in older versions of CuPy a tuple of what C takes for a char.
+        # CuPy's identity is bytes, or in older versions a tuple of C's chars.
         *numbers, plain = unique.tolist()
         identity = bytes(numbers) if plain else tuple(numbers)
         joining = Joining(self._nccl, identity, self.rank, self.size, limit_seconds)
@@ -242,14 +242,14 @@ class NcclGroup:
             ) from error
 
     def _check(self) -> None:
-        """Raise what has failed since calls were taken."""
+        """Raise the failure of earlier calls, if there is one."""
         problem = self.failure()
         if problem:
             self._told = True
             raise TransportError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
 
     def failure(self) -> str:
-        """Say what has failed since calls were taken; never blocks. For any thread."""
+        """Return the failure of earlier calls as text; never blocks. For any thread."""
         # Another thread frees it, or asks already: there is nothing to wait for.
         if not self._lock.acquire(blocking=False):
             return ""

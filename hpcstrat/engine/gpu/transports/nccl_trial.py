@@ -70,7 +70,7 @@ class Joining:
             self._device = library.current_gpu()
             thread.start()
         except Exception as error:
-            # The others, which may be waiting in NCCL, are told by `take`.
+            # `NcclGroup.connect` tells the other ranks, which may be waiting in NCCL.
             self._problem = described(error)
             self._ended.set()
 
@@ -160,7 +160,7 @@ def _compare(found: Array, expected: Array) -> None:
 
 
 def abort_quietly(comm: Any) -> None:
-    """Give up a communicator and what it is doing; does not raise."""
+    """Abort a communicator and its calls; does not raise."""
     if comm is not None:
         with contextlib.suppress(Exception):
             comm.abort()

@@ -1,4 +1,4 @@
-"""Reduction of device memory on the host, where nothing better is there.
+"""Reduction of device memory on the host, where neither NCCL nor MPI can do it.
 
 A piece is packed on the device. Parts of it are copied to page-locked memory, summed
 there by an algorithm for arrays of the host, and copied back: while one part is summed,

@@ -116,7 +116,7 @@ def staged(
 
 
 def mover(group: DeviceGroup) -> Mover:
-    """Return what gives arrays on GPUs to other replicas: NCCL, or copies by the host.
+    """Return the mover of arrays between GPUs: by NCCL, or by copies through the host.
 
     Ready for a call; may raise on this rank alone.
     """

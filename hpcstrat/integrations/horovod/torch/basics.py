@@ -1,4 +1,4 @@
-"""Horovod's calls about the ranks of the job, and what it was built with."""
+"""Horovod's calls about the ranks of the job, and about its libraries."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Collective over ``comm``.
 
-    A second call does nothing. What it begins with is a strategy, which shares its
-    ranks with the strategies that the program has besides.
+    A second call does nothing. The call makes a strategy; a program may have other
+    strategies of the same ranks.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def shutdown() -> None:
 
 
 def submissions() -> Submissions:
-    """Return what `init` has made."""
+    """Return the requests of this rank, from `init` on."""
     if _submissions is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _submissions
@@ -144,7 +144,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return True: all messages are those of MPI, or go through shared memory."""
+    """Return True: messages are MPI's, or go through shared memory."""
     return True
 
 
@@ -152,7 +152,7 @@ mpi_built = mpi_enabled
 
 
 def gloo_enabled() -> bool:
-    """Return False, as for each library that Horovod may be built with but MPI."""
+    """Return False, as for all other libraries that Horovod may be built with."""
     return False
 
 
@@ -160,7 +160,7 @@ gloo_built = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = gloo
 
 
 class ProcessSet:
-    """The ranks that take part in a call: here always all of them."""
+    """The ranks that take part in a call: always all of them."""
 
     process_set_id = 0
 
@@ -169,7 +169,7 @@ class ProcessSet:
             _refuse_process_sets(ranks)
 
     def included(self) -> bool:
-        """Return whether this rank is among them."""
+        """Return whether this rank takes part."""
         return True
 
     size = staticmethod(size)

@@ -28,7 +28,7 @@ __all__ = ["DistributedOptimizer"]
 
 
 class _DistributedOptimizer:
-    """The class that is put before the class of an optimizer."""
+    """The base class that comes before the optimizer's own class."""
 
     # Attribute of the optimizer's own class.
     param_groups: list[dict[str, Any]]
@@ -39,8 +39,8 @@ class _DistributedOptimizer:
         named: dict[str, torch.Tensor] | None,
         **options: Any,
     ) -> None:
-        """Take over all that an optimizer has, and hook its parameters' gradients."""
-        # But for what a scheduler of the old one has put in the place of its step.
+        """Take over the attributes of an optimizer, and hook its parameters."""
+        # Without the function by which a scheduler has replaced the old one's step.
         vars(self).update({k: v for k, v in vars(optimizer).items() if k != "step"})
         self.backward_passes_per_step = options["passes"]
         self._compression = options["compression"]
@@ -56,7 +56,7 @@ class _DistributedOptimizer:
 
     def _hook(self, names: dict[torch.Tensor, str] | None = None) -> None:
         """Hook the parameters that are not hooked yet."""
-        # The garbage collector does not see what hooks of tensors hold.
+        # The garbage collector does not see objects that hooks hold.
         myself = weakref.ref(self)
 
         def reach(parameter: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class _DistributedOptimizer:
             if parameter.requires_grad and parameter not in self._finishes:
                 self._submit(parameter)
         try:
-            # All are submitted by now, so that the first wait makes all calls together.
+            # All are submitted, so that the first wait makes all calls together.
             for finish in self._finishes.values():
                 finish()
         finally:
@@ -233,13 +233,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     Not collective; its ``step`` and ``synchronize`` are, over all ranks.
 
     All gradients are reduced together, when a step waits for them. Parameters that a
-    rank does not use count as zeros; what does not require gradients at that step is
-    left alone.
+    rank does not use count as zeros. Parameters that require no gradients at that step
+    are left alone.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Whose parameters, options and state the new one shares.
+        The new one shares its parameters, options and state.
     named_parameters : iterable of tuple of str and tensor, optional
         Names for all of its parameters, the same on all ranks; default: their places.
         Two optimizers at a time need names.
@@ -252,7 +252,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     gradient_predivide_factor : float
         Divides before the sum, and multiplies after it.
     num_groups, groups : object, optional
-        Say which gradients are reduced together; nothing to do, as all are.
+        Not used: all gradients are reduced together.
     sparse_as_dense : bool
         Reduce sparse gradients as dense ones. Otherwise those of all ranks are
         gathered, and a parameter has sparse ones on all ranks or none.

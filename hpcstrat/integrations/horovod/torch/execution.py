@@ -1,6 +1,6 @@
 """Carries out requests that all ranks have made, several of a kind at a time.
 
-All is collective over the ranks, which have agreed on everything that must be equal.
+Each function is collective over the ranks, which have compared the requests before.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
 
 
 def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a tensor as bytes, which every library can carry."""
-    # Conjugates and negatives are marks on a tensor that its bytes do not show.
+    """Return the rows of a tensor as bytes, which every library can send."""
+    # torch marks tensors as conjugate or negative, which their bytes do not show.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Contiguous ones may have any stride along dimensions of length one.
+    # Contiguous tensors may have any stride along dimensions of length one.
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     width = math.prod(plain.shape[1:]) * plain.itemsize
     return flat.view(len(plain) if plain.dim() else 1, width)
@@ -128,11 +128,11 @@ def broadcast(
 def all_to_all(
     job: Submissions, batch: list[tuple[torch.Tensor, list[int]]]
 ) -> list[Any]:
-    """Send rows of tensors to each rank; return what came, and how many of each."""
+    """Send rows of tensors to each rank; return those received, and their numbers."""
     own = np.array([splits for _, splits in batch])
     size = job.collectives.size
     table = np.empty((size, *own.shape), own.dtype)
-    # First how many: a rank knows only what it sends, not what comes.
+    # The numbers come first: a rank knows only how many rows it sends.
     job.exchanges.all_gather(own, list(table), "splits of alltoall", table)
     counts = table[:, :, job.strategy.replica_id]
     results = []
@@ -155,7 +155,7 @@ def _cut(array: Array, lengths: list[int]) -> list[Array]:
 
 
 def reduce_scatter(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
-    """Reduce tensors, of whose rows each rank gets its part."""
+    """Reduce tensors; each rank gets its part of the rows."""
     return [[_scattered(job, one) for one in some] for some in batch]
 
 
@@ -163,7 +163,7 @@ def _scattered(job: Submissions, one: Reduced) -> torch.Tensor:
     size, rank = job.collectives.size, job.strategy.replica_id
     tensor, reduction, host = one.tensor, one.reduction, HostTensors()
     _scale(tensor, one.before)
-    # The first ranks take what is left.
+    # The first ranks get one row more.
     whole, left = divmod(len(tensor), size)
     lengths = [whole + (number < left) for number in range(size)]
     part = tensor.new_empty((lengths[rank], *tensor.shape[1:]))

@@ -313,7 +313,7 @@ def allreduce(  # noqa: PLR0917 - Horovod's order
     postscale_factor: float = 1.0,
     process_set: Any = _ALL,
 ) -> torch.Tensor:
-    """Return the average of the ranks' tensors, or what else ``op`` says."""
+    """Return the average of the ranks' tensors, or another reduction by ``op``."""
     options = average, name, op, prescale_factor, postscale_factor, process_set
     return _allreduce("allreduce", [tensor], compression, *options)[0]
 
@@ -370,8 +370,8 @@ def _allgather(
 
     def gradient(*gradients: Any) -> Any:
         means = grouped_allreduce(gradients)
-        # The rows of this rank begin behind those of the ranks before, whose numbers of
-        # rows may differ.
+        # The rows of this rank begin behind those of the ranks before, which may have
+        # more or fewer rows.
         lengths = allgather(torch.tensor([[len(tensor) for tensor in tensors]]))
         starts = lengths[: rank()].sum(0).tolist()
         return [

@@ -38,8 +38,8 @@ def broadcast_optimizer_state(
 
     Collective over all ranks.
 
-    Without a step, which Horovod makes where there is no state yet: it would move
-    weights that decay.
+    Makes no step where there is no state yet, as Horovod does: with weight decay a step
+    changes weights.
 
     Parameters
     ----------
@@ -54,9 +54,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state:
-        # Horovod makes a step with these, so that there is a state, and leaves them.
-        # With weight decay a step changes weights; here the root's state is sent as it
-        # is.
+        # Horovod makes a step with these gradients, and leaves them.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
@@ -66,7 +64,7 @@ def broadcast_optimizer_state(
     if rank() != root_rank:
         groups = optimizer.param_groups
         optimizer.load_state_dict(state)
-        # In the place of the old ones, which schedulers made before change.
+        # The same dicts as before, which schedulers change.
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups

@@ -1,8 +1,8 @@
 """Calls that ranks submit by name, each in its own order, and make together.
 
 A rank that waits for one of its requests meets the other ranks that wait. They compare
-what they have submitted, and make the calls that all of them have, in one order. All is
-done by ranks that wait: nothing goes on while the program computes.
+their requests, and make the calls that all of them have submitted, in one order. No
+call is made while the program computes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _DUPLICATE = (
     "tensor, use a different tensor name."
 )
 _SHUT_DOWN = "Horovod has been shut down before all ranks had submitted {!r}."
-# Report of a rank: details of its requests, the one that it waits for, whether it goes
-# on without it, and the number of its calls without a name.
+# Report of a rank: details of its requests, the name of the one that it waits for,
+# whether it only polls that, and the number of its calls without a name.
 _Told = tuple[dict[str, str], str, bool, Counter[str]]
 # Makes the calls of some requests as one; returns the result of each.
 _CarryOut = Callable[["Submissions", list[Any]], list[Any]]
@@ -54,21 +54,21 @@ class Submission:
     payload: Any
     # Requests of one kind and key are made as one call.
     key: str
-    # Makes of the result what the program gets.
+    # Returns the program's result for that of the call.
     conclude: Callable[[Any], Any]
     done: bool = False
     result: Any = None
     error: Exception | None = None
-    # Whether the program has looked at it, and since when.
+    # When the program polled it first.
     polled_since: float | None = None
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """Its position on every rank, after the other requests of its group."""
+        """A key by which every rank sorts requests; all of one group are adjacent."""
         return self.carry_out.__name__, self.key, self.name
 
     def finish(self, result: Any = None, error: Exception | None = None) -> None:
-        """Keep how it ended, and let go of what it worked on."""
+        """Keep the result or the error, and drop the argument."""
         self.done, self.result, self.error, self.payload = True, result, error, None
 
 
@@ -116,8 +116,8 @@ class Submissions:
     def poll(self, request: Submission) -> bool:
         """Return whether a request is done.
 
-        The first time without a look at the others; from then on it meets them, as a
-        program that does nothing but poll must come to its end.
+        From the second time on this meets the other ranks, so that a program that does
+        nothing but poll comes to its end.
         """
         if not request.done:
             if request.polled_since is None:
@@ -127,20 +127,20 @@ class Submissions:
         return request.done
 
     def close(self) -> None:
-        """End what is left by an error, for those who wait for it later."""
+        """End all requests by an error, which a later wait raises."""
         for request in self._pending.values():
             request.finish(error=CollectiveError(_SHUT_DOWN.format(request.name)))
         self._pending.clear()
         self.strategy.close()
 
     def _meet(self, request: Submission, *, polls: bool) -> None:
-        # An error on one rank is one of this call on all.
+        # All ranks raise an error of one.
         self.collectives.call(_MEETING, self._advance, request, polls)
 
     def _advance(self, awaited: Submission, polls: bool) -> None:
         """Make the calls that all ranks have submitted."""
         names = self._common(awaited, polls)
-        # The one order that all ranks know: that of submitting differs between them.
+        # In an order that all ranks know: each has submitted in its own.
         requests = sorted((self._pending[n] for n in names), key=lambda r: r.order)
         for _, some in groupby(requests, key=lambda r: r.order[:2]):
             batch = list(some)
@@ -159,7 +159,7 @@ class Submissions:
             del self._pending[request.name]
 
     def _common(self, awaited: Submission, polls: bool) -> list[str]:
-        """Return the names that all ranks have; what cannot be made ends by errors."""
+        """Return the names that all ranks have; end requests that cannot be made."""
         channel: Any = self.collectives.channel
         if channel is None:
             return list(self._pending)
@@ -172,11 +172,11 @@ class Submissions:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         # 62 bits fit an int64 with either sign.
         number = int.from_bytes(digest, "little") >> 2
-        # With both signs one maximum gives the least, too: equal only if all are.
+        # One maximum of both signs gives the least value, too: all are equal or not.
         bounds = np.array([number, -number])
         self.exchanges.combine(np.maximum, bounds, _MEETING)
         if bounds[0] == -bounds[1]:
-            # As a rule all have submitted the same.
+            # All ranks have submitted the same, as usual.
             return list(own)
         patient = polls and not self._is_overdue(awaited)
         told = self.collectives.all_gather_object(
@@ -190,7 +190,7 @@ class Submissions:
         return time.monotonic() - (polled.polled_since or 0) > limit
 
     def _compared(self, told: list[_Told]) -> list[str]:
-        """Compare what all ranks have; each sees, and does, the same."""
+        """Compare the requests of all ranks, with the same result on each."""
         everyone = [one[0] for one in told]
         common = [n for n in everyone[0] if all(n in one for one in everyone)]
         agreed = []
@@ -201,8 +201,8 @@ class Submissions:
                 self._end([self._pending[name]], _mismatch(name, everyone))
         awaited = {one[1] for one in told}
         if not awaited & {*common} and not any(one[2] for one in told):
-            # No rank will submit anything more: each waits for one that does not. What
-            # has no name is counted anew from here on.
+            # Each rank waits for another one, and none will submit more. From here on
+            # all count calls without a name from the same number.
             self._unnamed = functools.reduce(Counter.__or__, [one[3] for one in told])
             stuck = [self._pending[name] for name in awaited & {*self._pending}]
             self._end(stuck, _deadlock(told))
@@ -225,7 +225,7 @@ def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
 
 
 def _deadlock(told: list[_Told]) -> CollectiveError:
-    """Say which rank waits for what, and who has not submitted it."""
+    """Say which rank waits for which name, and which ranks did not submit it."""
     waiting: dict[str, list[int]] = {}
     for rank, one in enumerate(told):
         waiting.setdefault(one[1], []).append(rank)
