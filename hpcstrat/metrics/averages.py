@@ -52,16 +52,15 @@ class Sum(Metric):
         Parameters
         ----------
         values : array_like of any shape
-            Real numbers; there may be none.
+            Real numbers; may be empty.
         sample_weight : array_like, optional
-            As for `Mean.update_state`, but dimensions that the weights lack are summed.
+            As for `Mean.update_state`, but values are summed over dimensions that the
+            weights lack.
 
         Raises
         ------
         ValueError
             For values that are no real numbers, or weights that do not fit.
-        RuntimeError
-            In cross-replica context of a distributed metric.
         """
         self._require_own()
         array = as_float64(values)
@@ -72,25 +71,11 @@ class Sum(Metric):
 
     @without_fp_warnings
     def result_of(self, totals: Any) -> Any:
-        """Return the total.
-
-        Not collective.
-
-        Parameters
-        ----------
-        totals : sequence of ndarray of shape ()
-            The total.
-
-        Returns
-        -------
-        scalar of the metric's dtype
-            The total.
-        """
         return self.dtype.type(totals[0])
 
 
 class _Average(Metric):
-    """A sum of weighted values, divided by the sum of the weights."""
+    """The sum of weighted values, divided by the sum of the weights."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         super().__init__(name, dtype, ("total", "count"))
@@ -101,28 +86,14 @@ class _Average(Metric):
         if sample_weight is not None:
             array, weights = _fitted(array, as_float64(sample_weight), mean_over)
             array = array * weights
-            # Weights along dimensions of 1 count for each value that they multiply.
+            # A weight counts for each value that it multiplies.
             count = array_module(weights).broadcast_to(weights, array.shape).sum()
         self._add(total=array.sum(), count=count)
 
     @without_fp_warnings
     def result_of(self, totals: Any) -> Any:
-        """Return the quotient of total and count, 0 where the count is 0.
-
-        Not collective.
-
-        Parameters
-        ----------
-        totals : sequence of ndarray of shape ()
-            Total and count.
-
-        Returns
-        -------
-        scalar of the metric's dtype
-            The average.
-        """
         total, count = totals
-        # As tf.keras: no examples are no error, and no NaN in a log.
+        # As in tf.keras, the mean of no examples is 0.
         return self.dtype.type(total / count if count else 0.0)
 
 
@@ -159,19 +130,17 @@ class Mean(_Average):
         Parameters
         ----------
         values : array_like of any shape
-            Real numbers; there may be none.
+            Real numbers; may be empty.
         sample_weight : array_like, optional
-            A scalar; or of the values' shape, where dimensions may be 1; or with one
-            last dimension of 1 more than the values; or of the values' first dimensions
-            only: then values are averaged over the others first, unless just the last
-            one is missing, along which the weights are repeated.
+            A scalar; or of the values' shape, also with dimensions of 1; or with a last
+            dimension of 1 more; or of the values' first dimensions. Values are then
+            averaged over the other dimensions first; if only the last dimension is
+            missing, the weights are repeated along it.
 
         Raises
         ------
         ValueError
             For values that are no real numbers, or weights that do not fit.
-        RuntimeError
-            In cross-replica context of a distributed metric.
         """
         self._require_own()
         self._average(as_float64(values), sample_weight)
@@ -183,8 +152,8 @@ class MeanMetricWrapper(_Average):
     Parameters
     ----------
     fn : callable
-        Takes the labels and the predictions of a batch, and returns the value of each
-        example, as an array whose first dimension is the batch.
+        Takes the labels and the predictions of a batch, and returns an array with a
+        value of each example; its first dimension is the batch.
     name : str
         For messages and checkpoints.
     dtype : dtype
@@ -212,10 +181,8 @@ class MeanMetricWrapper(_Average):
 
         Parameters
         ----------
-        y_true : array_like of shape (n, ...)
-            Labels; ``n`` may be 0.
-        y_pred : array_like of shape (n, ...)
-            Predictions.
+        y_true, y_pred : array_like of shape (n, ...)
+            Labels and predictions; ``n`` may be 0.
         sample_weight : array_like, optional
             Weights of the examples; see `Mean.update_state`.
 
@@ -223,18 +190,16 @@ class MeanMetricWrapper(_Average):
         ------
         ValueError
             For shapes, types or weights that do not fit.
-        RuntimeError
-            In cross-replica context of a distributed metric.
         """
         self._require_own()
-        # The function may be the program's own: its warnings are given.
+        # Warnings of the function are shown, as it may be the program's own.
         self._average(as_float64(self._fn(y_true, y_pred)), sample_weight)
 
 
 def as_float64(value: ArrayLike) -> Array:
     """Return real numbers as float64, possibly the value itself.
 
-    ValueError for complex numbers, and what is no number.
+    ValueError for complex numbers, and other types.
     """
     dtype = getattr(value, "dtype", None)
     array = as_array(value, np.float64 if dtype is None else None)
@@ -243,7 +208,7 @@ def as_float64(value: ArrayLike) -> Array:
             f"expected real numbers for a metric, found dtype {array.dtype}; convert "
             "them"
         )
-    # In double: the total of a long epoch in float32 would stop growing.
+    # A long epoch's total in float32 would stop growing.
     return rounded(array, np.dtype(np.float64))
 
 
@@ -259,7 +224,7 @@ def _sum_over(array: Array, axis: int | tuple[int, ...]) -> Array:
 
 
 def of_one_library(first: Array, second: Array) -> tuple[Array, Array]:
-    """Return two arrays on the GPU, if either is there."""
+    """Return both arrays on the GPU, if either is there."""
     if is_device(first) or is_device(second):
         return to_device(first), to_device(second)
     return first, second

@@ -23,7 +23,7 @@ def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
     Returns
     -------
     dict or list of scalar
-        Like the argument.
+        By the keys, or in the order, of the argument.
 
     Raises
     ------
@@ -36,7 +36,6 @@ def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
     every: list[Metric] = list(
         metrics.values() if isinstance(metrics, Mapping) else metrics
     )
-    # All in one: a reduction of a few bytes costs its latency, however many there are.
     totals = iter(read_totals([v for metric in every for v in metric.variables]))
     values = [
         metric.result_of([next(totals) for _ in metric.variables]) for metric in every
@@ -50,12 +49,12 @@ class MetricGroup:
     Parameters
     ----------
     metrics : dict of str to Metric, or sequence of Metric
-        In a sequence, by their own names.
+        A sequence is taken by the names of its metrics.
 
     Raises
     ------
     ValueError
-        If a name comes twice.
+        If two metrics have the same name.
     """
 
     def __init__(self, metrics: Mapping[str, Metric] | Iterable[Metric]) -> None:

@@ -1,4 +1,4 @@
-"""The base of all metrics: totals of each replica, added up when they are read."""
+"""The base of all metrics: each replica has totals, and reading adds them up."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from hpcstrat.variables import SyncOnReadVariable, Variable, class_for_state, re
 class Metric(AnnouncesInitErrors):
     """A quantity computed from totals that each replica keeps for itself.
 
-    Made in the scope of a strategy that distributes variables, it covers all replicas,
-    and making it is collective over them; elsewhere it covers this process.
+    In the scope of a strategy that distributes variables, making it is collective over
+    the strategy's replicas, and it covers all of them; its updates raise RuntimeError
+    in cross-replica context. Elsewhere it covers this process.
 
     Parameters
     ----------
@@ -36,11 +37,10 @@ class Metric(AnnouncesInitErrors):
     def __init__(self, name: str, dtype: Any, totals: Sequence[str]) -> None:
         self.name = name
         self.dtype = np.dtype(dtype)
-        # Sums of values on a GPU that are not yet in the totals in host memory: an
-        # update must not wait for the GPU. Keyed by replica of this process and name.
+        # By replica of this process and name: sums on a GPU, for which updates must not
+        # wait. `_settle` adds them to the totals in host memory.
         self._on_device: dict[tuple[int, str], Array] = {}
-        # All of one type, so that they travel in one buffer. Counts are float64, too,
-        # because weights need not be integers; they are exact up to 2**53.
+        # One type, for one buffer in messages. Counts of weights need not be integers.
         self._totals = {
             total: class_for_state()(
                 np.float64(0),
@@ -55,18 +55,17 @@ class Metric(AnnouncesInitErrors):
     def variables(self) -> list[Variable]:
         """The totals, as SyncOnRead variables with aggregation ``SUM``.
 
-        If values were on a GPU and the variables are not, this waits for the GPU.
+        Waits for the GPU if values were there and the variables are not.
         """
         self._settle()
         return list(self._totals.values())
 
     @property
     def collectives(self) -> Any:
-        """The calls between replicas that reading the totals makes here.
-
-        For the library's own modules.
+        """The calls that reading the totals makes here; for the library's own
+        modules.
         """
-        # By this name `channel.entries` finds what an entry of any object calls.
+        # `channel.entries` looks for this name.
         first: Any = next(iter(self._totals.values()), None)
         distributed = isinstance(first, SyncOnReadVariable)
         return first.collectives if distributed else ObjectCollectives(None)
@@ -81,13 +80,13 @@ class Metric(AnnouncesInitErrors):
         Returns
         -------
         scalar of the metric's dtype
-            In cross-replica context that of all replicas' examples, equal bit for bit
-            on every rank; inside ``run`` that of this replica's own.
+            In cross-replica context the metric of all replicas' examples, equal bit for
+            bit on every rank; inside ``run`` that of this replica.
         """
         return self.result_of(read_totals(self.variables))
 
     def result_of(self, totals: Sequence[Array]) -> Any:
-        """Return the metric that belongs to totals.
+        """Return the metric for some totals.
 
         Not collective.
 
@@ -104,7 +103,7 @@ class Metric(AnnouncesInitErrors):
         raise NotImplementedError(type(self).__name__)
 
     def reset_state(self) -> None:
-        """Set the totals to 0: all of them, or inside ``run`` this replica's own.
+        """Set the totals to 0: all of them, or inside ``run`` this replica's.
 
         Not collective, but in cross-replica context all ranks must do it.
         """
@@ -138,7 +137,7 @@ class Metric(AnnouncesInitErrors):
         """Refuse to update the totals of all replicas at once."""
         first = next(iter(self._totals.values()))
         distributed = isinstance(first, SyncOnReadVariable)
-        # In cross-replica context each replica would add the same: N times in the sum.
+        # In cross-replica context N replicas would each add the same value.
         if distributed and not _reads_own():
             raise RuntimeError(
                 f"expected update_state of metric {self.name!r} in replica context, "
@@ -155,7 +154,7 @@ class Metric(AnnouncesInitErrors):
                 self._on_device[key] = amount if kept is None else kept + amount
             else:
                 value = amount if is_device(amount) else np.float64(amount)
-                # Without the new value, which would be a copy.
+                # Returning the new value would make a copy.
                 total.assign_add(value, read_value=False)
 
     def __repr__(self) -> str:
@@ -168,16 +167,16 @@ class Metric(AnnouncesInitErrors):
 
 
 def read_totals(variables: Sequence[Variable]) -> list[Array]:
-    """Return totals of all replicas, or inside ``run`` this replica's own, on the host.
+    """Return totals of all replicas, or inside ``run`` this replica's, on the host.
 
-    Collective over the strategy's replicas in cross-replica context, where it makes one
-    reduction; else not collective. ValueError for variables of several strategies.
+    Collective over the strategy's replicas in cross-replica context, in one reduction;
+    else not collective. ValueError for variables of several strategies.
     """
-    # No call: other replicas need not read theirs.
+    # Without a call, as other replicas need not read theirs.
     if _reads_own():
         return [to_host(variable.value()) for variable in variables]
     strategies = {id(v.distribute_strategy): v.distribute_strategy for v in variables}
-    # Plain metrics are of this process, and may be read beside any others.
+    # Plain metrics belong to this process, and go with those of any strategy.
     strategies.pop(id(None), None)
     if len(strategies) > 1:
         raise ValueError(
@@ -188,7 +187,7 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
 
 
 def _reads_own() -> bool:
-    """Whether variables act on this replica's component, as they see it themselves."""
+    """Whether variables act on this replica's component in this context."""
     entry = current()
     if entry is None or entry.strategy.is_default:
         return False

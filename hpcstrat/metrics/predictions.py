@@ -1,7 +1,8 @@
-"""Averages over pairs of label and prediction."""
+"""Metrics of pairs of label and prediction."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,170 +16,6 @@ from hpcstrat.metrics.averages import (
     mean_over,
     of_one_library,
 )
-
-
-class Accuracy(MeanMetricWrapper):
-    """The share of predictions that equal their labels.
-
-    Floats are compared in the labels' precision; unlike in tf.keras, 1.7 is not equal
-    to the integer label 1.
-
-    Parameters
-    ----------
-    name : str
-        For messages and checkpoints.
-    dtype : dtype
-        Type of the result.
-
-    Examples
-    --------
-    >>> import hpcstrat as hs
-    >>> metric = hs.metrics.Accuracy()
-    >>> metric.update_state([1, 2, 3, 4], [0, 2, 3, 4])
-    >>> float(metric.result())
-    0.75
-    """
-
-    def __init__(self, name: str = "accuracy", dtype: Any = np.float64) -> None:
-        super().__init__(_equal, name, dtype)
-
-
-class BinaryAccuracy(MeanMetricWrapper):
-    """The share of predictions that are above a threshold where their label is 1.
-
-    Parameters
-    ----------
-    name : str
-        For messages and checkpoints.
-    dtype : dtype
-        Type of the result.
-    threshold : float
-        Predictions above it, not equal to it, are taken for 1. Matches of several
-        columns are averaged for each example.
-    """
-
-    def __init__(
-        self,
-        name: str = "binary_accuracy",
-        dtype: Any = np.float64,
-        threshold: float = 0.5,
-    ) -> None:
-        super().__init__(self._matches, name, dtype)
-        self.threshold = threshold
-
-    @without_fp_warnings
-    def _matches(self, y_true: ArrayLike, y_pred: ArrayLike) -> Array:
-        true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
-        return _over_columns(true == (predicted > self.threshold))
-
-
-class CategoricalAccuracy(MeanMetricWrapper):
-    """The share of rows whose largest prediction is that of the one-hot label.
-
-    Parameters
-    ----------
-    name : str
-        For messages and checkpoints.
-    dtype : dtype
-        Type of the result.
-    """
-
-    def __init__(
-        self, name: str = "categorical_accuracy", dtype: Any = np.float64
-    ) -> None:
-        super().__init__(_equal_largest, name, dtype)
-
-
-class SparseCategoricalAccuracy(MeanMetricWrapper):
-    """The share of rows whose largest prediction is that of the label, a class number.
-
-    Labels have the predictions' shape without the last dimension, or with 1 there.
-
-    Parameters
-    ----------
-    name : str
-        For messages and checkpoints.
-    dtype : dtype
-        Type of the result.
-    """
-
-    def __init__(
-        self, name: str = "sparse_categorical_accuracy", dtype: Any = np.float64
-    ) -> None:
-        super().__init__(_equal_class, name, dtype)
-
-
-class MeanSquaredError(MeanMetricWrapper):
-    """The mean of squared differences, averaged over the columns of each example.
-
-    Parameters
-    ----------
-    name : str
-        For messages and checkpoints.
-    dtype : dtype
-        Type of the result.
-    """
-
-    def __init__(
-        self, name: str = "mean_squared_error", dtype: Any = np.float64
-    ) -> None:
-        super().__init__(_squared_of_columns, name, dtype)
-
-
-class MeanAbsoluteError(MeanMetricWrapper):
-    """The mean of absolute differences, averaged over the columns of each example.
-
-    Parameters
-    ----------
-    name : str
-        For messages and checkpoints.
-    dtype : dtype
-        Type of the result.
-    """
-
-    def __init__(
-        self, name: str = "mean_absolute_error", dtype: Any = np.float64
-    ) -> None:
-        super().__init__(_absolute_of_columns, name, dtype)
-
-
-class RootMeanSquaredError(MeanMetricWrapper):
-    """The square root of the mean of squared differences.
-
-    The root is taken once, of the mean over all replicas: roots cannot be averaged.
-
-    Parameters
-    ----------
-    name : str
-        For messages and checkpoints.
-    dtype : dtype
-        Type of the result.
-    """
-
-    def __init__(
-        self, name: str = "root_mean_squared_error", dtype: Any = np.float64
-    ) -> None:
-        # Not over columns first: all elements count alike, as in tf.keras.
-        super().__init__(_squared, name, dtype)
-
-    @without_fp_warnings
-    def result_of(self, totals: Any) -> Any:
-        """Return the root of the quotient of total and count, 0 where that is 0.
-
-        Not collective.
-
-        Parameters
-        ----------
-        totals : sequence of ndarray of shape ()
-            Total and count.
-
-        Returns
-        -------
-        scalar of the metric's dtype
-            The root.
-        """
-        total, count = totals
-        return self.dtype.type(np.sqrt(total / count) if count else 0.0)
 
 
 def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
@@ -259,3 +96,124 @@ def _squared_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
 @without_fp_warnings
 def _absolute_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     return _over_columns(abs(_difference(y_true, y_pred)))
+
+
+class _PairMetric(MeanMetricWrapper):
+    """A mean of a function of labels and predictions, both set by a subclass."""
+
+    _of_pairs: Callable[[ArrayLike, ArrayLike], ArrayLike]
+    _default_name: str
+
+    def __init__(self, name: str | None = None, dtype: Any = np.float64) -> None:
+        super().__init__(self._of_pairs, name or self._default_name, dtype)
+
+
+class Accuracy(_PairMetric):
+    """The share of predictions that equal their labels.
+
+    Floats are compared in the labels' precision; unlike in tf.keras, 1.7 is not equal
+    to the integer label 1.
+
+    Parameters
+    ----------
+    name : str, optional
+        For messages and checkpoints; default: as in tf.keras, such as ``accuracy``.
+    dtype : dtype
+        Type of the result.
+
+    Examples
+    --------
+    >>> import hpcstrat as hs
+    >>> metric = hs.metrics.Accuracy()
+    >>> metric.update_state([1, 2, 3, 4], [0, 2, 3, 4])
+    >>> float(metric.result())
+    0.75
+    """
+
+    _of_pairs, _default_name = staticmethod(_equal), "accuracy"
+
+
+class BinaryAccuracy(_PairMetric):
+    """The share of predictions that are above a threshold if their label is 1.
+
+    Matches of several columns are averaged for each example.
+
+    Parameters
+    ----------
+    name : str, optional
+        For messages and checkpoints.
+    dtype : dtype
+        Type of the result.
+    threshold : float
+        Predictions above it, not equal to it, count as 1.
+    """
+
+    _default_name = "binary_accuracy"
+
+    def __init__(
+        self, name: str | None = None, dtype: Any = np.float64, threshold: float = 0.5
+    ) -> None:
+        super().__init__(name, dtype)
+        self.threshold = threshold
+
+    @without_fp_warnings
+    def _of_pairs(self, y_true: ArrayLike, y_pred: ArrayLike) -> Array:
+        true, predicted = _matching(as_float64(y_true), as_float64(y_pred))
+        return _over_columns(true == (predicted > self.threshold))
+
+
+class CategoricalAccuracy(_PairMetric):
+    """The share of rows whose largest prediction is that of the one-hot label.
+
+    The arguments are those of `Accuracy`.
+    """
+
+    _of_pairs = staticmethod(_equal_largest)
+    _default_name = "categorical_accuracy"
+
+
+class SparseCategoricalAccuracy(_PairMetric):
+    """The share of rows whose largest prediction is that of the label, a class number.
+
+    Labels have the predictions' shape without the last dimension, or with 1 there. The
+    arguments are those of `Accuracy`.
+    """
+
+    _of_pairs = staticmethod(_equal_class)
+    _default_name = "sparse_categorical_accuracy"
+
+
+class MeanSquaredError(_PairMetric):
+    """The mean of squared differences, averaged over the columns of each example.
+
+    The arguments are those of `Accuracy`.
+    """
+
+    _of_pairs = staticmethod(_squared_of_columns)
+    _default_name = "mean_squared_error"
+
+
+class MeanAbsoluteError(_PairMetric):
+    """The mean of absolute differences, averaged over the columns of each example.
+
+    The arguments are those of `Accuracy`.
+    """
+
+    _of_pairs = staticmethod(_absolute_of_columns)
+    _default_name = "mean_absolute_error"
+
+
+class RootMeanSquaredError(_PairMetric):
+    """The square root of the mean of squared differences.
+
+    The mean over all replicas is taken first, then one root: roots cannot be averaged.
+    The arguments are those of `Accuracy`.
+    """
+
+    # Not over columns first: all elements count alike, as in tf.keras.
+    _of_pairs, _default_name = staticmethod(_squared), "root_mean_squared_error"
+
+    @without_fp_warnings
+    def result_of(self, totals: Any) -> Any:
+        total, count = totals
+        return self.dtype.type(np.sqrt(total / count) if count else 0.0)
