@@ -323,13 +323,11 @@ class Strategy(OlderMethods):
             number = None if channel is None else {"run": channel.position.run_index}
             fn = active.recorder.around(fn, "run", "step", number)
         try:
-            # Arguments are checked inside, so that on_error="raise" covers them.
-            with self.together("run"):
-                if not isinstance(args, (list, tuple)):
-                    raise ValueError(
-                        "expected a list or tuple of arguments, found "
-                        f"{type(args).__name__}; write args=(value,)"
-                    )
+            # Not `together`: a null context would take a fifth of an empty run.
+            if self.raises_together:
+                with self.collectives.section("run"):
+                    result = self.replicas.run(fn, args, kwargs)
+            else:
                 result = self.replicas.run(fn, args, kwargs)
         except BaseException:
             self._end_run(failed=True)

@@ -12,16 +12,12 @@ from hpcstrat.variables import Variable
 
 
 class SingleReplicaStrategy(Strategy):
-    """One replica: variables and values are plain, and everything passes through."""
+    """One replica: variables and values are plain, and calls return their arguments."""
 
     distributes = False
     ranks_are_independent = True
 
     def variable_class(self, options: VariableOptions) -> Any:
-        """Return the class of variables made in this strategy's scope.
-
-        For the library's own modules.
-        """
         return Variable
 
     def reduce(
@@ -32,33 +28,7 @@ class SingleReplicaStrategy(Strategy):
         *,
         out: Tree = None,
     ) -> Tree:
-        """Return the value, reduced over the axis if there is one.
-
-        Not collective.
-
-        Parameters
-        ----------
-        reduce_op : ReduceOp or str
-            ``SUM`` or ``MEAN``.
-        value : tree of array_like
-            The value.
-        axis : int or tuple of int, optional
-            Dimensions to reduce over.
-        out : tree of ndarray, optional
-            Where to copy the value; only without an axis.
-
-        Returns
-        -------
-        tree
-            ``out`` where there is one, or else the value itself without an axis.
-
-        Raises
-        ------
-        ValueError
-            For an unknown operation, an axis out of range, or an ``out`` that does not
-            fit.
-        """
-        # Wrong operations are errors here, too: the program may move to more ranks.
+        # Wrong operations are errors here, too, as on more ranks.
         ReduceOp.parse(reduce_op)
         if axis is None and out is None:
             self._require_cross("reduce")
@@ -66,31 +36,10 @@ class SingleReplicaStrategy(Strategy):
         return super().reduce(reduce_op, value, axis, out=out)
 
     def gather(self, value: Tree, axis: int) -> Tree:
-        """Return the value.
-
-        Not collective.
-
-        Parameters
-        ----------
-        value : array_like of shape (...)
-            The value.
-        axis : int
-            Checked as for several replicas.
-
-        Returns
-        -------
-        ndarray
-            The value.
-
-        Raises
-        ------
-        ValueError
-            For scalars, or an axis out of range.
-        """
         return as_array(super().gather(value, axis))
 
 
 class DefaultStrategy(SingleReplicaStrategy):
-    """The current strategy where none was entered."""
+    """The current strategy outside of all scopes."""
 
     is_default = True

@@ -1,4 +1,4 @@
-"""``strategy.extended``: the less common methods."""
+"""``strategy.extended``: the less common methods of strategies."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ _CONSTANTS = (bool, int, float, complex, str)
 class StrategyExtended:
     """Methods for those who write optimizers and layers.
 
+    Collective methods raise RuntimeError inside a replica function, except `update`.
+
     Parameters
     ----------
     strategy : Strategy
-        Whose methods these are.
+        The strategy that has these methods.
     """
 
     experimental_require_static_shapes = False
@@ -82,10 +84,8 @@ class StrategyExtended:
             A plain value is this rank's contribution.
         destinations : variable, distributed value or str
             Where the result is wanted.
-        options : CommunicationOptions, optional
+        options, experimental_hints : CommunicationOptions, optional
             Accepted for tf.distribute's sake.
-        experimental_hints : CommunicationOptions, optional
-            The older name of ``options``.
 
         Returns
         -------
@@ -126,10 +126,8 @@ class StrategyExtended:
             ``SUM`` or ``MEAN``.
         value_destination_pairs : sequence of (value, destinations)
             As for `reduce_to`.
-        options : CommunicationOptions, optional
+        options, experimental_hints : CommunicationOptions, optional
             Accepted for tf.distribute's sake.
-        experimental_hints : CommunicationOptions, optional
-            The older name of ``options``.
 
         Returns
         -------
@@ -197,10 +195,10 @@ class StrategyExtended:
         Returns
         -------
         Mirrored
-            The value; bare where there is one replica.
+            The value; a bare array with one replica.
         """
-        # Constants of the program are the same everywhere, and stay what they are.
-        # Numbers of NumPy, of which some are Python's floats as well, were computed.
+        # Python's numbers are constants of the program, the same on all replicas.
+        # NumPy's were computed; some of their types are subclasses of Python's.
         if type(tensor) in (bool, int, float, complex):
             return tensor
         ops = self._strategy.collectives.ops
@@ -237,14 +235,12 @@ class StrategyExtended:
         var : Variable
             Of this strategy.
         fn : callable
-            Takes the variable, whose methods then act on this replica's component
-            alone, and the arguments.
-        args : sequence
-            Mirrored values are replaced by their components.
-        kwargs : mapping, optional
-            Likewise.
+            Takes the variable, whose methods then change only this replica's component,
+            and the arguments.
+        args, kwargs : sequence, mapping, optional
+            Arguments; Mirrored values are replaced by their components.
         group : bool
-            Whether to return one value, or a tuple of this process's.
+            Whether to return one value, or a tuple of this process's values.
 
         Returns
         -------
@@ -256,7 +252,7 @@ class StrategyExtended:
         ------
         ValueError
             If the variable is not of this strategy, or a mirrored one is given a
-            PerReplica argument, with which its components would come to differ.
+            PerReplica argument, with which its components would differ.
         """
         strategy = self._strategy
         entry = current()
@@ -266,8 +262,7 @@ class StrategyExtended:
                 _update_in_merge, (var, fn, *args), dict(kwargs or {}, group=group)
             )
         strategy._require_cross("update")
-        # Checked before the change itself, so that a refusal leaves no component to
-        # restore.
+        # Checked before the change, so that after an error nothing is restored.
         with strategy.together("update"):
             self._check_update(var, args, kwargs)
         # One array of a mirrored variable serves all replicas of this process.
@@ -277,7 +272,7 @@ class StrategyExtended:
         with strategy.all_or_none(var, "update"):
             results = [replicas.call(own, fn, [var, *args], kwargs) for own in entries]
         if not group:
-            # As many as there are replicas, also of one that has served them all.
+            # One result for each replica, also if one call has served them all.
             missing = len(replicas.update_entries) - len(results)
             return tuple(results + results[:1] * missing)
         if strategy.num_replicas_in_sync == 1:
@@ -314,7 +309,8 @@ class StrategyExtended:
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
         """Put new variables on the devices of a variable.
 
-        Not collective. Every process has one device, so that this only checks.
+        Not collective. Every process has one device, so that this only checks the
+        variable.
 
         Parameters
         ----------
@@ -329,7 +325,7 @@ class StrategyExtended:
         Raises
         ------
         RuntimeError
-            Outside of the strategy's scope, where new variables are plain ones.
+            Outside of the strategy's scope.
         ValueError
             If it is not a variable of this strategy.
         """
@@ -365,10 +361,9 @@ class StrategyExtended:
         return isinstance(v, Variable) and v._strategy is owner
 
     def value_container(self, value: Any) -> Any:
-        """Return the distributed variable that a component belongs to.
+        """Return the value itself: functions get variables, not their components.
 
-        Not collective. Components have no objects of their own here: functions get the
-        variable itself.
+        Not collective.
 
         Parameters
         ----------
@@ -416,7 +411,7 @@ class StrategyExtended:
     def should_checkpoint(self) -> bool:
         """Whether this process writes files of the program's own: replica 0 alone.
 
-        `CheckpointManager` is not asked to: all replicas call it.
+        All replicas call `CheckpointManager`, whatever this says.
         """
         return self._strategy.replica_id == 0
 
@@ -427,8 +422,7 @@ class StrategyExtended:
 
     @contextmanager
     def _in_scope(self, what: str) -> Iterator[None]:
-        """Be in cross-replica context, also outside of every scope."""
-        # Inside a scope the program is where it must be, or it is refused.
+        """Enter the scope, or check that it is the current one."""
         if current() is not None:
             self._strategy._require_cross(what)
             yield
@@ -443,7 +437,7 @@ class StrategyExtended:
         return self._strategy.run(fn, args, kwargs)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Return where state lives that belongs to several variables.
+        """Return the devices of state that belongs to several variables.
 
         Not collective.
 
@@ -488,13 +482,12 @@ class StrategyExtended:
         colocate_with : object
             From `non_slot_devices`; every process has one device.
         fn : callable
-            Runs in update context: variables act on this replica's component alone.
-        args : sequence
-            Mirrored values are replaced by their components.
-        kwargs : mapping, optional
-            Likewise.
+            Runs in update context, where variables change only this replica's
+            component.
+        args, kwargs : sequence, mapping, optional
+            Arguments; Mirrored values are replaced by their components.
         group : bool
-            Whether to return one value, or a tuple of this process's.
+            Whether to return one value, or a tuple of this process's values.
 
         Returns
         -------
@@ -505,7 +498,7 @@ class StrategyExtended:
         Raises
         ------
         ValueError
-            For a PerReplica argument, with which the state would come to differ.
+            For a PerReplica argument, with which the state would differ.
         """
         del colocate_with
         strategy, replicas = self._strategy, self._strategy.replicas
@@ -520,7 +513,7 @@ class StrategyExtended:
     def experimental_make_numpy_dataset(
         self, numpy_input: Tree, session: Any = None
     ) -> Dataset:
-        """Return the rows of arrays as examples.
+        """Return a data set of the rows of arrays.
 
         Not collective.
 
@@ -534,7 +527,7 @@ class StrategyExtended:
         Returns
         -------
         Dataset
-            One element for each row; put them into batches.
+            One element for each row.
 
         Raises
         ------
@@ -566,17 +559,17 @@ class StrategyExtended:
         iterations : int
             Number of steps; at least 0.
         initial_loop_values : mapping of str to object, optional
-            What ``last_step_outputs`` holds before the first step.
+            ``last_step_outputs`` before the first step.
 
         Returns
         -------
         MultiStepContext
-            With the outputs of the last step; ``run_op`` is what ``fn`` returned last.
+            With the outputs of the last step; ``run_op`` is the last result of ``fn``.
 
         Raises
         ------
         OutOfRangeError
-            If there are fewer batches. The steps until then were made.
+            If there are fewer batches, after the steps with these.
         ValueError
             For a negative number of steps.
         """
@@ -606,7 +599,7 @@ def _update_in_merge(
     group: Any = True,
     **kwargs: Any,
 ) -> Any:
-    # A merge call wraps each argument as a PerReplica, the function as well.
+    # A merge call wraps each argument as a PerReplica, also the function.
     function = fn.values[0] if isinstance(fn, PerReplica) else fn
     same = [_unwrapped(argument) for argument in args]
     named = {k: _unwrapped(v) for k, v in kwargs.items()}
@@ -614,7 +607,7 @@ def _update_in_merge(
 
 
 def _unwrapped(tree: Tree) -> Tree:
-    """Take Python constants, which are the program's, out of their wrapping."""
+    """Unwrap Python constants, which are the program's."""
 
     def bare(leaf: Any) -> Any:
         if type(leaf) is PerReplica and isinstance(leaf.values[0], _CONSTANTS):

@@ -66,7 +66,12 @@ class LocalReplicas:
         ]
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function as each replica; they take turns. Wraps the results."""
+        """Call a function as each replica, in turn; return distributed results."""
+        if not isinstance(args, (list, tuple)):
+            raise ValueError(
+                f"expected a list or tuple of arguments, found {type(args).__name__}; "
+                "write args=(value,)"
+            )
         if self.meetings is None and not self.listeners:
             result = self.call(self.entries[0], fn, args, kwargs)
             return None if result is None else self.distributed(result)

@@ -1,4 +1,4 @@
-"""Methods of the first tf.distribute, by those of today."""
+"""Methods of the first tf.distribute, which call those of today."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hpcstrat.engine.typing import Tree
 
 
 class InputIterator:
-    """Batches of a distributed data set, as methods of the first tf.distribute give.
+    """Batches of a distributed data set, for methods of the first tf.distribute.
 
     Parameters
     ----------
     dataset : DistributedDataset or DealtDataset
-        Whose batches.
+        Gives the batches.
     """
 
     def __init__(self, dataset: ReducibleDataset) -> None:
@@ -74,7 +74,7 @@ class InputIterator:
 class OlderMethods:
     """Methods that programs for the first tf.distribute call; a part of `Strategy`.
 
-    TensorFlow 2 has most of them still, and shows none in its reference.
+    TensorFlow 2 still has most of them, outside of its reference.
     """
 
     def experimental_run_v2(
@@ -119,7 +119,7 @@ class OlderMethods:
     def make_dataset_iterator(self: Any, dataset: Any) -> InputIterator:
         """The older name of `experimental_distribute_dataset`; for `experimental_run`.
 
-        Its result is used through methods: ``get_next`` and ``initialize``.
+        The result has the methods ``get_next`` and ``initialize``.
         """
         return InputIterator(self.experimental_distribute_dataset(dataset))
 
@@ -157,7 +157,7 @@ class OlderMethods:
         return results
 
     def group(self: Any, value: Tree, name: str | None = None) -> Any:
-        """Return None, as there are no operations of replicas to be put into one.
+        """Return None: replicas have no operations to group.
 
         Not collective.
 
@@ -171,7 +171,7 @@ class OlderMethods:
         Returns
         -------
         object
-            The value itself where there is one replica and no name.
+            With one replica and no name, the value itself.
         """
         alone = self.num_replicas_in_sync == 1 and name is None
         return value if alone else None
@@ -193,18 +193,14 @@ class OlderMethods:
 
         Parameters
         ----------
-        session_config, cluster_spec : object, optional
-            Not used.
-        task_type : str, optional
-            Not used.
-        task_id : int, optional
+        session_config, cluster_spec, task_type, task_id : object, optional
             Not used.
         """
         del session_config, cluster_spec, task_type, task_id
         get_logger("strategies").debug("configure has nothing to do: MPI has the ranks")
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """Return the configuration of a session as it is: there are no sessions.
+        """Return the configuration of a session unchanged: there are no sessions.
 
         Not collective.
 

@@ -1,4 +1,4 @@
-"""The context of a replica function: its strategy, as one replica sees it."""
+"""The context of a replica function: the strategy, as one replica sees it."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     # The strategy lies above: it makes the contexts.
     from hpcstrat.strategies.base import Strategy
 
-# Types that name an operation, and can be looked up.
+# Types of an operation that can be keys of a dict.
 OPERATIONS = str, ReduceOp
 
 
 class ReplicaContext:
-    """One replica's side of a running replica function.
+    """One replica's view of the strategy in a running replica function.
 
-    Made by the strategy; valid inside ``run`` only.
+    Made by the strategy; outside of ``run`` its methods raise RuntimeError.
 
     Parameters
     ----------
     strategy : Strategy
         The strategy that runs the function.
     replica_id_in_sync_group : int
-        Which replica this is, from 0 to ``num_replicas_in_sync - 1``.
+        The number of this replica, from 0 to ``num_replicas_in_sync - 1``.
     collectives : Collectives or Meetings
-        The calls between replicas, as this one makes them.
+        The calls of this replica.
     """
 
     def __init__(
@@ -91,16 +91,13 @@ class ReplicaContext:
         merge_fn : callable
             Takes the strategy, then the arguments as distributed values; runs in
             cross-replica context.
-        args : sequence
-            This replica's positional arguments.
-        kwargs : mapping, optional
-            This replica's keyword arguments.
+        args, kwargs : sequence, mapping, optional
+            This replica's arguments.
 
         Returns
         -------
         object
-            What ``merge_fn`` returned, distributed values replaced by this replica's
-            part.
+            The result of ``merge_fn``, with this replica's part of distributed values.
 
         Raises
         ------
@@ -110,14 +107,14 @@ class ReplicaContext:
             With ``on_error="raise"``, if ``merge_fn`` failed on another replica.
         """
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        # Part of the header: replicas that merge different functions are told apart.
+        # Part of the header, so that replicas which merge other functions get an error.
         what = f"merge_call of {name}"
         meetings = self._strategy.meetings
         if meetings is not None:
             self._require_current("merge_call")
             act = functools.partial(self._strategy.replicas.merge, what, merge_fn)
             return meetings.meet(what, act, (args, kwargs or {}))
-        # Outside of `together`: what this raises is raised on every replica anyway.
+        # Outside of `together`, as every replica raises its errors anyway.
         merged, named = self._merged(what, args, kwargs)
         strategy = self._strategy
         with strategy.together(what):
@@ -161,17 +158,13 @@ class ReplicaContext:
         experimental_hints : CommunicationOptions, optional
             The older name of ``options``.
         out : tree of ndarray, optional
-            Where the results go: of the structure, shapes and dtypes of the result,
-            writable, in any memory order; no two share memory. The value itself reduces
-            in place. An array of another library in host memory will do, such as a
-            tensor of PyTorch, if it shares its memory by DLPack. Only for arrays, not
-            for IndexedSlices.
+            Where the results go, see ``Strategy.reduce``; not for IndexedSlices.
 
         Returns
         -------
         tree
-            ``out``, or arrays of their own; equal bit for bit on every replica.
-            ``MEAN`` of integers is float64.
+            ``out``, or new arrays; equal bit for bit on every replica. ``MEAN`` of
+            integers is float64.
 
         Raises
         ------
@@ -199,7 +192,6 @@ class ReplicaContext:
         options: CommunicationOptions | None,
         out: Tree,
     ) -> Tree:
-        # The one look that every call pays; the words for the message come later.
         entry = current()
         if entry is None or entry.replica_context is not self:
             self._require_current("all_reduce")
@@ -219,36 +211,36 @@ class ReplicaContext:
         *,
         out: Tree = None,
     ) -> PendingCall | EndedReduction:
-        """Start an `all_reduce`, whose result is awaited later.
+        """Start an `all_reduce`; the program waits for its result later.
 
         Collective over the strategy's replicas; does not wait for them.
 
-        Several may be under way; they end in the order in which they were started.
-        Messages between workers travel meanwhile, as far as the network carries them by
-        itself; every call of the strategy, and ``test``, takes the reduction further.
-        Inside a worker the ranks themselves move the data, during those calls.
+        Several may be pending; they end in the order of their starts. Messages between
+        workers travel meanwhile, as far as the network carries them by itself. Every
+        call of the strategy, and ``test``, continues the reduction; ranks of a worker
+        move data during those calls.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value : tree of array, each of shape (...)
-            As in `all_reduce`, without IndexedSlices; not to be written before the end.
+            As in `all_reduce`, without IndexedSlices; do not write it before the end.
         options : CommunicationOptions, optional
             For this call.
         out : tree of ndarray, optional
-            As in `all_reduce`; not to be read or written before the end.
+            As in `all_reduce`; do not read or write it before the end.
 
         Returns
         -------
-        Started or EndedReduction
-            ``test()`` says whether it has ended, ``wait()`` returns what `all_reduce`
-            would have returned.
+        PendingCall or EndedReduction
+            ``test()`` says whether it has ended; ``wait()`` returns the result of
+            `all_reduce`, or raises the replicas' disagreement.
 
         Raises
         ------
         ValueError
-            As in `all_reduce`. A disagreement of the replicas is raised by ``wait``.
+            As in `all_reduce`.
         """
         what = "start_all_reduce"
         self._require_current(what)
