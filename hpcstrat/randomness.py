@@ -29,28 +29,24 @@ _SHARED = 2**32 - 1
 
 
 class RandomStreams:
-    """The random numbers of one name; made by ``Strategy.random``.
+    """The random streams of one name; made by ``Strategy.random``.
 
-    Give it to a `CheckpointManager` by any name, and the streams go on after a restore:
-    bit for bit on the same number of replicas. On another number, the replicas that
-    were there before go on, and new ones get streams that were never used. The two
-    generators stay the same objects.
+    A `CheckpointManager` saves it under any name. On the same number of replicas a
+    restore continues the streams bit for bit. On another number, existing replicas
+    continue, and new ones get streams that were never used. The generators stay the
+    same objects.
 
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas draw.
+        The strategy whose replicas draw.
     name : str
-        Name of the streams; those of two names are independent.
+        Name of the streams; other names give independent streams.
     seed : int
         At least 0, below 2**63.
 
     Attributes
     ----------
-    name : str
-        Name of the streams.
-    seed : int
-        Seed of the streams.
     generation : int
         How many restores have changed the number of replicas.
 
@@ -68,12 +64,11 @@ class RandomStreams:
         self.generation = 0
         self._strategy = strategy
         self._stream = _words_of(name)
-        # For each replica of this process: its generators, and the generation in which
-        # its own stream began.
+        # For each replica of this process: the generation in which its stream began.
         replicas = strategy.local_replicas
         self._births = [0 for _ in replicas]
-        # Keys without a SeedSequence, so that spawn() is refused: the number of
-        # children would not be part of the saved state.
+        # By key, not by SeedSequence: its spawn() would count children, and the saved
+        # state has no such count.
         self._own = [self._new(0, replica) for replica in replicas]
         self._shared = [self._new(0, _SHARED) for _ in replicas]
 
@@ -86,13 +81,12 @@ class RandomStreams:
     def generator(self) -> np.random.Generator:
         """This replica's own numpy.random.Generator.
 
-        It draws the same on every run with the same seed, whatever the number of
-        replicas.
+        It draws the same in every run with the same seed, on any number of replicas.
         """
         return self._own[own_index() or 0]
 
     def generator_of(self, index: int) -> np.random.Generator:
-        """Return the generator of a replica of this process, counted from its first.
+        """Return the generator of a replica of this process, by its place.
 
         For the library's own modules.
         """
@@ -100,9 +94,9 @@ class RandomStreams:
 
     @property
     def shared(self) -> np.random.Generator:
-        """A numpy.random.Generator that draws the same on all replicas.
+        """A numpy.random.Generator that gives the same numbers on all replicas.
 
-        It does so as long as all replicas draw the same from it.
+        All replicas must draw the same from it.
         """
         return self._shared[own_index() or 0]
 
@@ -110,8 +104,7 @@ class RandomStreams:
         return np.random.Generator(np.random.Philox(key=self._key(birth, replica)))
 
     def _key(self, birth: int, replica: int) -> Array:
-        # Every word is below 2**32, and their number is fixed: different lists of words
-        # give SeedSequence different keys.
+        # SeedSequence tells lists of a fixed number of words below 2**32 apart.
         place = (*self._stream, birth, replica)
         return np.random.SeedSequence(self.seed, spawn_key=place).generate_state(
             2, np.uint64
@@ -134,8 +127,7 @@ class RandomStreams:
         CollectiveError
             If replicas have drawn differently from ``shared``. On every replica.
         """
-        # One call gathers both; the shared stream's state is gathered only to check
-        # that it is equal.
+        # The shared stream's state is gathered to check that it is equal.
         rows = [self._packed(index) for index in range(len(self._own))]
         both = self._strategy.collectives.all_gather(
             np.stack(rows), 0, f"state of the random streams {self.name!r}"
@@ -166,12 +158,12 @@ class RandomStreams:
         Parameters
         ----------
         state : dict of str to object
-            From `state`, perhaps of another number of replicas.
+            From `state`, for any number of replicas.
 
         Raises
         ------
         ValueError
-            If it is that of others.
+            If the state is of other streams.
         """
         if state["bit_generator"] != _BIT_GENERATOR:
             raise ValueError(
@@ -204,7 +196,7 @@ class RandomStreams:
         Parameters
         ----------
         state : dict of str to object
-            From `state`, perhaps of another number of replicas.
+            From `state`, for any number of replicas.
 
         Raises
         ------
@@ -220,7 +212,7 @@ class RandomStreams:
         self.restore_own_state(state, own, changed=changed)
 
     def own_state(self) -> dict[str, Any]:
-        """Return what `state` returns, with the rows of this process's replicas alone.
+        """Return `state` with the rows of this process's replicas only.
 
         For the library's own modules.
         """
@@ -240,10 +232,11 @@ class RandomStreams:
     def restore_own_state(
         self, state: dict[str, Any], rows: Sequence[Array | None], *, changed: bool
     ) -> None:
-        """Go on with a row for each replica of this process, None for a new stream.
+        """Continue from a row for each replica of this process; None starts a new
+        stream.
 
-        Not collective: call it on every replica, with the same ``shared`` and
-        ``generation``. For the library's own modules.
+        Every replica calls it with the same ``shared`` and ``generation``. For the
+        library's own modules.
         """
         self.check_state(state)
         self.generation = int(state["generation"]) + changed

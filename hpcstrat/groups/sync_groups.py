@@ -1,9 +1,8 @@
-"""Groups of replicas: in sync inside at each step, averaged every so many steps."""
+"""Groups of replicas: in sync at each step inside, averaged after many steps."""
 
 from __future__ import annotations
 
 import numbers
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -27,31 +26,30 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CREATION = "creation of SyncGroups"
-# Indices in the counts: steps since the last sum began, and steps since the pending sum
-# began (-1: none is pending).
+# Indices of the counts: steps since the last sum began, and since the pending sum began
+# (-1: none is pending).
 _SINCE, _UNDER_WAY = 0, 1
 
 
 class SyncGroups:
-    """Replicas in sync inside of groups at each step, and between them now and then.
+    """Replicas in groups that are in sync inside, and averaged after every few steps.
 
-    Collective over ``comm``, as are its methods, but for those that say otherwise.
+    Collective over ``comm``, as are its methods, unless they say otherwise.
 
-    Each group trains by itself, with ``strategy``: sums of gradients, and whatever else
-    its steps exchange, stay in the group. Every ``every`` steps a round ends. Its outer
-    gradient is the outer parameters, which all groups have, minus the mean over all
-    replicas of what each group has made of them; the outer optimizer changes the outer
-    parameters by it, and each group goes on from these. With ``SGD(1.0)`` this is the
-    average of the groups' parameters: local SGD (Stich, Local SGD Converges Fast and
-    Communicates Little, ICLR 2019, doi:10.48550/arXiv.1805.09767). The default is
-    DiLoCo's (Douillard et al., DiLoCo: Distributed Low-Communication Training of
-    Language Models, 2023, doi:10.48550/arXiv.2311.08105). In the mean a group counts by
-    the number of its replicas.
+    Each group trains by itself with ``strategy``, whose sums stay in the group. A round
+    ends every ``every`` steps. Its outer gradient is the outer parameters, which are
+    equal in all groups, minus the mean of the groups' parameters over all replicas. The
+    outer optimizer changes the outer parameters by it, and each group continues from
+    them. ``SGD(1.0)`` takes the average of the groups' parameters: local SGD (Stich,
+    Local SGD Converges Fast and Communicates Little, ICLR 2019,
+    doi:10.48550/arXiv.1805.09767). The default is that of DiLoCo (Douillard et al.,
+    DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
+    doi:10.48550/arXiv.2311.08105).
 
-    What is averaged are the trainable variables of floating types made in the scope of
-    ``strategy``, which all groups have from replica 0. Making one is therefore
-    collective over all replicas, and they are kept as long as this object is. All else,
-    such as the state of inner optimizers, stays a group's own.
+    The trainable variables of floating types made in the scope of ``strategy`` are
+    averaged; all groups begin with replica 0's values. So making one is collective over
+    all replicas, and this object keeps them. All other state, such as that of inner
+    optimizers, belongs to a group.
 
     Parameters
     ----------
@@ -60,27 +58,26 @@ class SyncGroups:
     every : int
         Number of steps of a round.
     size : int, optional
-        Number of replicas of a group: runs of so many, which must fit.
+        Number of replicas of a group, a divisor of the number of all.
     outer : Optimizer, optional
         Changes the outer parameters; default: ``SGD(0.7, momentum=0.9,
-        nesterov=True)``. Its ``aggregation`` does not count.
+        nesterov=True)``. Its ``aggregation`` is not used.
     delay : int
-        How many steps after the end of a round its sum is awaited, from 0, at once, to
-        ``every``. Messages travel meanwhile, as those of `start_all_reduce` do, and
-        each `step` takes them further. What a group has done by then is kept: the
-        change of the outer parameters since the end of the round is added to it. Costs
-        a further copy of the parameters.
+        Number of steps after the end of a round after which its sum is awaited, from 0
+        to ``every``. Messages travel meanwhile, as for `start_all_reduce`. The group
+        keeps what it has learned by then, and adds the change of the outer parameters.
+        Needs another copy of the parameters.
     comm : mpi4py.MPI.Intracomm, optional
         The ranks; default: all of the job.
     replicas_per_worker : int, optional
         As for `MultiWorkerMirroredStrategy`.
     communication_options : CommunicationOptions, optional
-        Of the sums between groups, such as their type on the wire.
+        For sums between groups, such as their type in messages.
     on_error : str
-        ``"abort"`` or ``"raise"``, of both strategies; see `Strategy`. An error in
-        ``run`` is then raised in its group only.
+        ``"abort"`` or ``"raise"``, for both strategies; see `Strategy`. An error in
+        ``run`` is raised in its group only.
     progress_thread : bool
-        Take sums between groups further in a thread, too, see
+        Whether a thread also continues sums between groups; see
         `MultiWorkerMirroredStrategy`.
     settings : Settings, optional
         How the strategies watch over their ranks.
@@ -88,18 +85,16 @@ class SyncGroups:
     Attributes
     ----------
     strategy : Strategy
-        Of this replica's group: for ``scope`` and ``run``.
+        The strategy of this replica's group, for ``scope`` and ``run``.
     everyone : MultiWorkerMirroredStrategy
-        Of all replicas: for data sets, whose batches are then divided between all, and
-        random numbers, which are then different on all.
+        The strategy of all replicas, for data sets and random numbers of all.
     outer : Optimizer
-        As given; its ``iterations`` count the rounds.
+        The outer optimizer; its ``iterations`` count the rounds.
 
     Raises
     ------
     ValueError
-        For arguments out of range, or a ``size`` that does not divide the number of
-        replicas.
+        For arguments out of range.
     CollectiveError
         If ranks give different arguments. On every rank.
     ReplicaError
@@ -130,10 +125,10 @@ class SyncGroups:
             settings=settings,
         )
         self._pairs: list[tuple[MirroredVariable, Variable]] = []
-        # Parameters of the groups when the sum that is under way began.
+        # The group's parameters when the pending sum began.
         self._starts: list[Variable] = []
         self._sum: PendingCall | None = None
-        # Learning rate of the outer optimizer for the sum of this round.
+        # Learning rate of the outer optimizer in this round.
         self._rate = 0.0
         try:
             self._agree(by, size, every, delay, outer)
@@ -197,7 +192,7 @@ class SyncGroups:
         return self.everyone.split.own
 
     def _take(self, variable: MirroredVariable) -> None:
-        """Take a new variable among those that are averaged, with one value for all.
+        """Average a new variable from now on; give it replica 0's value in all groups.
 
         Collective over all replicas.
         """
@@ -220,24 +215,22 @@ class SyncGroups:
 
     @collective
     def step(self) -> bool:
-        """Count a step of the group, and end the round when it is the last one.
+        """Count a step of the group; the last one of a round ends it.
 
-        Collective over all replicas where a round ends; between, it does not wait for
-        other groups. Call it after each ``strategy.run`` that is to change the
-        variables, also where that has failed in this group: groups come together by
-        the number of these calls.
+        Collective over all replicas at the end of a round; other calls do not wait for
+        other groups. Call it after each ``strategy.run`` that changes variables, also
+        if it failed in this group: groups meet by the number of these calls.
 
         Returns
         -------
         bool
-            Whether the groups have come together at this step: they go on from the
-            outer parameters, with a ``delay`` from what they have added to them
-            meanwhile.
+            Whether the groups have met at this step: they continue from the outer
+            parameters, or with a ``delay`` from these and their own changes.
 
         Raises
         ------
         ValueError
-            If there is no variable to be averaged.
+            Without variables to average.
         RuntimeError
             In a replica function.
         CollectiveError
@@ -261,15 +254,15 @@ class SyncGroups:
 
     @collective
     def end_round(self) -> None:
-        """End the round now, so that all groups have the outer parameters.
+        """End the round now: all groups get the outer parameters.
 
-        Collective over all replicas. For the end of a training, or of a part of it: the
-        next round begins. Where a round has just ended, nothing is sent.
+        Collective over all replicas. For the end of a training, or of a part of it; the
+        next round begins. Nothing is sent if a round has just ended.
 
         Raises
         ------
         ValueError
-            If there is no variable to be averaged.
+            Without variables to average.
         RuntimeError
             In a replica function.
         """
@@ -299,22 +292,22 @@ class SyncGroups:
     def _changes(self) -> list[Array]:
         """Return this group's changes since the last round, with opposite signs."""
         changes = [outer.component - own.component for own, outer in self._pairs]
-        # NumPy makes of arrays without dimensions a number, which cannot be written.
+        # Arrays again, as NumPy turns those without dimensions into numbers.
         return [array_module(change).asarray(change) for change in changes]
 
     def _begin(self, delay: int) -> None:
-        """Begin the sum over the groups, and end it where it is not delayed."""
+        """Begin the sum over the groups; without a delay also end it."""
         collectives, changes = self.collectives, self._changes()
         names = ", ".join(variable.name for variable, _ in self._pairs)
         what = f"mean over groups of {names}"
-        # A program's own function, which may fail on one rank: the header then tells.
+        # A function of the program may fail here on one rank: the header reports it.
         self._rate = self.outer._rate(collectives)
         if not delay:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
             self._take_outer()
         else:
-            # A header that is not awaited tells no rank of the job's end, so the sum
-            # carries it: see `_finish`.
+            # No rank awaits this header, so the sum carries a notice of the job's end:
+            # see `_finish`.
             told = array_module(changes[0]).zeros(1, np.float32)
             told += bool(getattr(collectives.channel, "notice", ""))
             given = [*changes, told]
@@ -325,17 +318,16 @@ class SyncGroups:
         self._counts.component[_SINCE] = 0
 
     def _take_outer(self) -> None:
-        """Let the group go on from the outer parameters."""
+        """Continue from the outer parameters."""
         for variable, outer in self._pairs:
             variable.component[...] = outer.component
 
     def _use(self, gradients: list[Array]) -> None:
         """Change the outer parameters by the mean over the groups."""
-        # A variable that was made since the sum began has no part in it.
+        # Variables that were made after the sum began have no part in it.
         outers = [outer for _, outer in self._pairs[: len(gradients)]]
         pairs = list(zip(gradients, outers, strict=True))
-        # This leaves the program's scope, and goes through `run`, which compares
-        # copies.
+        # Outside of the program's scope; `run` compares copies.
         token = push(None)
         try:
             self._build()
@@ -344,23 +336,22 @@ class SyncGroups:
             pop(token)
 
     def _build(self) -> None:
-        """Make the outer optimizer's state, where it has not been made."""
+        """Make the outer optimizer's state, if it is not made."""
         if self._pairs:
             self.outer.build([outer for _, outer in self._pairs])
 
     def _finish(self) -> None:
-        """Await the sum that is under way, if there is one."""
+        """Wait for the pending sum, if there is one."""
         if self._sum is not None:
             started, self._sum = self._sum, None
             try:
                 *gradients, told = started.wait()
                 if float(told[0]):
-                    # All replicas now know that one has a notice, and take part in the
-                    # call that tells it.
+                    # All replicas know that one has a notice, and call together for it.
                     self.collectives.barrier("notice to all groups")
                 self._use(gradients)
             except BaseException:
-                # The next round then includes all changes since the last one.
+                # The next round includes the changes of this one.
                 self._counts.component[_UNDER_WAY] = -1
                 raise
 
@@ -373,23 +364,22 @@ class SyncGroups:
     @without_fp_warnings
     def _add_changes(self) -> None:
         for (variable, outer), start in zip(self._pairs, self._starts, strict=True):
-            # Its memory is free from here on.
+            # Into the memory of `start`, which is not needed any more.
             change = np.subtract(outer.component, start.component, out=start.component)
             value = variable.component
             value += change
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the state to save; a sum that is under way is awaited first.
+        """Return the state to save, after waiting for a pending sum.
 
-        Collective over all replicas.
+        Collective over all replicas. The program saves the groups' parameters itself.
 
         Returns
         -------
         dict of str to Variable
             ``counts``, the outer parameters as ``value/<variable>``, the state of the
             outer optimizer under ``outer/``, and with a ``delay`` the parameters of
-            each group when the last sum began, as ``start/<variable>``. The parameters
-            of the groups are for the program to save, like all of its variables.
+            each group when the last sum began, as ``start/<variable>``.
 
         Raises
         ------
@@ -408,7 +398,7 @@ class SyncGroups:
 
     @collective
     def close(self) -> None:
-        """Close both strategies, after a sum that is under way.
+        """Close both strategies, after a pending sum.
 
         Collective over all replicas. A second call does nothing.
         """
@@ -418,13 +408,8 @@ class SyncGroups:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # Closing is collective: after an error the others may be anywhere.
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        # Closing is collective, and after an error the others may not come.
         if kind is None:
             self.close()
 
@@ -437,7 +422,7 @@ class SyncGroups:
 
 
 def _plain(name: str, array: Array) -> Variable:
-    """Make a variable that belongs to no strategy, whatever scope this is in."""
+    """Make a variable that belongs to no strategy, in any scope."""
     token = push(None)
     try:
         return Variable(HostValue(array), trainable=False, name=name)
@@ -448,7 +433,7 @@ def _plain(name: str, array: Array) -> Variable:
 def _check(
     by: str | None, size: int | None, every: int, delay: int, num_replicas: int
 ) -> None:
-    """Refuse arguments that do not say how groups are formed and averaged."""
+    """Refuse arguments that define no groups."""
     if by not in (None, "worker"):
         raise ValueError(
             f"expected by='worker', found {by!r}; leave it out, or give a size"
@@ -479,7 +464,7 @@ def _check(
 
 
 def _describe(outer: Optimizer) -> str:
-    """Say which optimizer it is, in words that are the same on all ranks."""
+    """Describe an optimizer in words that are the same on all ranks."""
     kind, options = outer.rule()
     options = {"learning_rate": outer.learning_rate, **options}
     words = [

@@ -30,39 +30,36 @@ def sync_batch_moments(
 
     Collective over the strategy's replicas, in replica context; one reduction.
 
-    Each replica finds the mean of its own values first, then the squares of the
-    differences from it, both in float64. Count, mean and sum of squares of each are
-    gathered, and combined as one process would have found them (Chan, Golub and
-    LeVeque, Algorithms for computing the sample variance, The American Statistician 37,
-    1983, doi:10.1080/00031305.1983.10483115). Sums of values and of their squares would
-    be shorter messages with many replicas, but lose the variance of channels whose mean
-    is large: twice as many of its digits as here.
+    Each replica computes count, mean and sum of squared differences of its values in
+    float64. These are gathered, and combined as if one process had all values (Chan,
+    Golub and LeVeque, Algorithms for computing the sample variance, The American
+    Statistician 37, 1983, doi:10.1080/00031305.1983.10483115). Sums of values and
+    squares would be shorter messages, but lose twice as many digits of the variance of
+    channels with a large mean.
 
     Parameters
     ----------
     x : array_like of shape (..., channels, ...)
-        This replica's real values, at least two-dimensional; there may be none. All
-        replicas have the same number of channels.
+        This replica's real values, at least two-dimensional; may be empty. All replicas
+        have the same number of channels.
     axis : int
         The dimension of the channels; all others are averaged over.
     name : str
-        The call, for messages.
+        Name of the call in messages.
 
     Returns
     -------
     mean, variance : ndarray of shape (channels,)
-        Of the library of the values; float64, equal bit for bit on every replica; 0
-        where no replica has values. The variance is that of the batch, divided by the
-        count.
+        Of the library of the values; float64, equal bit for bit on every replica; 0 if
+        no replica has values. The variance is divided by the count.
     count : int
-        Number of values of each channel, of all replicas. Of values on a GPU, a float64
-        there, of shape (): nothing waits for the GPU.
+        Number of values of each channel, of all replicas. For values on a GPU it is a
+        float64 of shape () there, so that nothing waits.
 
     Raises
     ------
     ValueError
-        For what is no array of real numbers, or has no such axis; the other replicas
-        raise ReplicaError.
+        For other types, or without such an axis; the other replicas raise ReplicaError.
     CollectiveError
         If replicas have other channels. On every replica.
     RuntimeError
@@ -83,16 +80,16 @@ def _combined(
     channels = array.shape[axis]
     row = _own_moments(array, axes, channels)
     library = array_module(row)
-    # Sums with zeros are exact: this gathers the rows in a single reduction, the usual
-    # one, whose header finds out replicas with other channels.
+    # Gathers the rows by a sum with zeros, which is exact; the header of the reduction
+    # shows replicas with other channels.
     rows = library.zeros((strategy.num_replicas_in_sync, row.size))
     rows[strategy.replica_id] = row
     rows = strategy.collectives.batch_reduce(ReduceOp.SUM, rows, name)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, -channels:]
     count: Any = counts.sum()
-    # A batch may have no rows on any replica: no division by zero.
+    # A batch may have no rows on any replica.
     divisor = library.maximum(count, 1)
-    # Differences from one of the means keep the digits of means that are far from 0.
+    # Differences from one of the means keep the digits of large means.
     origin = library.take(means, counts.argmax(), axis=0)
     mean = origin + (counts * (means - origin)).sum(axis=0) / divisor
     between = counts * (means - mean) ** 2
@@ -110,19 +107,16 @@ def sync_batch_moments_backward(
 ) -> Array:
     """Return the gradient that reaches the values through their moments.
 
-    Collective over the strategy's replicas, in replica context; one reduction of two
-    vectors.
+    Collective over the strategy's replicas, in replica context; one reduction.
 
     Parameters
     ----------
     x : array_like of shape (..., channels, ...)
         As given to `sync_batch_moments`.
     moments : tuple of (mean, variance, count)
-        What that returned.
-    dmean : array_like of shape (channels,)
-        Derivative of this replica's part of the loss by the mean.
-    dvariance : array_like of shape (channels,)
-        And by the variance.
+        The result of `sync_batch_moments`.
+    dmean, dvariance : array_like of shape (channels,)
+        Derivatives of this replica's part of the loss by mean and variance.
     axis : int
         The dimension of the channels.
 
@@ -172,10 +166,9 @@ def _backward(
 
 
 def strategy_of(what: str) -> Strategy:
-    """Return the strategy of the replica function that is running.
+    """Return the strategy of the running replica function, or the default strategy.
 
-    The default strategy outside everything; RuntimeError in cross-replica context.
-    ``what`` names the call in messages.
+    RuntimeError in cross-replica context; ``what`` names the call.
     """
     entry = current()
     if entry is not None and entry.replica_context is None:
@@ -187,9 +180,9 @@ def strategy_of(what: str) -> Strategy:
 
 
 def checked(x: ArrayLike, axis: int) -> tuple[Array, tuple[int, ...]]:
-    """Return an array to be normalized, and its dimensions but that of the channels.
+    """Return an array to normalize, and its dimensions other than the channels.
 
-    ValueError for other types, fewer than two dimensions, or no such axis.
+    ValueError for other types, fewer than two dimensions, or without such an axis.
     """
     array = as_array(x)
     if array.dtype.kind not in "iuf" and not is_half(array.dtype):
@@ -210,7 +203,7 @@ def others(ndim: int, axis: int) -> tuple[int, ...]:
 
 
 def spread(vector: Array, ndim: int, axis: int) -> Array:
-    """View a vector over channels as (1, ..., channels, ..., 1), to be broadcast."""
+    """View a vector over channels as (1, ..., channels, ..., 1), for broadcasting."""
     shape = [1] * ndim
     shape[axis] = -1
     return vector.reshape(shape)
@@ -221,12 +214,12 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
     library = array_module(array)
     row: Array = library.zeros(1 + 2 * channels)
     count = array.size // channels if channels else 0
-    # A row of zeros: this replica takes part in the sum all the same.
+    # Without values the row is zero.
     if not count:
         return row
     mean = array.sum(axis=axes, dtype=np.float64, keepdims=True) / count
     centered = array - mean
-    # Rounding error of the mean; in exact arithmetic it is zero.
+    # The rounding error of the mean.
     rest = centered.sum(axis=axes)
     library.square(centered, out=centered)
     row[0] = count
@@ -238,12 +231,11 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
 def through_moments(
     strategy: Strategy, partial: Array, count: Any, name: str
 ) -> tuple[Array, Array]:
-    """Sum derivatives by the moments over replicas; return the terms of the values'.
+    """Sum derivatives by the moments over replicas; return offset and slope.
 
     Collective over the strategy's replicas; one reduction. ``partial``, of shape (2,
-    channels), holds the derivatives of this replica's part of the loss by mean and
-    variance. Of the offset and the slope returned, the derivative by a value is
-    ``offset + slope * (value - mean)``.
+    channels), has the derivatives of this replica's part of the loss by mean and
+    variance. The derivative by a value is ``offset + slope * (value - mean)``.
     """
     summed = strategy.collectives.batch_reduce(ReduceOp.SUM, partial, name)
     offset, slope = summed / array_module(summed).maximum(count, 1)

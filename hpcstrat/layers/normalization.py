@@ -33,31 +33,28 @@ from hpcstrat.variables import Variable, class_for_state
 class SyncBatchNormalization(AnnouncesInitErrors):
     """Normalizes each channel by its mean and variance over the global batch.
 
-    With ``m`` and ``v`` these moments, or the moving ones outside training, the result
-    is ``gamma * (x - m) / sqrt(v + epsilon) + beta`` (Ioffe and Szegedy,
+    With ``m`` and ``v`` these moments, or the moving ones outside of training, the
+    result is ``gamma * (x - m) / sqrt(v + epsilon) + beta`` (Ioffe and Szegedy,
     arXiv:1502.03167). Results, gradients and moving moments are those of one process
-    with all replicas' examples, however these are divided. Defaults are those of Keras,
-    as is the update ``moving = momentum * moving + (1 - momentum) * new``, which takes
-    the batch's own variance.
-
-    Make it in the strategy's scope; that is collective over its replicas.
+    with all replicas' examples, however these are divided. Defaults and the update
+    ``moving = momentum * moving + (1 - momentum) * new``, with the batch's own
+    variance, are those of Keras. Making it in the strategy's scope is collective over
+    the replicas.
 
     Parameters
     ----------
     channels : int
         Length of the dimension of the channels.
     axis : int
-        Which dimension that is; the last by default.
+        The dimension of the channels.
     momentum : float
         From 0 to 1.
     epsilon : float
         Added to the variance.
-    center : bool
-        Whether there is a ``beta``.
-    scale : bool
-        Whether there is a ``gamma``.
+    center, scale : bool
+        Whether there is a ``beta``, and a ``gamma``.
     name : str
-        Begins the variables' names; optimizers need one for each layer.
+        First part of the variables' names; optimizers need another one for each layer.
     dtype : dtype
         Type of the variables.
 
@@ -67,7 +64,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         Trainable; 1 and 0 at first.
     moving_mean, moving_variance : Variable
         SyncOnRead variables with aggregation ``MEAN``; 0 and 1 at first. Replicas
-        update their own with the same moments, so that all of them stay equal.
+        update their components with the same moments.
 
     Raises
     ------
@@ -107,8 +104,8 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
-        # For backward, by replica of this process: centered values, inverse deviations,
-        # type of the result, and number of values (None outside training).
+        # For `backward`, by replica of this process: centered values, inverse
+        # deviations, type of the result, number of values (None outside of training).
         self._kept_by: dict[int, tuple[Array, Array, Any, Any]] = {}
 
     @property
@@ -137,15 +134,15 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         Parameters
         ----------
         x : array_like of shape (..., channels, ...)
-            This replica's values; there may be none.
+            This replica's values; may be empty.
         training : bool
             Whether to normalize by the moments of the global batch, and update the
-            moving ones; else the moving ones are used.
+            moving ones, or by the moving ones.
 
         Returns
         -------
         ndarray of the shape of x
-            Of the type of ``x``, float32 for integers; computed in float64.
+            Type of ``x``, float32 for integers; computed in float64.
 
         Raises
         ------
@@ -156,8 +153,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         """
         if not training:
             return self._normalized(x, training)
-        # An entry, so that the others learn of an array that does not fit on one
-        # replica.
+        # As a collective call, so that all replicas learn of an error on one.
         normalized: Array = self._replicas(self._forward).collectives.call(
             self._forward, self._normalized, x, training
         )
@@ -172,7 +168,6 @@ class SyncBatchNormalization(AnnouncesInitErrors):
             mean, variance, count = sync_batch_moments(
                 array, self.axis, name=self._forward
             )
-            # Moments of no values say nothing.
             if is_device(count) or count:
                 self._move(self.moving_mean, mean, count)
                 self._move(self.moving_variance, variance, count)
@@ -192,10 +187,10 @@ class SyncBatchNormalization(AnnouncesInitErrors):
 
     @without_fp_warnings
     def backward(self, dy: ArrayLike) -> tuple[Array, Array | None, Array | None]:
-        """Return the gradients of the latest `forward`, which is forgotten then.
+        """Return the gradients of the latest `forward`, which can be used once.
 
-        Collective over the strategy's replicas if that was with ``training``, one
-        reduction of two vectors; else not collective.
+        Collective over the strategy's replicas after a `forward` with ``training``, one
+        reduction; else not collective.
 
         Parameters
         ----------
@@ -207,15 +202,15 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         dx : ndarray of the shape of x
             Derivative of that sum by this replica's values.
         dgamma, dbeta : ndarray of shape (channels,), or None
-            This replica's part of the derivatives by gamma and beta; optimizers sum
-            them over replicas. None where the layer has no such variable.
+            This replica's part of the derivatives by gamma and beta, which optimizers
+            sum over replicas; None without such a variable.
 
         Raises
         ------
         ValueError
             For an array of another shape; the other replicas raise ReplicaError.
         RuntimeError
-            Without a `forward` before it, or in another context than it needs.
+            Without a `forward` before it, or in another context.
         """
         if self._kept is None:
             raise RuntimeError(
@@ -245,7 +240,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
                 f"forward of layer {self.name!r}, found {found.shape}; call "
                 "backward once after each forward"
             )
-        # Each forward has one backward: arrays of the batch's size are not kept longer.
+        # Each forward has one backward: the large arrays are freed.
         self._kept = None
         gradient = found.astype(np.float64, copy=False)
         axes = others(centered.ndim, self.axis)
@@ -281,10 +276,9 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         return {name: v for name, v in found.items() if v is not None}
 
     def _replicas(self, what: str) -> Strategy:
-        """Return the strategy, and refuse to average over other replicas."""
+        """Return the strategy; refuse other replicas than those that have the layer."""
         strategy = strategy_of(what)
         own = self.moving_mean.distribute_strategy
-        # Moments of other replicas than those that hold the layer would differ.
         if own is not None and own is not strategy:
             raise RuntimeError(
                 f"expected {what} in the scope of the strategy that the layer was made "
@@ -312,7 +306,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         old = moving.component
         moved = self.momentum * _beside(new, old) + (1 - self.momentum) * new
         if is_device(count):
-            # Whether there were any values, only the GPU knows.
+            # Only the GPU knows whether there were any values.
             moved = array_module(count).where(count > 0, moved, _beside(new, old))
         moved = _beside(old, moved)
         if is_device(old):
@@ -329,7 +323,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
 
 
 def _beside(array: Array, other: Array) -> Array:
-    """Return ``other`` where ``array`` is: on its GPU, or in host memory."""
+    """Return ``other`` in the memory of ``array``: on its GPU, or on the host."""
     return to_device(other) if is_device(array) else to_host(other)
 
 

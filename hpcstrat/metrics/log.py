@@ -33,24 +33,25 @@ _PICTURES = "pictures"
 class Log:
     """A log of metrics that has each step once, however often the job was requeued.
 
-    Give it to the `CheckpointManager` beside what is trained: a checkpoint then has the
-    place in the log at which it was saved, and a restore cuts the log back to it. What
-    the job had written after that checkpoint is moved to ``metrics.removed.jsonl``; so
-    is a log that is there when a training begins without a restore.
+    Give it to the `CheckpointManager` beside the model: a checkpoint then has the
+    position in the log, and a restore cuts the log back to it. Later lines are moved to
+    ``metrics.removed.jsonl``, as is an existing log when a training begins without a
+    restore.
 
     Parameters
     ----------
     folder : str or path
-        Where ``metrics.jsonl`` is: a line of JSON for each call. Replica 0 writes it.
+        The folder of ``metrics.jsonl``, to which replica 0 writes a line of JSON for
+        each call.
     sinks : sequence of TensorBoard, MLflow
-        Where else everything goes, and is cut back.
+        Further logs, which are cut back, too.
     strategy : Strategy, optional
-        Default: the current one; in a job of several ranks there must be one.
+        Default: the current one; a job of several ranks needs one.
 
     Raises
     ------
     ValueError
-        If it is not known who writes the log.
+        In a job of several ranks without a strategy.
 
     Examples
     --------
@@ -114,22 +115,21 @@ class Log:
         of: int | str = 0,
         **more: Any,
     ) -> None:
-        """Log numbers of a step.
+        """Log numbers of a step; all replicas call it, also within `Strategy.run`.
 
-        Collective over the strategy's replicas, unless ``of`` is 0; to be called on all
-        of them in any case. Within `Strategy.run`, too.
+        Collective over the strategy's replicas, unless ``of`` is 0.
 
         Parameters
         ----------
         step : int
-            Of the training.
+            Step of the training.
         values : dict of str to scalar, optional
-            By name; those of the other replicas are looked at as ``of`` says.
+            Numbers by name.
         of : int or str
-            The replica whose numbers are logged, or how those of all are reduced:
-            ``"mean"`` or ``"sum"``, in one reduction.
+            The replica whose numbers are logged; or ``"mean"`` or ``"sum"`` of the
+            numbers of all replicas, in one reduction.
         **more : scalar
-            More of them, by name.
+            More numbers, by name.
         """
         given = {**(values or {}), **more}
         if isinstance(of, str):
@@ -148,13 +148,11 @@ class Log:
         Parameters
         ----------
         step : int
-            Of the training.
-        name : str
-            Of the text.
-        text : str
-            Markdown, to TensorBoard.
+            Step of the training.
+        name, text : str
+            Name of the text, and the text, which TensorBoard shows as Markdown.
         of : int
-            The replica whose text it is.
+            The replica whose text is logged.
         """
         text = self._from(of, text)
         if self._writes():
@@ -168,20 +166,20 @@ class Log:
         Parameters
         ----------
         step : int
-            Of the training.
+            Step of the training.
         name : str
-            Of the picture; it is also that of a file in the folder ``pictures``.
+            Name of the picture, and of a file in the folder ``pictures``.
         picture : array of shape (height, width) or (height, width, 3), or a figure
-            Of uint8, or numbers from 0 to 1; or a figure of matplotlib. Arrays need
+            Type uint8, or numbers from 0 to 1; or a figure of matplotlib. Arrays need
             Pillow.
         of : int
-            The replica whose picture it is.
+            The replica whose picture is logged.
         """
         own = None
         if not of:
             own = _as_png(picture) if self._writes() else None
         else:
-            # If it fails, the replicas that wait for it raise, too.
+            # If it fails, the waiting replicas raise, too.
             with self._strategy.collectives.all_raise("a picture for the log"):
                 own = _as_png(picture) if self._is(of) else None
         own = self._from(of, own)
@@ -209,9 +207,9 @@ class Log:
         self._tell("close")
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the place in the log; for the library's own modules.
+        """Return the position in the log; for the library's own modules.
 
-        What is before that place is on the disk then.
+        All lines before that position are on the disk then.
         """
         self._tell("flush")
         place = self._file.place()
@@ -220,10 +218,7 @@ class Log:
         return {"place": self._place}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that a saved place may have.
-
-        For the library's own modules.
-        """
+        """Return all names of a saved position; for the library's own modules."""
         return [name]
 
     def checkpoint_defer(
@@ -241,12 +236,11 @@ class Log:
             self._cut((position, digest))
 
     def _reduced(self, how: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the sums or means over all replicas; not modified."""
+        """Return the sums or means over all replicas."""
         context = self._context()
-        # Such values have a structure of their own.
+        # `reduce` takes each distributed value by itself.
         apart = {n: v for n, v in values.items() if isinstance(v, DistributedValues)}
-        # If a value is no number on this replica, the replicas that wait for it raise,
-        # too.
+        # If a value is no number on this replica, the waiting replicas raise, too.
         with self._strategy.collectives.all_raise("numbers for the log"):
             plain = {n: np.float64(v) for n, v in values.items() if n not in apart}
         found = {
@@ -267,7 +261,7 @@ class Log:
         return collectives.broadcast_object(value, replica, "value for the log")
 
     def _context(self) -> ReplicaContext | None:
-        """Return the context within `Strategy.run`; outside there is one of no job."""
+        """Return the context within `Strategy.run`; outside None."""
         context = get_replica_context()
         return context if context and context.strategy is self._strategy else None
 
@@ -282,7 +276,9 @@ class Log:
         return self._is(0)
 
     def _begin(self) -> None:
-        """Remove the log of an earlier training before the first line of this one."""
+        """Move the log of an earlier training away before the first line of this
+        one.
+        """
         if not self._is_begun:
             self._cut(LogFile(self.folder).place())
 
@@ -303,7 +299,7 @@ class Log:
         self._tell("write", record)
 
     def _free_name(self, path: str) -> str:
-        """Return the name of a picture's file, of which a step may have several."""
+        """Return a new name for a picture's file, as a step may have several."""
         others = 0
         while (
             self.folder / (found := f"{path}{f'-{others}' * (others > 0)}.png")
@@ -312,9 +308,8 @@ class Log:
         return found
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Call the sinks; one that fails is left out, as the file has everything.
-
-        Only where the log is written.
+        """Call the sinks on the writing replica; drop a sink that fails, as the file
+        has all.
         """
         if not self._is_begun:
             return

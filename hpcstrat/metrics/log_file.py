@@ -1,4 +1,4 @@
-"""A file of JSON lines that can be cut back to where a checkpoint was saved."""
+"""A file of JSON lines that a restore cuts back to the position in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcstrat.engine.logs import get_logger
 
 _Record = dict[str, Any]
 
-# JSON has no such numbers; most readers of it refuse what Python writes for them.
+# JSON has no such numbers, and most readers refuse Python's form of them.
 _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -35,13 +35,12 @@ def _name(value: float) -> str:
 
 
 def _decoded(data: bytes) -> Iterator[_Record]:
-    """Yield the records of whole lines; what a job was writing as it died is left."""
+    """Yield the records of whole lines; a last line that is cut off is left out."""
     for line in data.split(b"\n")[:-1]:
         try:
             record = json.loads(line)
         except ValueError:
-            # This line was cut off when a job ended; another job has added its line
-            # end.
+            # The end of a job cut this line off; another job has ended it.
             continue
         if "scalars" in record:
             record["scalars"] = {
@@ -52,7 +51,7 @@ def _decoded(data: bytes) -> Iterator[_Record]:
 
 
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a log of metrics, as a running job may be writing it.
+    """Return the records of a log of metrics, also while a job writes it.
 
     Not collective.
 
@@ -65,8 +64,8 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     -------
     list of dict
         In the order of the calls: ``step``, ``time`` (seconds since 1970) and one of
-        ``scalars``, ``text`` and ``pictures``, by name. Pictures are paths, from the
-        folder on.
+        ``scalars``, ``text`` and ``pictures``, by name. Pictures are paths relative to
+        the folder.
     """
     found = Path(path)
     file = found / LogFile.NAME if found.is_dir() else found
@@ -74,10 +73,10 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class LogFile:
-    """The file of a log, of the one process that writes it.
+    """The file of a log, for the one process that writes it.
 
-    ``position`` is the length of what this training has written: what comes behind, and
-    an older file where there is none, is removed before the next line.
+    ``position`` is the length of the lines of this training. The next line removes
+    later ones, and an older file.
     """
 
     NAME = "metrics.jsonl"
@@ -98,7 +97,7 @@ class LogFile:
         return self._file
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a record; what is there then outlives this process."""
+        """Write a record, which then outlives this process."""
         line, file = _encoded(record), self._open()
         self._is_dirty = True
         written = 0
@@ -108,16 +107,18 @@ class LogFile:
         self._hash.update(line)
 
     def place(self) -> tuple[int, int]:
-        """Return the position, and the hash of what is before it, now on the disk."""
+        """Return the position, and a hash of all before it, after writing all to the
+        disk.
+        """
         if self._file is not None and self._is_dirty:
             os.fsync(self._file)
             self._is_dirty = False
         return self.position, self._hash.intdigest()
 
     def cut(self, position: int, digest: int) -> tuple[list[_Record], list[_Record]]:
-        """Cut the file at a position; return the records that stay, and those removed.
+        """Cut the file at a position; return the kept and the removed records.
 
-        The latter go into a file of their own.
+        Removed lines go into a file of their own.
         """
         file = self._open()
         data, end = os.pread(file, os.fstat(file).st_size, 0), position
@@ -136,7 +137,7 @@ class LogFile:
 
     def _keep_removed(self, data: bytes) -> None:
         with open(self.folder / self.REMOVED, "ab") as file:
-            # The end of a line that the end of a job has torn.
+            # A line that was cut off gets its end.
             file.write(data if data.endswith(b"\n") else data + b"\n")
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Other places of a log of metrics, beside its file: TensorBoard and MLflow."""
+"""Sinks of a log of metrics beside its file: TensorBoard and MLflow."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """A place that a log tells of each record, in the process that writes it."""
+    """A further log that gets each record, in the process that writes the file."""
 
     def open(self, folder: Path) -> None:
-        """Begin, if that has not been done, in the log's folder."""
+        """Begin in the log's folder, the first time."""
 
     def write(self, record: _Record) -> None:
         """Take a record."""
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Hold the kept records, and no others."""
+        """Keep the kept records, and no others."""
 
     def flush(self) -> None:
-        """Let others see everything."""
+        """Make everything visible to readers."""
 
     def close(self) -> None:
         """End."""
@@ -40,15 +40,15 @@ def _missing(library: str, package: str) -> HpcstratError:
 
 
 class TensorBoard:
-    """Writes a log of metrics for TensorBoard, too.
+    """Also writes a log of metrics for TensorBoard.
 
-    After a restore TensorBoard is told to drop what came later, so that it shows each
-    step once. Needs the package ``tensorboard``.
+    After a restore TensorBoard drops later steps, so that it shows each step once.
+    Needs the package ``tensorboard``.
 
     Parameters
     ----------
     folder : str or path
-        Default: ``tensorboard`` in that of the log. It serves one log alone.
+        For one log only; default: ``tensorboard`` in the folder of the log.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -91,9 +91,9 @@ class TensorBoard:
         self._add(summary=Summary(value=values), **about)
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Drop steps from the first that was removed on.
+        """Drop steps from the first removed one; for the library's own modules.
 
-        Those that are kept are written again. For the library's own modules.
+        Kept records from there on are written again.
         """
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -147,18 +147,18 @@ def _picture(name: str, png: bytes) -> Any:
 
 
 class MLflow:
-    """Writes a log of metrics as a run of MLflow, too.
+    """Also writes a log of metrics as a run of MLflow.
 
-    MLflow forgets no value of a metric. So a job that goes on from a checkpoint begins
-    a new run, with all that was logged up to there, and deletes the former one, which
+    MLflow cannot remove values of a metric. So a job that continues from a checkpoint
+    begins a new run, writes the kept records to it, and deletes the former run, which
     ``mlflow gc`` removes for good. Needs the package ``mlflow`` or ``mlflow-skinny``.
 
     Parameters
     ----------
     experiment : str
-        Its name.
+        Name of the experiment.
     run_name : str, optional
-        Default: one that MLflow makes up.
+        Default: MLflow chooses one.
     tracking_uri : str, optional
         Default: as MLflow is configured, such as by ``MLFLOW_TRACKING_URI``.
     """
@@ -198,7 +198,7 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=self._uri)
 
     def _run_id(self) -> str:
-        """Return the run of this log, which is begun where there is none."""
+        """Return the run of this log, which the first call begins."""
         if self._run is None:
             found = self._client.get_experiment_by_name(self._experiment)
             experiment = (
@@ -229,7 +229,7 @@ class MLflow:
             self.flush()
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Begin a new run with what is kept; for the library's own modules."""
+        """Begin a new run with the kept records; for the library's own modules."""
         del removed
         self._waiting.clear()
         state = self._root / self._STATE
@@ -244,12 +244,9 @@ class MLflow:
 
     def flush(self) -> None:
         """Send what waits; for the library's own modules."""
-        self._sent = time.monotonic()
+        self._sent, most = time.monotonic(), self._MOST
         while self._waiting:
-            part, self._waiting = (
-                self._waiting[: self._MOST],
-                self._waiting[self._MOST :],
-            )
+            part, self._waiting = self._waiting[:most], self._waiting[most:]
             self._client.log_batch(self._run_id(), metrics=part)
 
     def close(self) -> None:

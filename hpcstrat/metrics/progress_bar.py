@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
-from types import TracebackType
 from typing import Any, Self
 
 from hpcstrat.engine.logs import is_first_rank
 
 
 class Progress:
-    """A bar that shows how far something has come; lines where there is no terminal.
+    """A progress bar; without a terminal, lines.
 
-    Not collective: rank 0 shows it on standard error, the others do nothing.
+    Not collective: rank 0 shows it on standard error, other ranks do nothing.
 
     Parameters
     ----------
     total : int
-        The number of steps to come to.
+        Number of all steps.
     title : str
         Shown first.
     start : int
-        The number of steps that are done, as after a restore.
+        Number of steps that are done, as after a restore.
     show : bool, optional
-        True for a bar in any case, as under mpirun, whose ranks have no terminal; False
-        for nothing.
+        True for a bar also without a terminal, as under mpirun; False for nothing.
     every_seconds : float
         The time between lines.
 
@@ -72,19 +70,14 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, *rest: Any) -> None:
         if self._bar is not None:
             self._bar.stop()
         elif self._has_lines and kind is None and self.done > self._start:
             self._say()
 
     def advance(self, steps: int = 1, **values: float) -> None:
-        """Say that steps are done.
+        """Count steps as done.
 
         Not collective.
 
@@ -93,7 +86,7 @@ class Progress:
         steps : int
             Since the last call.
         **values : float
-            Shown behind, such as the loss.
+            Shown last, such as the loss.
         """
         self.done += steps
         if values:
