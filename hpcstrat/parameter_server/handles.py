@@ -1,7 +1,7 @@
-"""Functions and values as they travel: what belongs to the cluster goes as a handle.
+"""Handles: pickled functions and values refer to objects of the cluster by handles.
 
-A class whose objects travel so has a method ``_handle``, which returns what the other
-side makes them of. Only what came over the job's own communicator is unpickled.
+A class whose objects are sent as handles has a method ``_handle``, which returns the
+data for the other side. Only messages of the job's own communicator are unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes objects of handles again."""
+    """Makes objects from handles."""
 
     def __init__(self, file: Any, resolve: Callable[[Any], Any]) -> None:
         super().__init__(file)
@@ -47,12 +47,14 @@ def pickled(value: Any) -> bytes:
 
 
 def unpickled(data: bytes, resolve: Callable[[Any], Any]) -> Any:
-    """Return the value of bytes; ``resolve`` takes handles."""
+    """Return the value of bytes; ``resolve`` returns the object for a handle."""
     return _Unpickler(io.BytesIO(data), resolve).load()
 
 
 def error_bytes(error: BaseException) -> bytes:
-    """Return an exception, with where it was raised, in bytes; for `error_of`."""
+    """Return an exception in bytes, with the place where it was raised; for
+    `error_of`.
+    """
     lines = "".join(traceback.format_exception(error)).rstrip()
     error.add_note(f"raised on {place()}:\n{lines}")
     try:
@@ -63,12 +65,12 @@ def error_bytes(error: BaseException) -> bytes:
 
 
 def error_of(data: bytes) -> Exception:
-    """Return the exception of bytes; handles in it become None.
+    """Return the exception of bytes, with None for each handle in it.
 
-    It is a RuntimeError with the same text if it cannot be unpickled here.
+    A RuntimeError with the same text if it cannot be unpickled here.
     """
     whole, text = pickle.loads(data)
-    # Some classes can be pickled, but not made again, or not everywhere.
+    # Some exceptions can be pickled, but not unpickled, or not on this host.
     with contextlib.suppress(Exception):
         error = unpickled(whole, lambda handle: None)
         if isinstance(error, Exception):

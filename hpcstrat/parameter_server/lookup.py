@@ -12,7 +12,7 @@ from hpcstrat.variables import Variable
 
 
 def embedding_lookup(table: Variable, ids: Any) -> Array:
-    """Return the rows of a table that are asked for, and move no others.
+    """Return rows of a table; no other rows are sent.
 
     Not collective.
 
@@ -21,14 +21,14 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
     table : Variable of shape (rows, ...)
         On parameter servers, or any other.
     ids : array_like of int of any shape
-        Which rows; from a server of another node each moves once, however often it is
-        asked for.
+        Numbers of the rows. A server of another node sends each row once, however often
+        it comes.
 
     Returns
     -------
     ndarray of shape (..., ...)
-        Of the shape of ``ids``, and then of a row; a fresh array. Rows of a shard are
-        as they were between two updates.
+        The shape of ``ids``, followed by that of a row; a fresh array. Rows of a shard
+        are as they were between two updates.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
     """
     indices = np.asarray(ids)
     if not indices.size:
-        # NumPy takes an empty list for floats.
+        # NumPy makes floats of an empty list.
         indices = indices.astype(np.int64)
     if indices.dtype.kind not in "iu":
         raise ValueError(f"expected integers as ids, found {indices.dtype}; cast them")

@@ -1,4 +1,4 @@
-"""Values on servers as checkpoints see them: bytes, which are moved piece by piece."""
+"""Bytes of values on servers, which checkpoints read and write piece by piece."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.shared_files import Reader
 
 _PIECE_BYTES = 32 << 20
-# A shard: its server, its number, its first and last row, and what reads it here.
+# A shard: server, number, first row, row after the last, and reader in shared memory.
 Part = tuple[int, int, int, int, Reader | None]
 
 
 class ServerBytes:
     """The bytes of a value on servers, in C order.
 
-    They are to be read and written from the first to the last: a piece is kept until
-    the next is read. A piece is a shard's state between two updates. ``slot`` is None
-    for the value of a variable, or key, kind and first value of an optimizer's state.
+    Read and written from the first to the last: a piece is kept until the next is read,
+    and is a shard's state between two updates. ``slot`` is None for the value of a
+    variable, or key, kind and first value of an optimizer's state.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class ServerBytes:
         return found
 
     def _copy(self, start: int, out: Array) -> int:
-        """Copy the bytes of one piece from a position on; return how many."""
+        """Copy bytes of one piece from a position on; return their number."""
         if not 0 <= start - self._begin < self._piece.size:
-            # The old piece is freed first, so that two never take memory.
+            # The old piece is freed before the next is read.
             self._piece = np.empty(0, np.uint8)
             spans = self._spans(start, start + _PIECE_BYTES)
             self._piece, self._begin = self._read(*next(spans)), start
         found = self._piece[start - self._begin :][: out.size]
         out[: found.size] = found
         if start + found.size == self._nbytes:
-            # The last piece is freed at the end: there may be many values.
+            # The last piece is freed now, as there may be many values.
             self._piece = np.empty(0, np.uint8)
         return int(found.size)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """Yield the shards of some bytes, and which of their own bytes these are."""
+        """Yield the shards of some bytes, with the first and last byte in each."""
         for part in self._parts:
             _, _, first, last, _ = part
             begin, end = first * self._row_bytes, last * self._row_bytes
@@ -78,7 +78,7 @@ class ServerBytes:
             place = key, kind
             found = self._client.ask(server, "read_bytes", number, place, start, stop)
             if found is None:
-                # No step has made it yet.
+                # No step has made the state yet.
                 itemsize = self._dtype.itemsize
                 first, last = start // itemsize, -(-stop // itemsize)
                 values = np.full(last - first, initial, self._dtype)
@@ -86,7 +86,7 @@ class ServerBytes:
         return np.asarray(found[: stop - start])
 
     def write_bytes(self, start: int, data: Array) -> None:
-        """Replace the bytes from a position on, and wait for it."""
+        """Replace the bytes from a position on; wait until the servers have them."""
         done = 0
         for part, low, high in self._spans(start, start + data.size):
             server, number, _, _, _ = part

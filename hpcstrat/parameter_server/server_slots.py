@@ -1,7 +1,7 @@
-"""The state of optimizers that lies beside variables on servers, as checkpoints see it.
+"""The state of optimizers on servers, beside its variables, for checkpoints.
 
-Servers know an optimizer by its key, and make state with the first step of a shard. In
-files it has the names that it has with other strategies: state of a variable is one
+Servers know an optimizer by its key, and make state with the first step of a shard.
+Files have the same names as with other strategies: the state of a variable is one
 dataset, whatever its shards.
 """
 
@@ -23,14 +23,13 @@ from hpcstrat.variables import Variable
 
 
 class _ServerSlot(Variable):
-    """State of one kind, of all shards of a variable; read and assigned as a whole."""
+    """State of one kind for all shards of a variable; read and assigned as a whole."""
 
     is_remote = True
 
     def __init__(
         self, optimizer: Optimizer, kind: str, variable: ServerVariable
     ) -> None:
-        """Stand for state of a variable, also where no step has made it yet."""
         self.name, self.trainable = f"{kind}/{variable.name}", False
         self.aggregation = variable.aggregation
         self.synchronization = variable.synchronization
@@ -39,7 +38,7 @@ class _ServerSlot(Variable):
         self._place = optimizer.key, kind
 
     def pieces(self) -> ServerBytes:
-        """Return the bytes on servers, to be read and written piece by piece."""
+        """Return the bytes on servers, to read and write piece by piece."""
         return self._variable.pieces((*self._place, self._initial))
 
     def value(self) -> Array:
@@ -62,7 +61,7 @@ class _ServerSlot(Variable):
 class ServerSlots:
     """State of optimizers on the servers; on the coordinator, which has ``variables``.
 
-    What was restored before its variable was made waits with the optimizer.
+    Restored state waits in its optimizer until its variable is made.
     """
 
     def __init__(self, client: Client, variables: Mapping[int, ServerVariable]) -> None:
@@ -70,7 +69,7 @@ class ServerSlots:
         self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def named(self, optimizer: Optimizer) -> dict[str, Variable]:
-        """Return all state that there is, by its names for files."""
+        """Return all existing state, by its names for files."""
         there = {
             number
             for server in self._client.alive()
@@ -85,7 +84,7 @@ class ServerSlots:
         return dict(zip(file_names([s.name for s in slots]), slots, strict=True))
 
     def build(self, optimizer: Optimizer, variables: Sequence[ServerVariable]) -> None:
-        """Make the state of variables, where no step has made it yet."""
+        """Make the state of variables, if no step has made it yet."""
         state = dict(optimizer.state)
         for variable in variables:
             for shard in variable._shards:
@@ -94,19 +93,19 @@ class ServerSlots:
         self._client.done()
 
     def forget(self) -> None:
-        """Let all optimizers begin anew, on the servers that are left."""
+        """Reset all optimizers on the remaining servers."""
         for server in self._client.alive():
             self._client.post(server, "forget_state")
         self._client.done()
 
     def wait(self, optimizer: Optimizer) -> None:
-        """Assign restored state to its variables, now or as soon as they are made."""
+        """Assign restored state to its variables, now or when they are made."""
         self._waiting.add(optimizer)
         for variable in list(self._variables.values()):
             self.give(variable)
 
     def give(self, variable: ServerVariable) -> None:
-        """Write the state that waits for a variable of this name to its servers."""
+        """Write waiting state for a variable of this name to its servers."""
         for optimizer in list(self._waiting):
             for kind in optimizer.state:
                 value = optimizer.take_restored(f"{kind}/{variable.name}")
@@ -114,7 +113,9 @@ class ServerSlots:
                     _ServerSlot(optimizer, kind, variable).assign(value)
 
     def find(self, optimizer: Optimizer, name: str) -> Variable | None:
-        """Return the state of a name, whose variable is there; also before any step."""
+        """Return the state of a name, also before any step; None without its
+        variable.
+        """
         kind, _, rest = name.partition("/")
         names = rest, unescaped(name).partition("/")[2]
         found = [v for v in list(self._variables.values()) if v.name in names]
@@ -122,7 +123,7 @@ class ServerSlots:
         return _ServerSlot(optimizer, kind, found[0]) if known else None
 
     def restored(self, optimizer: Optimizer) -> None:
-        """Let servers count steps on from those that the optimizer has made."""
+        """Let servers count steps from the number of restored steps."""
         steps = int(optimizer.iterations.numpy())
         for server in self._client.alive():
             self._client.post(server, "restored", optimizer.key, steps)

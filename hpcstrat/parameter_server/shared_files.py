@@ -1,9 +1,10 @@
-"""Memory of a server that other processes of its node may read.
+"""Memory of a server that other processes of its node can read.
 
-Files without a name, which end with the process, opened by ``/proc``. Before each array
-stands its version: odd while it is written, so that a reader who sees the same even
-number before and after its copy has not seen half of an update. Only where stores
-become visible in program order, on x86-64; elsewhere servers answer by messages.
+The arrays are in files without a name, which end with the process, and are opened by
+``/proc``. Each array has a version before it, odd during a write: a reader that sees
+the same even version before and after its copy has seen no half of an update. This
+needs stores that become visible in program order, as on x86-64; on other processors
+servers send values in messages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _TRIES = 100
 
 
 class FilePlace(NamedTuple):
-    """The place of an array: its process, its file there, and the offset in it."""
+    """The place of an array: process, file and offset."""
 
     pid: int
     number: int
@@ -37,7 +38,7 @@ class FilePlace(NamedTuple):
 
 
 class SharedFiles:
-    """Gives out arrays in files that others may map; small ones share a file."""
+    """Allocates arrays in files that others can map; small arrays share a file."""
 
     def __init__(self) -> None:
         self._num_files = 0
@@ -47,9 +48,9 @@ class SharedFiles:
     def allocate(
         self, shape: tuple[int, ...], dtype: Any
     ) -> tuple[Array, Array, FilePlace]:
-        """Return an array, its version, and where it lies.
+        """Return an array, its version, and its place.
 
-        A file is closed with the last array in it; readers keep what they have mapped.
+        A file is closed with its last array; readers keep their mappings.
         """
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         span = _HEAD_BYTES + nbytes + -nbytes % _HEAD_BYTES
@@ -68,7 +69,7 @@ class SharedFiles:
         return array, version, FilePlace(os.getpid(), number, descriptor, size, offset)
 
     def close(self) -> None:
-        """Let go of the file that small arrays share."""
+        """Forget the file for small arrays."""
         self._pool = None
 
     def _file(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
@@ -93,7 +94,7 @@ class _MappedFile:
 
 
 class Reader:
-    """An array of a server, seen from another process of its node."""
+    """An array of a server, mapped in another process of its node."""
 
     def __init__(
         self, file: _MappedFile, place: FilePlace, shape: Any, dtype: Any
@@ -105,9 +106,9 @@ class Reader:
         self._array = np.frombuffer(file.map, dtype, count, start).reshape(shape)
 
     def read(self, copy: Callable[[Array], Any]) -> Any:
-        """Return a copy of the array, or of some of its rows, between two updates.
+        """Return the result of ``copy`` on the array, between two updates.
 
-        None where writers leave no time for it.
+        None if writers leave no time for it.
         """
         version, array = self._version, self._array
         for _ in range(_TRIES):
@@ -128,7 +129,7 @@ class Reader:
         try:
             return self.read(copy)
         finally:
-            # Readers of large arrays in pieces may lack memory for all of the pages.
+            # Reading a large array in pieces would otherwise keep all of its pages.
             begin = self._start + start
             begin -= begin % mmap.PAGESIZE
             end = self._start + stop
@@ -136,7 +137,7 @@ class Reader:
 
 
 class Readers:
-    """The files of servers that this process has mapped."""
+    """The server files that this process has mapped."""
 
     def __init__(self) -> None:
         self._files: weakref.WeakValueDictionary[tuple[int, int], _MappedFile] = (
@@ -144,7 +145,7 @@ class Readers:
         )
 
     def reader(self, place: FilePlace, shape: Any, dtype: Any) -> Reader | None:
-        """Return a view of an array; None where it cannot be seen from here."""
+        """Return a view of an array; None if this process cannot map it."""
         if platform.machine() not in ("x86_64", "AMD64"):
             return None
         key = place.pid, place.number

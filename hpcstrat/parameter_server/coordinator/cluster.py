@@ -1,4 +1,6 @@
-"""Roles of ranks: coordinator, servers and workers, and their connections."""
+"""A cluster: the roles of ranks (coordinator, servers, workers) and their
+connection.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ _COORDINATORS = ("chief", "coordinator", "master")
 class Roles:
     """The role of each rank; workers are in the order of their indices.
 
-    Where each worker runs the program, the first of them is the coordinator. Spares
-    wait until they take the place of another.
+    If each worker runs the program, the first of them is the coordinator. Spare ranks
+    wait until they take the place of a lost rank.
     """
 
     coordinator: int
@@ -43,7 +45,7 @@ class Roles:
         return self.coordinator in self.workers
 
     def with_replaced(self, lost: int, spare: int) -> Roles:
-        """Return the roles after a spare has taken the place of a rank."""
+        """Return the roles after a spare rank has taken the place of a lost one."""
 
         def replaced(ranks: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(spare if rank == lost else rank for rank in ranks)
@@ -54,10 +56,10 @@ class Roles:
 
 
 class Cluster:
-    """The connection of all ranks of a strategy, and this rank's part in it.
+    """The connection of all ranks of a strategy, and the part of this rank in it.
 
-    Collective over ``request.comm``. What is wrong is raised on every rank. If a rank
-    is lost meanwhile, and losses are survived, the rest are connected.
+    Collective over ``request.comm``. Errors are raised on every rank. If a rank is lost
+    meanwhile, and losses are survived, the remaining ranks are connected.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Cluster:
                     raise
             if not request.survives or _all_agree(made, request):
                 return
-            # Nothing has begun, so that any rank may have any role.
+            # No rank has begun to work, so that roles can be given anew.
             if made:
                 self._connection.abandon(self._key)
             comm = request.comm or Topology.world()
@@ -104,7 +106,7 @@ class Cluster:
             lost = comm.size - left.size
             request = replace(request, comm=left)
             spare_ranks = max(spare_ranks - lost, 0)
-            # Others may end before MPI has told this rank of the loss.
+            # Other ranks may end before MPI has reported the loss here.
             abandon_mpi()
             if left.rank == 0:
                 get_logger().warning(
@@ -123,12 +125,12 @@ class Cluster:
         numbers: tuple[Any, Any],
         between_graph: bool,
     ) -> None:
-        """Connect all ranks, and find out who does what."""
+        """Connect all ranks, and agree on their roles."""
         self._key, self._connection = connect(request, problem)
         topology = self._connection.topology
         self.settings = self._connection.settings
         self.topology = topology
-        # A collective call may never end if a rank may be lost.
+        # If a rank may be lost, a collective call may never end.
         ends = self._connection.abandon if request.survives else self._connection.close
         with ExitStack() as undo:
             undo.callback(ends, self._key)
@@ -155,7 +157,9 @@ class Cluster:
         return self.rank == self.roles.coordinator
 
     def serve(self, strategy: Any) -> None:
-        """Serve, until whoever runs the program closes its strategy or ends."""
+        """Serve as this rank's role says, until the coordinator closes its strategy or
+        ends.
+        """
         self.mailbox.on_loss = self._require_coordinator
         ended = self._await_place() if self.rank in self.roles.spares else None
         roles = self.roles
@@ -170,9 +174,9 @@ class Cluster:
         self.end(closes=ended)
 
     def _await_place(self) -> bool | None:
-        """Wait as a spare for a place; return whether all close, where all end before.
+        """Wait as a spare rank for a role; return whether all close if they end before.
 
-        It sleeps: the others may need its core.
+        It sleeps, as other ranks may need its core.
         """
         while self.rank in self.roles.spares:
             _, (kind, *rest) = self.mailbox.wait(self.mailbox.poll, lambda: "a place")
@@ -182,21 +186,22 @@ class Cluster:
             if kind == "roles":
                 self.take(rest[0])
         if self.rank in self.roles.servers:
-            # Others would wait for the end of what it uses.
+            # Servers wait for the end of their users: this rank is none any more.
             for server in self.roles.servers:
                 if server != self.rank:
                     self.mailbox.send(server, ("serves",))
         return None
 
     def take(self, roles: Roles) -> None:
-        """Take note of who does what from now on."""
+        """Take new roles of all ranks."""
         self.roles = roles
         self.client.use(roles.servers)
 
     def replace(self, lost: int) -> int | None:
-        """Give the place of a lost rank to a spare, and return it; None without one.
+        """Give the place of a lost rank to a spare one, and return it; None without
+        one.
 
-        On the coordinator; all who use servers are told.
+        On the coordinator, which tells all ranks that use servers.
         """
         lives = (r for r in self.roles.spares if r not in self.mailbox.lost)
         spare = next(lives, None)
@@ -218,19 +223,20 @@ class Cluster:
             )
 
     def end(self, *, closes: bool) -> list[Any]:
-        """Wait until all have ended; free everything where all of them close.
+        """Wait until all have ended; free everything if all of them close.
 
-        For those who use servers, which stay until the last has ended: workers do so
-        after the function that they run. Returns the messages that nobody had taken.
+        For ranks that use servers, which serve until the last of these has ended;
+        workers call it after their present function. Returns the messages that this
+        rank has not taken.
         """
         mailbox, roles = self.mailbox, self.roles
         mailbox.on_loss = lambda lost: None
-        # A collective call may never end if a rank may be lost.
+        # If a rank may be lost, a collective call may never end.
         closes = closes or self.topology.survives
         others = (*roles.workers, *roles.spares) if self.coordinates else ()
         for rank in (*others, *roles.servers):
             if rank != self.rank:
-                # Some may not have heard of a loss.
+                # Some ranks may not know of a loss.
                 mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
         told: dict[int, bool] = {}
         left: list[Any] = []
@@ -245,7 +251,7 @@ class Cluster:
             mailbox.leave_answers()
             return mailbox.lost.union(told) >= set(roles.servers)
 
-        # Without a limit: they may have much to do, as programs of their own do.
+        # No warnings about workers that run the program, which may take any time.
         warns = self.coordinates and not roles.between_graph
         mailbox.wait(all_told, lambda: "the other ranks to end", warns=warns)
         if all(told.values()):
@@ -253,10 +259,10 @@ class Cluster:
         return left
 
     def _close(self) -> None:
-        """Free everything; collective, unless a rank may be lost by now."""
+        """Free everything; collective, unless losses are survived."""
         if self.topology.survives:
             if self.mailbox.lost:
-                # Others may end before MPI has told this rank of the loss.
+                # Other ranks may end before MPI has reported the loss here.
                 abandon_mpi()
             self._connection.abandon(self._key)
             return
@@ -266,7 +272,7 @@ class Cluster:
 
 
 def _roles(tasks: Sequence[Any], between_graph: bool) -> Roles:
-    """Return who does what, or raise the same error on every rank."""
+    """Return the roles, or raise the same error on every rank."""
     size = len(tasks)
     counts = {numbers for _, numbers in tasks}
     if all(task is not None and task[0] for task, _ in tasks):
@@ -293,17 +299,17 @@ def _roles(tasks: Sequence[Any], between_graph: bool) -> Roles:
 
 
 def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
-    """Return the roles that the ranks' resolvers give them."""
+    """Return the roles by the tasks of the ranks' resolvers."""
 
     def ranks(*kinds: str) -> tuple[int, ...]:
         chosen = [(task[1] or 0, r) for r, task in enumerate(tasks) if task[0] in kinds]
         return tuple(rank for _, rank in sorted(chosen))
 
     first, servers, workers = ranks(*_COORDINATORS), ranks("ps"), ranks("worker")
-    # A loss ends the job if each worker runs the program.
+    # If each worker runs the program, a loss ends the job.
     spares = () if between_graph else ranks("spare")
     if between_graph and len(first) < 2:
-        # The chief is a worker, too.
+        # The chief is also a worker.
         workers = (*first, *workers)
         first = workers[:1]
     known = {*first, *servers, *workers, *spares}
@@ -317,7 +323,7 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
 
 
 def _is_loss(error: Exception, request: StrategyRequest) -> bool:
-    """Whether an error while the ranks connect says that one was lost."""
+    """Whether an error while the ranks connect reports a lost rank."""
     mpi = running_mpi()
     if mpi is None or isinstance(error, RankLostError):
         return mpi is not None
@@ -325,7 +331,7 @@ def _is_loss(error: Exception, request: StrategyRequest) -> bool:
 
 
 def _all_agree(made: bool, request: StrategyRequest) -> bool:
-    """Whether all ranks have connected; no, where one was lost. The same on all."""
+    """Whether all ranks have connected and none was lost; the same on all."""
     try:
         return bool((request.comm or Topology.world()).Agree(int(made)))
     except Exception as error:

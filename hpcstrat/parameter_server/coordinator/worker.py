@@ -1,4 +1,4 @@
-"""A rank that runs the functions which the coordinator sends."""
+"""A worker: a rank that runs the functions of the coordinator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Current:
 
 
 def experimental_get_current_worker_index() -> int:
-    """Return which worker runs this function.
+    """Return the index of the worker that runs this function.
 
     Not collective.
 
@@ -58,7 +58,7 @@ def experimental_get_current_worker_index() -> int:
 
 @dataclass(frozen=True)
 class _FailedValue:
-    """Stands for a value that could not be made: its error."""
+    """Takes the place of a value that could not be made; has its error."""
 
     data: bytes
 
@@ -77,14 +77,16 @@ class Worker:
         self._functions: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}
         self._results: list[tuple[int, int, Any]] = []
-        # Functions that have ended, each with the counts that servers must reach before
-        # the coordinator is told.
+        # Ended functions, with the counts of updates that servers must reach before the
+        # coordinator gets the results.
         self._unmade: deque[tuple[dict[int, int], int, Any, bool]] = deque()
         self._ran, self._seconds, self._reported_at = 0, 0.0, 0.0
         self._ended: bool | None = None
 
     def serve(self) -> bool:
-        """Serve; return whether the coordinator closes, rather than leaves."""
+        """Serve; return whether the coordinator closes its strategy, rather than
+        leaves.
+        """
         token = push(self._strategy.cross_entry)
         try:
             while self._ended is None:
@@ -96,7 +98,7 @@ class Worker:
         return self._ended
 
     def _take_messages(self) -> None:
-        """Receive messages; wait for them if there is nothing to do."""
+        """Receive messages; wait for them if no function is queued."""
         self._end_made()
         if not self._queue:
             self._report()
@@ -107,16 +109,15 @@ class Worker:
             self._take(found[1])
 
     def _look(self) -> Any:
-        """Return the next message; True once pending updates are made."""
+        """Return the next message; True if the first pending updates are made."""
         found = self._mailbox.poll()
         if found is None and self._unmade:
             return self._client.is_made(self._unmade[0][0])
         return found
 
     def _end_made(self, most: int = _MOST_UNREPORTED) -> None:
-        """Take results of functions whose updates are made, in their order.
-
-        If too many wait, the first ones are awaited.
+        """Report functions whose updates are made, in order; wait if too many are
+        pending.
         """
         while self._unmade:
             wanted, number, value, keep = self._unmade[0]
@@ -136,7 +137,7 @@ class Worker:
         data = error_bytes(error)
         self._results.append((number, ERROR, data))
         if keep:
-            # The functions that would take the value raise it.
+            # Functions that get this value as an argument raise the error.
             self._kept[number] = _FailedValue(data)
         else:
             self._cancel()
@@ -179,7 +180,7 @@ class Worker:
             )
 
     def _cancel(self) -> None:
-        """Drop functions that have not begun, unless later ones need their values."""
+        """Drop functions that have not begun, except those that make kept values."""
         for call in list(self._queue):
             if not call[3]:
                 self._queue.remove(call)
@@ -200,14 +201,13 @@ class Worker:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            # Earlier functions report errors of their own.
+            # Errors of earlier functions' updates are reported for these.
             self._end_made(most=0)
             with contextlib.suppress(Exception):
                 self._client.flush()
             self._fail(number, error, keep)
         else:
-            # Ranks that see that the function has ended also see what it has written.
-            # The next one need not wait for that.
+            # It is reported after its updates are made; the next function can run now.
             self._unmade.append((wanted, number, value, keep))
         finally:
             _Current.index = None
@@ -240,7 +240,7 @@ class Worker:
         try:
             data = pickled(value)
         except Exception:
-            # The value cannot be pickled, and may never be asked for.
+            # An error only if the program fetches the value.
             data = b""
         if data and len(data) <= _INLINE_BYTES:
             return INLINE, data
@@ -257,11 +257,11 @@ class Worker:
         return self._strategy.resolve(kind, number, parts)
 
     def _report(self) -> None:
-        """Report ended functions to the coordinator, and how long one takes."""
+        """Report ended functions and their mean time to the coordinator."""
         if self._results:
             results, self._results = self._results, []
             mean = self._seconds / self._ran if self._ran else 0.0
-            # One may have noticed a loss before the other.
+            # The coordinator may not have noticed a loss.
             lost = tuple(self._mailbox.lost)
             self._mailbox.send(self._coordinator, ("done", mean, results, lost))
             self._ran, self._seconds = 0, 0.0
@@ -269,7 +269,7 @@ class Worker:
 
 
 def _at_rest(value: Any) -> Any:
-    """Let variables stand for their values, as `assign` returns them."""
+    """Replace variables in a result, as `assign` returns them, by their values."""
     return tree_map(
         lambda x: x.read_value() if isinstance(x, ServerVariable) else x, value
     )
