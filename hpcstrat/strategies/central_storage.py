@@ -22,27 +22,26 @@ if TYPE_CHECKING:
 class CentralStorageStrategy(MpiStrategy):
     """Synchronous training on variables that lie once in the memory of each node.
 
-    Collective over ``comm``. The ranks of a node share the memory of each variable, and
-    of an optimizer's state. Each of them updates a slice: an N-th of the elements of a
-    step, after the sum over the replicas of that slice alone. On several nodes each has
-    a copy, and slices are summed between them. Variables lie in host memory.
+    Collective over ``comm``. The ranks of a node share the host memory of each
+    variable, and of an optimizer's state. In a step each rank sums and updates a slice,
+    an N-th of the elements. Each of several nodes has a copy, and slices are summed
+    between nodes.
 
     Parameters
     ----------
     compute_devices : sequence of str, optional
-        One device per replica, in replica order, of CPUs: ``CPU:0``, ``CPU:1``, ...
-        Default: these.
+        A CPU device per replica, in replica order; default: ``CPU:0``, ``CPU:1``, ...
     parameter_device : str, optional
-        Where variables lie: ``CPU:0``, which is the default.
+        The device of variables: ``CPU:0``, which is the default.
     communication_options : CommunicationOptions, optional
-        Defaults of every call; of an optimizer's step only ``timeout_seconds`` holds.
+        Defaults of every call; an optimizer's step uses only ``timeout_seconds``.
     replicas_per_worker : int, optional
         Make the ranks of one node act as workers of this many replicas, each with a
         copy of the variables; default: one worker per node.
     comm : mpi4py.MPI.Intracomm, optional
         The ranks; default: all of the job.
     cross_device_ops : CrossDeviceOps, optional
-        How buffers are summed, but for gradients; default: chosen by the library.
+        How buffers other than gradients are summed; default: chosen by the library.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
     on_lost_rank : str
@@ -54,7 +53,7 @@ class CentralStorageStrategy(MpiStrategy):
     Attributes
     ----------
     parameter_devices : tuple of str
-        Where variables lie.
+        The device of variables.
 
     Raises
     ------
@@ -87,7 +86,7 @@ class CentralStorageStrategy(MpiStrategy):
                 names = [parse_device(name) for name in compute_devices]
             _require_host(names or (), parameter_device)
         except Exception as error:
-            # The others learn of it, where they wait for this rank.
+            # The other ranks learn of the error when the ranks meet.
             problem = error
         super().__init__(
             comm=comm,
@@ -100,7 +99,7 @@ class CentralStorageStrategy(MpiStrategy):
             devices=names,
             problem=problem,
         )
-        # From here on the ranks know the same, so that all raise, and close, or none.
+        # From here on all ranks have the same data: all raise and close, or none.
         if self.settings.device == "gpu":
             self.close()
             raise ValueError(
@@ -115,17 +114,9 @@ class CentralStorageStrategy(MpiStrategy):
         self._bind(names)
 
     def variable_class(self, options: VariableOptions) -> Any:
-        """Return the class of variables made in this strategy's scope.
-
-        For the library's own modules.
-        """
         return CentralVariable
 
     def update_backend(self) -> type[UpdateBackend]:
-        """Return the class that makes an optimizer's steps on such variables.
-
-        For the library's own modules.
-        """
         return Copies if self.num_replicas_in_sync == 1 else StepSlices
 
 

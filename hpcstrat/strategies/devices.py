@@ -1,4 +1,4 @@
-"""Names of devices, and the GPU that each rank gets when its strategy is made."""
+"""Names of devices, and the GPU that each rank gets with its strategy."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def parse_device(name: str) -> str:
 def gpu_numbers(names: Sequence[str]) -> list[int] | None:
     """Return the numbers of the GPUs in names from `parse_device`; None without any.
 
-    Raises ValueError if only some are GPUs.
+    Raises ValueError if only some devices are GPUs.
     """
-    # Mixed devices would give one collective two kinds of memory.
+    # A collective call cannot use two kinds of memory.
     numbers = [int(name[4:]) for name in names if name.startswith("GPU:")]
     if numbers and len(numbers) < len(names):
         raise ValueError(
@@ -47,7 +47,7 @@ def gpu_numbers(names: Sequence[str]) -> list[int] | None:
 def use_gpu(number: int) -> None:
     """Compute on one of the GPUs that this process sees.
 
-    Raises ValueError if there are not as many; TopologyError without CuPy or a GPU.
+    Raises ValueError for a number too large; TopologyError without CuPy or a GPU.
     """
     library.load()
     gpus = library.visible_gpus()
@@ -60,10 +60,10 @@ def use_gpu(number: int) -> None:
 
 
 def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
-    """Take a GPU, and try what MPI can do with its memory, where that will be asked.
+    """Take a GPU, and test what MPI can do with its memory, if that will be needed.
 
-    Not collective; does nothing once MPI runs. The first rank makes the trial, if its
-    outcome is not known; the others wait for it in the start of MPI.
+    Not collective; does nothing once MPI runs. The first rank makes the test, if its
+    result is not known; the others wait for it in the start of MPI.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     launched = launch_from_environment()
@@ -82,8 +82,8 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
         if not launched.rank and settings.mpi_reads_gpu == "auto":
             _try_mpi()
     except Exception as error:
-        # Without an answer MPI is not given such memory, and wrong settings are an
-        # error of all ranks, later.
+        # Without a result MPI gets no GPU memory. All ranks raise an error about wrong
+        # settings later.
         get_logger("device").info("no GPU, or no trial, before MPI starts: %s", error)
 
 
@@ -103,10 +103,10 @@ def _try_mpi() -> None:
 
 
 class Devices:
-    """The devices of the replicas of a topology, whose attributes about GPUs they set.
+    """The devices of a topology's replicas; sets the topology's attributes about GPUs.
 
-    ``replicas_per_worker`` says whether a host may have several workers, whose ranks
-    then see the same GPUs.
+    With ``replicas_per_worker`` a host may have several workers, whose ranks see the
+    same GPUs.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Devices:
     def bind(self, names: Sequence[str] | None = None) -> tuple[str, ...]:
         """Give each rank its GPU, the first time; name this worker's devices.
 
-        Collective over ``topology.replica_comm``. ``names`` has one device for each
+        Collective over ``topology.replica_comm``. ``names`` has a device for each
         replica, the same on every rank. Raises TopologyError on every rank if ranks
         have the same GPU, or some have none.
         """
@@ -128,8 +128,8 @@ class Devices:
         numbers = None if names is None else gpu_numbers(names)
         if names is not None and numbers is None:
             return tuple(names)
-        # Once for all strategies over these ranks: they share the channel, and with it
-        # the way between their GPUs.
+        # Once for all strategies over these ranks, which share the channel between
+        # their GPUs.
         if self._names is None:
             binding = self._bound(numbers)
             if binding is None:
@@ -147,13 +147,13 @@ class Devices:
         return self._names
 
     def _bound(self, numbers: Sequence[int] | None) -> Binding | None:
-        """Bind all ranks; None where they compute on the CPU."""
+        """Bind all ranks; None if they compute on the CPU."""
         topology, settings = self._topology, self._settings
         device = settings.device if numbers is None else "gpu"
         assert device is not None
         if device == "cpu":
             return None
-        # The ranks that see the same GPUs; a worker may be a part of them.
+        # All ranks that see the same GPUs, also those of other workers.
         node: Any = topology.worker_comm
         if self._several:
             comm = topology.replica_comm

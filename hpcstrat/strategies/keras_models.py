@@ -1,9 +1,8 @@
-"""Models of Keras that are a strategy's: those made, compiled or trained in its scope.
+"""Models of Keras that are made, compiled or trained in a strategy's scope.
 
-Keras is never imported here. Its class of models stays as it is until the scope of a
-strategy is entered, and does what it did for all other models. The work is that of
-`hpcstrat.integrations.keras`, which is loaded by the first call that trains, evaluates
-or predicts.
+Keras is never imported here. Its model class is changed when a strategy's scope is
+entered, and works as before for all other models. `hpcstrat.integrations.keras` does
+the work, and is loaded by the first call that trains, evaluates or predicts.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def watch_keras() -> None:
-    """Take note of models from here on; not collective."""
+    """Note models from here on; not collective."""
     keras = sys.modules.get("keras")
     model = getattr(keras, "Model", None)
     if model is None:
@@ -40,7 +39,7 @@ def watch_keras() -> None:
     elif "_hpcstrat_watched" not in vars(model):
         model._hpcstrat_watched = True
         model.__new__ = _made(model.__new__)
-        # Where it is defined: Keras asks whether a class has another one.
+        # In the class that defines it, as Keras asks whether a class overrides it.
         trainer = next(base for base in model.__mro__ if "compile" in vars(base))
         trainer.compile = _compiled(trainer.compile)
         for name in METHODS:
@@ -50,12 +49,12 @@ def watch_keras() -> None:
 
 
 def strategy_of(model: Any) -> Any:
-    """Return the strategy that a model of Keras is of, by its scope; or None."""
+    """Return the strategy in whose scope a model of Keras was used; or None."""
     return _owners.get(model)
 
 
 def _take(model: Any) -> None:
-    """Note that a model is of the strategy in whose scope this is, if it is in one."""
+    """Note that a model belongs to the current strategy, if there is one."""
     entry = current()
     if entry is not None and not entry.strategy.is_default:
         _owners[model] = entry.strategy
@@ -76,7 +75,7 @@ def _compiled(method: Any) -> Any:
     def compile_model(self: Any, *args: Any, **options: Any) -> Any:
         _take(self)
         if self in _owners:
-            # Methods of before are those of the optimizer of before.
+            # Earlier methods belong to the earlier optimizer.
             for name in METHODS:
                 vars(self).pop(name, None)
             keras: Any = sys.modules["keras"]
@@ -93,7 +92,7 @@ def _distributed(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        # What is put on the model itself calls this.
+        # The distributed method, on the model itself, calls the original one.
         if name in vars(self):
             return method(self, *args, **options)
         _take(self)
@@ -101,7 +100,7 @@ def _distributed(method: Any) -> Any:
         if strategy is None:
             return method(self, *args, **options)
         with strategy.collectives.section(f"{name} of Keras"):
-            # By its name: it stands above this module.
+            # By name, as it is in a layer above this module.
             found = importlib.import_module("hpcstrat.integrations.keras.distribution")
             given = inspect.signature(method).bind(self, *args, **options).arguments
             data = {key: value for key, value in given.items() if key != "self"}
@@ -113,15 +112,15 @@ def _distributed(method: Any) -> Any:
 
 
 def _refused_in_run(method: Any) -> Any:
-    """Refuse steps of optimizers in replica functions, which would not be combined."""
-    # Some optimizers call another one; only the outermost is the program's.
+    """Refuse optimizer steps in replica functions, whose gradients nothing combines."""
+    # Some optimizers call another one; the program calls only the outermost.
     inside: list[Any] = []
 
     @functools.wraps(method)
     def apply(self: Any, *args: Any, **options: Any) -> Any:
         entry = current()
         in_run = entry is not None and entry.replica_context is not None
-        # `distribute` puts a method that reduces on the optimizer itself.
+        # `distribute` puts a method that combines gradients on the optimizer itself.
         if in_run and not inside and "apply" not in vars(self):
             size = entry.strategy.num_replicas_in_sync  # type: ignore[union-attr]
             if size > 1:
@@ -141,7 +140,7 @@ def _refused_in_run(method: Any) -> Any:
 
 
 class _WhenImported:
-    """Finds Keras when it is imported, to watch it from then on; see `importlib`."""
+    """An import hook that finds Keras, to watch it from then on; see `importlib`."""
 
     def find_spec(
         self,
@@ -149,7 +148,7 @@ class _WhenImported:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return how to load Keras, with a look at it behind; None for others."""
+        """Return a module spec that loads and watches Keras; None for other modules."""
         if name != "keras":
             return None
         sys.meta_path.remove(self)
@@ -160,7 +159,7 @@ class _WhenImported:
 
 
 class _ThenWatch(Loader):
-    """Loads a module as another loader does, and watches Keras."""
+    """A loader that loads a module by another loader, and then watches Keras."""
 
     def __init__(self, spec: ModuleSpec, loader: Any) -> None:
         self._spec = spec
@@ -171,7 +170,7 @@ class _ThenWatch(Loader):
         return found
 
     def exec_module(self, module: ModuleType) -> None:
-        # Other code asks a module's loader for files of the package.
+        # Other code asks the module's loader for files of the package.
         self._spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         watch_keras()

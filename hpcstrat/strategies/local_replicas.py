@@ -1,4 +1,4 @@
-"""This process's replicas: contexts, calls of functions in them, and their values."""
+"""The replicas of this process: their contexts, calls in these, and their values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from hpcstrat.variables import Variable
 
 
 class LocalReplicas:
-    """The replicas of this process, of which there are several with logical replicas.
+    """The replicas of this process; with logical replicas there may be several.
 
-    ``ranks`` are the calls between the processes, of which this one is ``rank``;
-    ``count`` is the number of replicas of all of them, where they are logical.
+    ``ranks`` are the calls between the processes, of which this one has the number
+    ``rank``. ``count`` is the number of logical replicas of all processes, or None.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class LocalReplicas:
         self.order = TreeOrder(self.num_replicas, ranks.size)
         self._sums = ReplicaSums(ranks, self.order, rank)
         self.block = self._sums.block
-        # Objects that keep state for each replica that runs.
+        # Objects that save and restore state when replicas take turns.
         self.listeners: list[Listener] = []
-        # Made once, as every `run` and merged function pushes one of them.
+        # Made once, as every `run` and merge call pushes one of these entries.
         self.cross_entry = ContextEntry(strategy)
         self.meetings: Meetings | None = None
-        # The sum of two ranks is the same in any order: they need no other way.
+        # The sum of two ranks is the same in any order, and needs no tree.
         plain = self.num_replicas == ranks.size <= 2
         if count is not None and not plain:
             self.meetings = Meetings(
@@ -100,7 +100,7 @@ class LocalReplicas:
     def merge(
         self, what: str, merge_fn: Callable[..., Any], given: list[Any]
     ) -> list[Any]:
-        """Call a merged function once, with what each replica gave.
+        """Call a merged function once, with the arguments of each replica.
 
         Collective over the strategy's replicas.
         """
@@ -127,8 +127,8 @@ class LocalReplicas:
     ) -> Tree:
         """Make distributed values of a tree of each replica.
 
-        ``wrap`` makes one of the leaves of all; default: as in the results of `run`.
-        ValueError if their structures differ.
+        ``wrap`` makes a value of corresponding leaves; default: as for results of
+        `run`. ValueError if the structures differ.
         """
         if len(trees) == 1:
             return self.distributed(trees[0])
@@ -144,7 +144,9 @@ class LocalReplicas:
         return unflatten(flats[0][1], [(wrap or _wrap)(*column) for column in columns])
 
     def distributed(self, tree: Tree) -> Tree:
-        """Wrap what one replica has, such as the result of its function."""
+        """Make distributed values of one replica's tree, such as the result of its
+        function.
+        """
         if self.meetings is not None and own_index() is not None:
 
             def act(trees: list[Tree]) -> list[Tree]:
@@ -154,11 +156,11 @@ class LocalReplicas:
         return tree if self.num_replicas == 1 else tree_map(_wrap, tree)
 
     def mirrored(self, value: Any) -> Mirrored:
-        """Return a distributed value that is the same on all replicas."""
+        """Return a distributed value that is equal on all replicas."""
         return Mirrored(*[value] * len(self.block))
 
     def parts(self, tree: Tree) -> list[Tree]:
-        """Return the part of each replica; what is plain is in all."""
+        """Return the part of each replica; plain values are in all parts."""
         return [
             part_of(tree, index, variables=True) for index in range(len(self.block))
         ]
@@ -172,7 +174,7 @@ class LocalReplicas:
         *,
         are_roots: bool = False,
     ) -> Tree:
-        """Combine a tree of arrays of each replica, over those of all processes.
+        """Combine a tree of arrays of each replica over all processes.
 
         Collective over the strategy's replicas, in cross-replica context. With
         ``are_roots`` the trees are this process's partial sums, see ``merges``.
@@ -183,12 +185,12 @@ class LocalReplicas:
 
     @property
     def merges(self) -> list[int]:
-        """The number of pairs to add once each replica has come; see `TreeOrder`."""
+        """The number of pairs to add after each replica; see `TreeOrder`."""
         return self.order.merges(self._rank)
 
 
 def _wrap(*leaves: Any) -> Any:
-    # None says that there is nothing, on this replica or on all.
+    # None on all replicas stays None.
     first = leaves[0]
     if isinstance(first, (Variable, DistributedValues)):
         return first

@@ -24,12 +24,11 @@ class MirroredStrategy(MpiStrategy):
     Parameters
     ----------
     devices : sequence of str, optional
-        One device per replica, in replica order. More CPU devices than ranks are
-        logical replicas, of which a rank runs several, as
-        ``MultiWorkerMirroredStrategy(logical_replicas=...)`` has them. ``GPU:0`` is the
-        first GPU of the host, as its ranks see them; naming GPUs is as the setting
-        ``device="gpu"``.
-        Default: by the settings, ``CPU:0``, ``CPU:1``, ... on CPUs.
+        One device per replica, in replica order. ``GPU:0`` is the first GPU that the
+        host's ranks see; naming GPUs is like the setting ``device="gpu"``. More CPU
+        devices than ranks make logical replicas, several on a rank, like
+        ``MultiWorkerMirroredStrategy(logical_replicas=...)``. Default: by the settings;
+        on CPUs ``CPU:0``, ``CPU:1``, ...
     cross_device_ops : CrossDeviceOps, optional
         How buffers are summed; default: chosen by the library.
     comm : mpi4py.MPI.Intracomm, optional
@@ -65,10 +64,10 @@ class MirroredStrategy(MpiStrategy):
             if devices is not None:
                 names = [parse_device(name) for name in devices]
             if gpu_numbers(names or ()) is None and names is not None:
-                # More devices than ranks are replicas that share a rank.
+                # With more devices than ranks, replicas share a rank.
                 logical = _more_than_ranks(names, comm)
         except Exception as error:
-            # The others learn of it, where they wait for this rank.
+            # The other ranks learn of the error when the ranks meet.
             problem = error
         super().__init__(
             comm=comm,
@@ -79,7 +78,7 @@ class MirroredStrategy(MpiStrategy):
             logical_replicas=logical,
             problem=problem,
         )
-        # From here on the ranks know the same, so that all raise, and close, or none.
+        # From here on all ranks have the same data: all raise and close, or none.
         count = self.num_replicas_in_sync
         if self.topology.num_workers > 1:
             workers = self.topology.num_workers

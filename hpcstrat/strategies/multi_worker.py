@@ -25,10 +25,10 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     communication_options : CommunicationOptions, optional
         Defaults of every call.
     logical_replicas : int, optional
-        How many replicas there are, whatever the number of ranks, which may be smaller:
-        each rank then runs several, one after the other, and every result has the same
-        bits on any number of ranks; see ``docs/user-guide/same-bits.md``. The same on
-        every rank; default: one replica on each rank.
+        Number of replicas if it is larger than that of ranks, the same on every rank: a
+        rank then runs several in turn, and every result has the same bits on any number
+        of ranks; see ``docs/user-guide/same-bits.md``. Default: one replica on each
+        rank.
     replicas_per_worker : int, optional
         Make the ranks of one node act as workers of this many replicas; default: one
         worker per node.
@@ -39,17 +39,15 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
     progress_thread : bool
-        Take reductions that were started further in a thread, so that messages between
-        workers travel while the program computes without calling the library. Needs
-        ``MPI_THREAD_MULTIPLE``, with which the first strategy of a program starts MPI
-        when asked for this. It takes its turns when the program lets go of Python's
-        interpreter lock, as NumPy does while it computes.
+        Whether a thread continues started reductions, so that messages between workers
+        travel while the program computes. Needs ``MPI_THREAD_MULTIPLE``, which MPI has
+        if the first strategy of a program asks for the thread. The thread runs when the
+        program releases Python's interpreter lock, as NumPy does while it computes.
     on_lost_rank : str
-        ``"abort"``: the death of a rank ends the job. ``"raise"``: it is a
-        RankLostError on every rank that is left, at its current or next collective
-        call, after which this strategy is to be left by `close`, and another one may be
-        made of a communicator of the survivors. Needs ``mpirun --with-ft ulfm`` of
-        Open MPI 5. `hpcstrat.elastic.run` does all this.
+        ``"abort"``: the death of a rank ends the job. ``"raise"``: every remaining rank
+        raises a RankLostError at its current or next collective call; then `close` this
+        strategy, and make another one of a communicator of the remaining ranks. Needs
+        ``mpirun --with-ft ulfm`` of Open MPI 5. `hpcstrat.elastic.run` does all this.
     settings : Settings, optional
         How the strategy watches over its ranks.
 
@@ -58,9 +56,9 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     ValueError
         If there are fewer logical replicas than ranks. On every rank.
     TopologyError
-        If MPI was started for one thread, and a progress thread is wanted, or
-        the loss of a rank cannot be survived here, or ranks have the same GPU, or only
-        some have one. On every rank.
+        If MPI was started for one thread, and a progress thread is wanted, or the loss
+        of a rank cannot be survived here, or ranks have the same GPU, or only some have
+        one. On every rank.
     RankLostError
         If a rank is lost meanwhile, with ``on_lost_rank="raise"``.
     """
@@ -79,7 +77,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         on_lost_rank: str = "abort",
         settings: Settings | None = None,
     ) -> None:
-        # Told to the other ranks before it is raised, see `MpiStrategy`.
+        # `MpiStrategy` raises it after telling the other ranks.
         problem = None
         if hasattr(cluster_resolver, "Get_size"):
             problem = TypeError(
@@ -103,5 +101,4 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver given at construction."""
         return self._cluster_resolver

@@ -1,4 +1,4 @@
-"""Sums by a CrossDeviceOps of the program: by its hooks, or by itself."""
+"""Reductions by a CrossDeviceOps of the program, which overrides the hooks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def call_in_cross_replica(
         push(strategy.cross_entry)
         return function(*args)
 
-    # The copy goes with whatever ends the call: nothing is left to be taken back.
+    # In a copy of the context, which ends with the call.
     return copy_context().run(call)
 
 
 class HookedCollectives(Collectives):
-    """Calls whose sums are made by the hooks of a CrossDeviceOps.
+    """Calls whose reductions are made by the hooks of a CrossDeviceOps.
 
-    All that a strategy reduces comes here, also what optimizers and metrics do.
+    All reductions of the strategy, its optimizers and metrics come here.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HookedCollectives(Collectives):
     ) -> None:
         super().__init__(channel, ops, options)
         self._options = options or CommunicationOptions()
-        # Whose calls these are; set by the strategy that makes them.
+        # The strategy sets itself.
         self.strategy: Any = None
         self.reduce_in_call = self._by_hooks
         self.batch_reduce = self._entered
@@ -67,7 +67,9 @@ class HookedCollectives(Collectives):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a reduction that is started goes on while ranks compute: none is."""
+        """Whether a started reduction goes on while ranks compute: none can be
+        started.
+        """
         return False
 
     def _by_hooks(
@@ -111,7 +113,7 @@ class HookedCollectives(Collectives):
     _entered = collective(_by_hooks)
 
     def _result(self, op: ReduceOp, given: Any, found: Any) -> Any:
-        """Return what a hook has made of a value, as an array of its own."""
+        """Return a hook's result as a new array."""
         if isinstance(found, IndexedSlices) or is_device(found):
             return found
         is_mean = op is ReduceOp.MEAN and given.dtype.kind in "iu"
@@ -123,7 +125,7 @@ class HookedCollectives(Collectives):
                 "replicas get"
             )
         dtype = np.dtype(np.float64) if is_mean else given.dtype
-        # The caller may write into it, but not into what was given.
+        # The caller may write into the result, but not into the given array.
         return array.astype(
             dtype, casting="same_kind", copy=np.may_share_memory(array, given)
         )

@@ -1,4 +1,4 @@
-"""Steps in central storage, where each rank of a worker updates a slice."""
+"""Step slices: in central storage each rank of a worker updates a slice of a step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hpcstrat.variables import Variable
 
 _LINE_BYTES = 64
 _PIECE_BYTES = 512 << 10
-# A rule of elements goes over its arrays many times: so much of each stays in a cache.
-# A step of Adam in one thread took 0.6 of the time that whole arrays of 64 MiB took.
+# An elementwise rule reads its arrays many times, and a block of each fits into the
+# cache: a step of Adam in one thread took 0.6 of the time of whole arrays of 64 MiB.
 _BLOCK_BYTES = 256 << 10
 
 
 class StepSlices:
-    """Each rank's part of a step in a worker: sums of gradients, and updates.
+    """Each rank's slices of a step in its worker: sums of gradients, and updates.
 
-    The elements of all variables of a type, one variable behind the other, are divided
-    between the ranks; where a rule is not ``by_elements``, at the ends of variables. Of
-    rows, each rank has those of a range of indices. Workers of unequal sizes have as
-    many slices as the smallest has ranks. The same on every worker. An
+    The elements of all variables of a type, one variable after the other, are divided
+    between the ranks; for rules that are not ``by_elements``, at ends of variables. Of
+    sparse gradients each rank has a range of rows. There are as many slices as the
+    smallest worker has ranks, the same on every worker. It is an
     `hpcstrat.strategies.update_backends.UpdateBackend`.
     """
 
@@ -53,7 +53,7 @@ class StepSlices:
         self._label, self._op, self._by_elements = label, op, by_elements
         self._rank = topology.worker_comm.rank
         self._piece_bytes = min(_PIECE_BYTES, topology.slot_bytes)
-        # A line of each slice, at least, is to fit.
+        # A piece has a cache line of each slice, at least.
         most = self._piece_bytes // _LINE_BYTES
         self._count = min(topology.smallest_worker, most)
         sparse = [isinstance(gradient, IndexedSlices) for gradient, _ in pairs]
@@ -67,9 +67,9 @@ class StepSlices:
             sum(array.nbytes for array in arrays),
         )
         self._pieces: list[SlicedPiece] = []
-        # Sums in the type in which they are made, and in that of the variables.
+        # Sums in the type of the addition, and in that of the variables.
         self._narrowed: list[tuple[Array, Array]] = []
-        # For each slice: number of the variable, start, end, and gradient.
+        # Slices of this rank: number of the variable, start, end, and gradient.
         self._own: list[tuple[int, int, int, Array]] = []
         self._nbytes = 1
         signatures = tuple((array.dtype, array.shape) for array in arrays)
@@ -109,7 +109,7 @@ class StepSlices:
     def _claim(
         self, spans: Sequence[tuple[int, int, int, int]], gradient: Array
     ) -> None:
-        """Take note of this rank's slices, whose gradients lie side by side."""
+        """Note this rank's slices, whose gradients are contiguous."""
         most = _BLOCK_BYTES // gradient.dtype.itemsize
         for place, start, stop, at in spans:
             block = most if self._by_elements else stop - start
@@ -119,17 +119,17 @@ class StepSlices:
                 self._own.append((self._dense[place], begin, end, part))
 
     def _bounds(self, bucket: Bucket, line: int) -> list[int]:
-        """Return where the slices begin, and the end."""
+        """Return the first elements of the slices, and the end."""
         even = [bucket.size * rank // self._count for rank in range(self._count)]
         if self._by_elements:
-            # Two ranks do not write into one line of the cache more often than need be.
+            # Slices begin at cache lines, as two ranks that write one slow each other.
             return [*(start // line * line for start in even), bucket.size]
         ends = np.array([0, *(end for _, end, _ in bucket.parts)])
         nearest = [int(ends[np.argmin(np.abs(ends - start))]) for start in even]
         return [*nearest, bucket.size]
 
     def _rows(self) -> Iterator[tuple[int, slice]]:
-        """Yield which rows this rank has of the variables with sparse gradients."""
+        """Yield the rows that this rank has of variables with sparse gradients."""
         for number, index in enumerate(self._sparse):
             count = self._shapes[index][0]
             if self._rank >= self._count:
@@ -140,7 +140,6 @@ class StepSlices:
                 yield index, slice(0, count)
 
     def arrays_here(self, wholes: list[list[Array]]) -> list[tuple[int, list[Array]]]:
-        """Return this rank's slices of variables and their state."""
         own: list[tuple[int, list[Array]]] = []
         for index, start, stop, _ in self._own:
             parts = [whole.reshape(-1)[start:stop] for whole in wholes[index]]
@@ -152,9 +151,9 @@ class StepSlices:
         return own
 
     def reduce(self, gradients: list[Any], out: list[Array] | None = None) -> list[Any]:
-        """Return the combined gradients of this rank's slices, in the order of `cut`.
+        """Return the combined gradients of this rank's slices, as in `arrays_here`.
 
-        Collective over the strategy's replicas. They are overwritten by the next call.
+        Collective over the strategy's replicas. The next call overwrites them.
         """
         del out
         [gradients] = gradients
@@ -167,7 +166,7 @@ class StepSlices:
             ]
             combined = self._collectives.batch_reduce(self._op, sparse, self._label)
         if self._dense:
-            # Their headers came first, and their data use the same places.
+            # Pending calls use the same shared memory.
             channel.pending.drain()
             steps = reduce_slices(
                 self._pieces,
@@ -189,7 +188,7 @@ class StepSlices:
 
     @property
     def _divisor(self) -> int:
-        """By what to divide sums; 0 for none."""
+        """The divisor of sums; 0 for none."""
         return self._collectives.size if self._op is ReduceOp.MEAN else 0
 
     def _own_rows(self, gradient: IndexedSlices, rows: slice) -> IndexedSlices:
@@ -199,29 +198,25 @@ class StepSlices:
         return IndexedSlices(gradient.values[kept], indices, shape)
 
     def all_finite(self, finite: bool) -> bool:
-        """Whether the gradients of all slices are finite."""
         return not self.total(float(not finite))
 
     def total(self, squares: Any) -> float:
-        """Return the sum of a number over all slices."""
-        # Each worker has all slices: the first one's count.
+        # Each worker has all slices, so that only those of the first worker count.
         own = np.array(0.0 if self._worker_id else squares, np.float64)
         what = f"{self._label}: a number of all slices"
         return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
 
     def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
-        """Return combined gradients of all elements."""
         del reduced
         found: list[Any] = self._collectives.batch_reduce(self._op, own, self._label)
         return found
 
     def gradients_here(self, reduced: list[Any]) -> list[Any]:
-        """Return what is given."""
         return reduced
 
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
-        """Update this rank's slices, and wait for the others."""
-        # The others wait for this rank's slice.
+        """Update this rank's slices, and wait for the other ranks."""
+        # The others wait for this rank, and learn of its error.
         with self._collectives.all_raise(self._label):
             optimizer.update_here(gradients, routine)
         call = describe_call(f"end of {self._label}")
@@ -233,5 +228,5 @@ def _flat(gradient: Any) -> Array:
 
 
 def _lasting(array: Array) -> Array:
-    """Return values that no rank writes: a variable's are a view that cannot be."""
+    """Return values that no rank writes; a variable's value is copied."""
     return array if array.flags.writeable else array.copy()

@@ -16,18 +16,16 @@ class MultiStepContext:
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas make the steps.
+        The strategy that makes the steps.
     initial_loop_values : mapping of str to object, optional
         Outputs before the first step.
 
     Attributes
     ----------
-    last_step_outputs : dict of str to object
-        The latest values given to `set_last_step_output`.
-    non_tensor_outputs : dict of str to object
-        The latest values given to `set_non_tensor_output`.
+    last_step_outputs, non_tensor_outputs : dict of str to object
+        The latest values given to `set_last_step_output` and `set_non_tensor_output`.
     run_op : object
-        What the last step returned.
+        The result of the last step.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class MultiStepContext:
         Parameters
         ----------
         name : str
-            Of the output.
+            Name of the output.
         output : tree
             The value; in replica context this replica's.
         reduce_op : ReduceOp or str, optional
@@ -81,10 +79,10 @@ class MultiStepContext:
         Parameters
         ----------
         name : str
-            Of the output.
+            Name of the output.
         output : object
-            The value; in replica context this replica's, and a tuple of this worker's
-            is kept.
+            The value; in replica context this replica's, of which a tuple of this
+            worker's replicas is kept.
         """
         replica_context = self._replica_context()
         if replica_context is not None:

@@ -1,4 +1,4 @@
-"""``Strategy.reduce``: the rules for each kind of value."""
+"""``Strategy.reduce`` for each kind of value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcstrat.engine.values import Mirrored
 from hpcstrat.strategies.local_replicas import LocalReplicas
 
 Combine = Callable[..., Tree]
-"""As `LocalReplicas.reduce_parts`: of an operation, trees, what it is for, and out."""
+"""Like `LocalReplicas.reduce_parts`: takes an operation, trees, a label, and out."""
 
 
 def reduce(
@@ -30,8 +30,8 @@ def reduce(
 ) -> Tree:
     """Combine the replicas' values; see `Strategy.reduce`.
 
-    Collective over ``topology.replica_comm``. ``combine`` is for another algorithm than
-    the strategy's own.
+    Collective over ``topology.replica_comm``. ``combine`` replaces the strategy's own
+    algorithm.
     """
     combine = combine or replicas.reduce_parts
     op = ReduceOp.parse(reduce_op)
@@ -68,7 +68,7 @@ def _structure(
             f"Mirrored value, which is the same on all {count}; use MEAN, "
             "or multiply it by the number of replicas"
         )
-    # Only what may differ travels: the mean of equal values is one of them.
+    # Mirrored values are not sent: the mean of equal values is any of them.
     rest = [i for i in range(len(leaves)) if not mirrored[i]]
     if rest:
         parts = replicas.parts([leaves[i] for i in rest])
@@ -84,7 +84,7 @@ def _structure(
 def _checked(
     replicas: LocalReplicas, value: Tree, axis: Any
 ) -> tuple[list[Array], tuple[int, ...]]:
-    """Return the arrays of this rank's replicas and the axes, all of them from 0."""
+    """Return the arrays of this rank's replicas, and the axes counted from 0."""
     if not is_leaf(value):
         raise TypeError(
             "expected one distributed value for a reduction over an axis, found a "
@@ -129,8 +129,8 @@ def _over_axes(
         sums = [rounded(own, dtype) for own in sums]
         total: Array = combine(ReduceOp.SUM, sums, label)
         return total
-    # Lengths may differ between replicas: sum and count travel in one message, and
-    # the mean is that of all elements, not of the replicas' means.
+    # Lengths may differ between replicas, so that sums and counts are added, in one
+    # message: the mean is that of all elements.
     counts = [np.prod([a.shape[i] for i in axes], dtype=np.int64) for a in arrays]
     parts = [[own, np.int64(n)] for own, n in zip(sums, counts, strict=True)]
     total, count = combine(ReduceOp.SUM, parts, label)
