@@ -20,10 +20,9 @@ def compute_average_loss(
 ) -> Array:
     """Return this replica's part of the mean loss over the global batch.
 
-    Not collective.
-
-    The parts of all replicas add up to the mean, so that both the loss and its gradient
-    are to be summed over replicas, whatever the sizes of their parts.
+    Not collective. The parts of all replicas add up to the mean, so that both the loss
+    and its gradient must be summed over replicas, for any sizes of the replicas'
+    batches.
 
     Parameters
     ----------
@@ -33,7 +32,7 @@ def compute_average_loss(
         Weights that multiply the losses; broadcast against them.
     global_batch_size : int, optional
         Number of examples of all replicas; default: ``n`` times the number of replicas,
-        which is right only where all have the same ``n``.
+        which is right only if all have the same ``n``.
 
     Returns
     -------
@@ -84,10 +83,8 @@ def compute_average_loss(
 def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
     """Return this replica's part of a loss that does not depend on the examples.
 
-    Not collective.
-
-    Every replica adds its part to its loss, so that the sum over replicas holds the
-    regularization once.
+    Not collective. Every replica adds its part to its loss, so that the sum over
+    replicas has the regularization once.
 
     Parameters
     ----------

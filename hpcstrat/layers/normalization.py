@@ -121,7 +121,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
 
     @property
     def trainable_variables(self) -> list[Variable]:
-        """Gamma and beta, as far as there are any."""
+        """Gamma and beta, if the layer has them."""
         return [v for v in (self.gamma, self.beta) if v is not None]
 
     @without_fp_warnings

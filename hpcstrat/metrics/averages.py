@@ -98,7 +98,7 @@ class _Average(Metric):
 
 
 class Mean(_Average):
-    """The weighted mean of all values; 0 where there were none.
+    """The weighted mean of all values; 0 without values.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def as_float64(value: ArrayLike) -> Array:
 
 
 def mean_over(array: Array, axis: int | tuple[int, ...]) -> Array:
-    """Return the mean over dimensions, 0 where they are empty."""
+    """Return the mean over dimensions; 0 for empty ones."""
     total = _sum_over(array, axis)
     return total / max(1, array.size // max(1, total.size))
 

@@ -35,7 +35,7 @@ def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
 
 
 def _over_columns(values: Array) -> Array:
-    """Average each example over the last dimension, where there is one."""
+    """Average each example over the last dimension, if there is one."""
     array = values.astype(np.float64, copy=False)
     # A vector holds one value for each example. tf.keras took it for one example, so
     # that a small batch would weigh as much as a large one.

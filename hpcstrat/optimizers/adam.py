@@ -73,24 +73,24 @@ class Adam(Optimizer):
             return
         number = value.dtype.type
         if kept != 1:
-            # Decay comes before the step: it applies to the variable's old value.
+            # Before the step, as decay applies to the variable's old value.
             value *= number(kept)
         self._first_stage(step, gradient, *slots)
         gradient *= number(step.rate)
         value -= gradient
 
     def _kept(self, step: Step) -> float:
-        """Return the factor that the step's decay leaves of a variable."""
+        """Return the factor of the variable after this step's decay."""
         del step
         return 1.0
 
     def _in_one_pass(
         self, arrays: tuple[Array, ...], step: Step, kept: float = 1.0
     ) -> bool:
-        """Let the compiled rule update arrays, where it was built and takes them.
+        """Update arrays by the compiled rule; return False if it cannot.
 
-        The gradient, the moments, and the variable; without that, the compiled rule
-        does what `_first_stage` does.
+        The arrays are the gradient, the moments, and the variable; without the variable
+        the compiled rule does what `_first_stage` does.
         """
         rules = compiled_rules()
         if rules is None:
@@ -110,7 +110,7 @@ class Adam(Optimizer):
         return taken
 
     def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
-        """Update the moments; put the step for a rate of 1 in the gradient's place."""
+        """Update the moments; overwrite the gradient by the step for a rate of 1."""
         if self._in_one_pass((gradient, *slots), step):
             return
         m, v = slots
@@ -142,9 +142,10 @@ class Adam(Optimizer):
 
 
 class AdamWithDecay(Adam):
-    """The base of optimizers that let some variables decay.
+    """The base of optimizers with weight decay, which some variables can be excluded
+    from.
 
-    Those in whose name one of the regular expressions ``exclude`` is found do not.
+    A variable is excluded if a regular expression of ``exclude`` is found in its name.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class AdamWithDecay(Adam):
         super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
         self.weight_decay = weight_decay
         try:
-            # A lone text would be a pattern for each of its letters.
+            # A str is one pattern, not one for each of its letters.
             one = [exclude] if isinstance(exclude, str) else exclude
             self._exclude = [re.compile(pattern) for pattern in one]
         except (re.error, TypeError) as error:

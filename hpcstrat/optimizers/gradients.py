@@ -199,7 +199,7 @@ def scale(arrays: Iterable[Array], factor: float) -> None:
 
 
 def require_names(variables: Iterable[Variable]) -> None:
-    """Raise ValueError unless there are variables, each with a name of its own."""
+    """Raise ValueError unless there are variables, all with different names."""
     # Files have state by the names of variables.
     names = [variable.name for variable in variables]
     if not names:

@@ -1,4 +1,4 @@
-"""Update rules: facts that their classes declare, and the compiled ones."""
+"""Facts that update rules declare in their classes, and the compiled rules."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hpcstrat.engine.settings import Settings
 def compiled_rules() -> ModuleType | None:
     """Return the compiled rules; None without them, or with ``HPCSTRAT_NATIVE=0``.
 
-    Their results have the bits of NumPy's, so ranks need not agree on them.
+    They give the bits of NumPy's rules, so that ranks need not agree on them.
     """
     return load_update_rules() if Settings().resolved().native else None
 
 
 def is_of_elements(kind: type) -> bool:
-    """Whether the rule of a class is known to treat each element by itself.
+    """Whether the rule of a class declares that it treats each element by itself.
 
-    A subclass may have another rule than its base.
+    The declaration does not hold for a subclass with another rule.
     """
     return _declares(kind, "elementwise")
 
 
 def has_two_stages(kind: type) -> bool:
-    """Whether a rule of a class is known to begin with each element by itself."""
+    """Whether the rule of a class declares a first stage for each element by itself."""
     return _declares(kind, "_two_stages")
 
 

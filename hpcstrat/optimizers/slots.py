@@ -267,7 +267,7 @@ def _made(
     """Make a variable for state; collective unless ``is_own`` and ``each_has``."""
     on, on_read = VariableSynchronization, aggregation is not _NONE
     on_host = not is_device(array)
-    # As if in the scope of the strategy, in whatever context the step is made.
+    # In the scope of the strategy, whatever the context of the step.
     token = push(None if strategy is None else strategy.cross_entry)
     try:
         kind = class_for_state(on_read=on_read) if each_has else Variable

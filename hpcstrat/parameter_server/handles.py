@@ -19,7 +19,7 @@ from hpcstrat.engine.logs import place
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions by value where they cannot be imported."""
+    """Pickles functions by value if they cannot be imported."""
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the handle of an object, if it has one."""

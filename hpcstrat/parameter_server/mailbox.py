@@ -30,7 +30,7 @@ from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 
 INBOX, REPLY = 1, 2
-# Pieces of large arrays have tags of their own.
+# Added to the tag of a message for the pieces of its large arrays.
 _PIECES = 2
 _LARGE_BYTES = 32 << 10
 _PIECE_BYTES = 64 << 20

@@ -89,7 +89,7 @@ class Strategy(OlderMethods):
     is_default = False
     # Whether there may be several replicas, so that values are distributed values.
     distributes = True
-    # Whether each rank of a job runs a program of its own, with variables of its own.
+    # Whether each rank of a job runs an independent program, with its own variables.
     ranks_are_independent = False
     # Whether every step sums gradients over the replicas. The integrations of PyTorch,
     # JAX and Keras need this, and refuse other strategies.
@@ -125,7 +125,7 @@ class Strategy(OlderMethods):
         self.digests: StepDigests | None = None
         # Functions to call once, at the end of this `run`, with whether it failed.
         self.run_ends: list[Callable[[bool], None]] = []
-        # Division of the replicas into groups; None where they are in sync.
+        # Division of the replicas into groups; None if all are in sync.
         self.split: Split | None = None
         self._settings: Settings | None = None
 
@@ -862,5 +862,5 @@ _ALONE = nullcontext()
 
 
 def _only(leaf: Any) -> Any:
-    # Raises where there are several.
+    # `_local` raises if this process has several replicas.
     return leaf._local if isinstance(leaf, DistributedValues) else leaf

@@ -167,7 +167,7 @@ class StrategyExtended:
             op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
         ) -> Tree:
             if strategy.meetings is not None:
-                # Sums of logical replicas have an order of their own.
+                # Sums of logical replicas are added in the order of a tree.
                 return replicas.reduce_parts(op, trees, what, out)
             reductions = strategy.collectives.reductions_by(ops)
             return reductions.reduce_in_call(op, trees[0], what, options, out=out)

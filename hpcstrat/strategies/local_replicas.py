@@ -28,8 +28,8 @@ from hpcstrat.variables import Variable
 class LocalReplicas:
     """The replicas of this process; with logical replicas there may be several.
 
-    ``ranks`` are the calls between the processes, of which this one has the number
-    ``rank``. ``count`` is the number of logical replicas of all processes, or None.
+    ``ranks`` are the calls between the processes; ``rank`` is the number of this one.
+    ``count`` is the number of logical replicas of all processes, or None.
     """
 
     def __init__(

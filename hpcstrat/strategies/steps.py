@@ -81,7 +81,7 @@ class MultiStepContext:
         name : str
             Name of the output.
         output : object
-            The value; in replica context this replica's, of which a tuple of this
+            The value; in replica context this replica's value, and a tuple of this
             worker's replicas is kept.
         """
         replica_context = self._replica_context()

@@ -1,7 +1,7 @@
 """Update backends: which ranks update each variable, and by which sums of gradients.
 
 `Strategy.update_backend` returns the class for a kind of strategy. `Copies` is for
-variables of which each rank has a copy.
+variables with a copy on each rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rules of aggregation: how replicas' values become one, and one value their parts.
+"""Aggregation rules: how the replicas' values are combined, and a value is divided.
 
 Each `VariableAggregation` but ``NONE`` has a rule, which variables, checkpoints and
-elastic restores ask. A new aggregation is a member of that enumeration, a class here,
-and its line in ``_RULES``.
+elastic restores use. For a new aggregation add a member to the enumeration, a class
+here, and its line in ``_RULES``.
 """
 
 from __future__ import annotations
@@ -28,50 +28,56 @@ _WIDEST = np.dtype(np.int64).itemsize
 
 
 class AggregationRule:
-    """The rule of one aggregation; replicas do the same in the same order."""
+    """The rule of one aggregation; all replicas call the same methods in the same
+    order.
+    """
 
     divides = False
-    """Whether replicas have parts of the value, not the value itself."""
+    """Whether replicas have parts of the value, not the whole value."""
 
     refused_methods: Collection[str] = ()
-    """Methods of variables, such as ``scatter_max``, that mean nothing with it."""
+    """Methods of variables, such as ``scatter_max``, that have no meaning with it."""
 
     def type_problem(self, dtype: np.dtype[Any]) -> tuple[str, str] | None:
-        """Say which types a variable must have, and what to do; None if it has one."""
+        """Return the types that a variable must have, and advice; None for a good
+        type.
+        """
         del dtype
         return None
 
     def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
-        """Combine the values of all replicas, and return one of their kind.
+        """Combine the values of all replicas, and return one of the same kind.
 
-        Collective over the strategy's replicas. Each part is that of one replica of
-        this process: an array in an assignment, an IndexedSlices in a scatter method, a
-        list of arrays where many variables are read at once.
+        Collective over the strategy's replicas. ``parts`` has an item for each replica
+        of this process: an array in an assignment, an IndexedSlices in a scatter
+        method, a list of arrays if many variables are read at once.
         """
         raise NotImplementedError
 
     def combine_saved(self, values: Array) -> Array:
-        """Combine the values of all replicas along the first axis; not collective.
+        """Combine the values of all replicas, along the first axis; not collective.
 
-        Checkpoints of logical replicas hold them so.
+        Checkpoints of logical replicas have such values.
         """
         raise NotImplementedError
 
     def part(self, value: Array, num_replicas: int, replica_id: int) -> Array:
-        """Return the part of a replica, so that all parts combine to a value."""
+        """Return a replica's part of a value, so that all parts combine to the
+        value.
+        """
         del num_replicas, replica_id
         return value
 
-    # Elastic training: replicas are lost with their parts, and new ones come.
+    # For elastic training, which loses replicas with their parts, and adds new ones.
 
     def after_loss(
         self, own: Array | None, lost: Array, *, keeps: bool, succeeds_first: bool
     ) -> Array | None:
-        """Return a replica's part once another one is lost for good; None for none.
+        """Return this replica's part after the loss of another replica; None for none.
 
-        ``lost`` is a copy of its part. One replica ``keeps`` that, and has a part of
-        its own. ``succeeds_first`` says whether replica 0 was lost, and this replica
-        has its number now.
+        ``lost`` is a copy of the lost part. One replica ``keeps`` it, beside its own
+        part. ``succeeds_first`` says whether replica 0 was lost, and this replica has
+        its number now.
         """
         del lost, keeps, succeeds_first
         return own
@@ -86,16 +92,17 @@ class AggregationRule:
         root: int,
         path: str,
     ) -> Array | None:
-        """Return this replica's part once newcomers have parts that change nothing.
+        """Return this replica's part, once newcomers have parts that do not change the
+        value.
 
         Collective over the strategy's replicas. ``part`` is None on newcomers; ``like``
-        is an array of its shape and type, with any values; ``root`` is a replica that
-        has a part.
+        is an array of its shape and type, with any values; ``root`` is a replica with a
+        part.
         """
         raise NotImplementedError
 
     def loss(self, gone: Sequence[int], paths: str) -> str:
-        """Say what is lost of variables with the parts of replicas; empty for none."""
+        """Describe the loss of replicas' parts of variables; empty for no loss."""
         del gone, paths
         return ""
 
@@ -176,7 +183,7 @@ class _MeanRule(_ReductionRule):
         path: str,
     ) -> Array | None:
         del root
-        # The mean is over the replicas that have a part: newcomers must not change it.
+        # Newcomers get the mean of the others, so that they do not change it.
         term = np.zeros_like(like) if part is None else part
         what = f"mean of {path} for newcomers"
         total = strategy.collectives.batch_reduce(ReduceOp.SUM, term, what)
@@ -194,7 +201,7 @@ class _OnlyFirstReplica(AggregationRule):
         first = parts[0]
         if not isinstance(first, IndexedSlices):
             return strategy.collectives.broadcast(first, 0, what)
-        # As an object: how many rows there are, only replica 0 knows.
+        # As an object, as only replica 0 knows the number of rows.
         values, indices = strategy.collectives.broadcast_object(
             (first.values, first.indices), 0, what
         )
@@ -238,7 +245,7 @@ _RULES: dict[VariableAggregation, AggregationRule] = {
 def rule_of(aggregation: VariableAggregation | str) -> AggregationRule | None:
     """Return the rule of an aggregation, or of its name; None for ``NONE``.
 
-    ValueError for a name that is none.
+    ValueError for an unknown name.
     """
     parsed = VariableAggregation.parse(aggregation)
     return None if parsed is VariableAggregation.NONE else _RULES[parsed]
@@ -248,8 +255,8 @@ def rule_of(aggregation: VariableAggregation | str) -> AggregationRule | None:
 def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
     """Return one replica's share of a total, so that the shares add up to it.
 
-    Integers exactly: the remainder goes to the first replicas. Floats are divided;
-    their sum is exact where the number of replicas is a power of two.
+    Shares of integers are exact: the first replicas get the remainder. Floats are
+    divided; their sum is exact if the number of replicas is a power of two.
     """
     if total.dtype.kind in "iu":
         # A narrow type may not hold the number of replicas.

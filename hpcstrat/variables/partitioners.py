@@ -1,4 +1,4 @@
-"""Partitioners cut variables into shards, each of which is on one parameter server."""
+"""Partitioners cut variables into shards; a shard is on one parameter server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Partitioner(ABC):
 
 
 class FixedShardsPartitioner(Partitioner):
-    """A fixed number of shards; fewer where there are not as many rows.
+    """A fixed number of shards; fewer if there are not enough rows.
 
     Parameters
     ----------

@@ -166,8 +166,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if inside and self._strategy.logical:
             raise RuntimeError(
                 f"expected variable {self.name!r} to be made outside of strategy.run, "
-                "with logical replicas, of which those of a rank share it, found it "
-                "inside; make it in the strategy's scope, before run"
+                "as logical replicas of a rank share it, found it inside; make it in "
+                "the strategy's scope, before run"
             )
 
     def _keep(self, component: Array) -> None:
@@ -195,7 +195,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return copied
 
     def _first_value(self, initial_value: Any) -> Any:
-        """Return an initial value, of which a callable is called."""
+        """Return an initial value, or the result of a callable."""
         value = initial_value() if callable(initial_value) else initial_value
         if isinstance(value, PerReplica):
             raise ValueError(

@@ -158,8 +158,8 @@ class Server:
         resolver = self._resolver
         if resolver is None or resolver.task_type is None or resolver.task_id is None:
             raise ValueError(
-                "expected a Server that was given its tasks, found one of which MPI "
-                "says them; pass a ClusterSpec with job_name and task_index, or a "
+                "expected a Server that was given its tasks, found one that takes them "
+                "from MPI; pass a ClusterSpec with job_name and task_index, or a "
                 "resolver"
             )
         spec = resolver.cluster_spec()
