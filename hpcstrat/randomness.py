@@ -273,7 +273,7 @@ def _checked(name: Any, seed: Any) -> int:
 
 def _words_of(name: str) -> tuple[int, ...]:
     """Return four words below 2**32 that stand for a name, on every machine."""
-    # Not hash(), which differs between processes.
+    # The function hash() differs between processes.
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
     # Little-endian on every machine: a checkpoint may move to another.
     return tuple(int(word) for word in np.frombuffer(digest, "<u4"))

@@ -121,14 +121,12 @@ def compress_node_list(nodes: Sequence[str]) -> str:
             )
         match = _LAST_NUMBER.fullmatch(node)
         before, number, after = match.groups() if match else (node, "", "")
-        # Only neighbors are joined: the order of nodes is that of ranks.
-        if not groups or not number or groups[-1][:2] != (before, after):
+        # Only neighbors are joined, as the order of nodes is that of ranks.
+        last_group = groups[-1] if groups else ("", "", [])
+        if not number or last_group[:2] != (before, after) or not last_group[2]:
             groups.append((before, after, [[number, number]] if number else []))
             continue
-        ranges = groups[-1][2]
-        if not ranges:
-            groups.append((before, after, [[number, number]]))
-            continue
+        ranges = last_group[2]
         first, last = ranges[-1]
         # With its zeros: n9 and n10 follow each other, n09 and n010 do not.
         if number == f"{int(last) + 1:0{len(first)}d}":

@@ -114,7 +114,6 @@ class ClusterResolver(ABC):
         return ""
 
     def __repr__(self) -> str:
-        """Show this process's task."""
         number = "" if self.task_id is None else f" {self.task_id}"
         return f"<{type(self).__name__}, task {self.task_type or 'unknown'}{number}>"
 

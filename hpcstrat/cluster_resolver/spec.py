@@ -165,22 +165,18 @@ class ClusterSpec:
         return self._jobs[job_name]
 
     def __bool__(self) -> bool:
-        """Whether there is a job."""
         return bool(self._jobs)
 
     def __eq__(self, other: object) -> bool:
-        """Compare jobs, numbers and addresses."""
         if not isinstance(other, ClusterSpec):
             return NotImplemented
         return self._jobs == other._jobs
 
     def __hash__(self) -> int:
-        """Return a hash of the names of the jobs."""
         # Equal specs have equal names; addresses are in mappings, without a hash.
         return hash(tuple(self.jobs))
 
     def __repr__(self) -> str:
-        """Show the addresses."""
         return f"ClusterSpec({self.as_dict()})"
 
 

@@ -220,7 +220,6 @@ class Memory:
         self._calls = -1 if channel is None else channel.num_calls
 
     def __repr__(self) -> str:
-        """Show the names of what is kept."""
         return (
             f"<Memory of {', '.join(sorted(self.state)) or 'nothing yet'}, commit "
             f"{self._number}>"

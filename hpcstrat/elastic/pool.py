@@ -253,7 +253,7 @@ class Pool:
         for index, rank in enumerate(sorted(self._members)):
             if rank not in active:
                 try:
-                    # The send is not awaited: a spare that has died never receives it.
+                    # Nothing awaits the send: a spare that has died never receives it.
                     self._comm.Isend(b"", dest=index, tag=_RELEASED)
                 except self._mpi.Exception as error:
                     if not is_loss(self._mpi, error):

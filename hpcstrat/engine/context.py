@@ -96,7 +96,7 @@ class ContextEntry:
 
 _stack: ContextVar[ContextEntry | None] = ContextVar("hpcstrat_context", default=None)
 
-# Not a function around it: this is on the way of every call.
+# This is no function of its own, because every call uses it.
 current = _stack.get
 """Return the innermost `ContextEntry`, or None outside everything."""
 

@@ -54,7 +54,7 @@ class _NamedEnum(enum.Enum):
         if type(value) is cls:
             return value
         if isinstance(value, str):
-            # Not `__members__`, which makes a proxy in each of many calls.
+            # `__members__` would make a proxy in each of many calls.
             member = cls._member_map_.get(value.upper())
             if member is not None:
                 return cast("Self", member)
@@ -202,7 +202,6 @@ class CommunicationOptions:
     wire_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.wire_dtype not in (None, "float16", "bfloat16"):
             raise ValueError(
                 "expected wire_dtype 'float16', 'bfloat16' or None, found "
@@ -338,7 +337,6 @@ class InputOptions:
     compare_every: int = 1
 
     def __post_init__(self) -> None:
-        """Check the values."""
         parsed = InputReplicationMode.parse(self.experimental_replication_mode)
         object.__setattr__(self, "experimental_replication_mode", parsed)
         if self.single_pipeline and parsed is InputReplicationMode.PER_REPLICA:

@@ -144,7 +144,6 @@ class Settings:
     hang_folder: str | None = _setting(".")
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:

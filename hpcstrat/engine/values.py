@@ -115,7 +115,6 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         return array.__cuda_array_interface__
 
     def __matmul__(self, other: Any) -> Any:
-        """Multiply matrices."""
         return np.matmul(self, other)
 
     def __getitem__(self, key: Any) -> Any:
@@ -131,27 +130,21 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         return iter(self._operand().copy())
 
     def __contains__(self, value: Any) -> bool:
-        """Whether an element has a value."""
         return bool(value in self._operand())
 
     def __len__(self) -> int:
-        """Return the length of the first dimension."""
         return len(self._operand())
 
     def __bool__(self) -> bool:
-        """Return the truth of an array of one element."""
         return bool(self._operand())
 
     def __float__(self) -> float:
-        """Return the number of an array of one element."""
         return float(self._operand())
 
     def __int__(self) -> int:
-        """Return the number of an array of one element, cut to an integer."""
         return int(self._operand())
 
     def __index__(self) -> int:
-        """Return the integer of an array of one integer."""
         return operator.index(self._operand())
 
     def __format__(self, specification: str) -> str:
@@ -278,7 +271,6 @@ class PerReplica(ArrayOperators, DistributedValues):
         return super().__format__(specification) if specification else repr(self)
 
     def __repr__(self) -> str:
-        """Show the components of this process."""
         parts = self._parts
         if len(parts) == 1:
             return f"PerReplica(own part: {parts[0]!r})"
@@ -311,7 +303,6 @@ class Mirrored(ArrayOperators, DistributedValues):
         return getattr(object.__getattribute__(self, "_local"), name)
 
     def __repr__(self) -> str:
-        """Show the local copy."""
         return f"Mirrored({self._local!r})"
 
     def _repr_html_(self) -> str:

@@ -133,7 +133,7 @@ def _sum_up() -> None:
 
 
 def _still_waiting(channels: list[Channel]) -> list[Channel]:
-    """Return the channels on which ranks are missing; print what others did instead."""
+    """Return the channels on which ranks are missing; log calls of ranks that go on."""
     missing = []
     for channel in channels:
         try:

@@ -49,7 +49,7 @@ def conclude(arrivals: Arrivals) -> None:
     costs = report.share > _NOTABLE_SHARE and report.waited_seconds > _NOTABLE_SECONDS
     logger = get_logger("arrivals")
     if mode == "on":
-        # As a warning: that is what is shown unless the program asks for more.
+        # A warning, as lower levels are hidden unless the program asks for them.
         logger.warning("%s", report)
     elif costs:
         logger.warning("%s", report.sentence())
@@ -92,5 +92,5 @@ def _print(process: Any) -> None:
         report = arrivals.of_worker()
         if arrivals.leads and len(report) and os.getpid() == process:
             title = f"hpcstrat: worker {arrivals.topology.worker_id}"
-            # Not through sys.stderr, whose lock the end of the interpreter may want.
+            # Not through sys.stderr: this thread could hold its lock as Python ends.
             os.write(2, f"{title}: {report}\n".encode())

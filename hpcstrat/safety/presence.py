@@ -100,15 +100,14 @@ class LaunchRegistry:
             # Closing any descriptor of a file drops the process's locks on it, see
             # fcntl(2).
             with _gate(handle):
-                if os.fstat(handle).st_nlink and os.fstat(handle).st_uid == os.getuid():
-                    if self._take(handle):
-                        return True
-                    break
-            # The file's last user has just removed it: try again with a new file.
+                status = os.fstat(handle)
+                usable = status.st_nlink > 0 and status.st_uid == os.getuid()
+                if usable and self._take(handle):
+                    return True
             os.close(handle)
-        else:
-            return False
-        os.close(handle)
+            if usable:
+                break
+            # The file's last user has just removed it: try again with a new file.
         return False
 
     def _take(self, handle: int) -> bool:
@@ -148,7 +147,7 @@ class LaunchRegistry:
             os.pwrite(handle, block, self._place(self.launch.rank))
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank of the job says of itself, and whether it has ``"ended"``.
+        """Return a rank's page, and whether its process has ``"ended"``.
 
         None for ranks that have not come, or are on another host.
         """

@@ -48,7 +48,7 @@ class _Hooks:
 def install() -> None:
     """Let an uncaught exception of this process end the job, once MPI runs.
 
-    Comes before a hook that the program has set meanwhile.
+    It runs before a hook that the program has set since the last call.
     """
     if sys.excepthook is not _end_job:
         _Hooks.process = os.getpid()
@@ -166,7 +166,7 @@ def abort(message: str, code: int) -> None:
     for function in _before_abort:
         function()
     sys.stdout.flush()
-    # torch.distributed collects what is printed here, and shows it afterwards.
+    # torch.distributed collects the output here, and would show it afterwards.
     collected = getattr(sys.stderr, "getvalue", str)()
     os.write(2, f"{collected}{message}\n".encode(errors="replace"))
     sys.stderr.flush()
@@ -185,7 +185,7 @@ def abort(message: str, code: int) -> None:
 
 
 def _abort_quietly(mpi: Any, code: int) -> None:
-    """Do what Open MPI's MPI_Abort does in the end, without its ten lines of advice."""
+    """End the job as Open MPI's MPI_Abort does, without its ten lines of advice."""
     if "PMIX_NAMESPACE" not in os.environ:
         return
     try:

@@ -22,7 +22,7 @@ from hpcstrat.testing import runner
 from hpcstrat.testing.job import write_whole
 from hpcstrat.testing.launcher import launch_command, line_to_run
 
-__all__ = ["join", "refuse_ranks", "run_test", "size_of_job"]
+__all__ = ["join", "refuse_ranks", "run_test"]
 
 _IN_JOB = ("-m", "pytest", "--in-job")
 _REPORT = "report.json"
@@ -44,11 +44,6 @@ _OPTIONS_OF_PYTEST = (
     "log_level",
     "color",
 )
-
-
-def size_of_job() -> int:
-    """Return the number of ranks of the job that this process is in."""
-    return launch_from_environment().size
 
 
 def refuse_ranks() -> None:
@@ -175,11 +170,6 @@ def _said(folder: Path, n: int, finished: runner.Finished) -> str:
     )
 
 
-def _without_pytest(text: str) -> str:
-    """Return stacks without the frames that called the test."""
-    return _OF_PYTEST.sub("", text)
-
-
 def _failed(item: pytest.Item, n: int, text: str) -> pytest.TestReport:
     again = line_to_run(n, [*_IN_JOB, os.path.relpath(_place(item))])
     return pytest.TestReport(
@@ -187,7 +177,8 @@ def _failed(item: pytest.Item, n: int, text: str) -> pytest.TestReport:
         location=item.location,
         keywords={},
         outcome="failed",
-        longrepr=f"{_without_pytest(text).rstrip()}\n\nAgain: {again}",
+        # Without the frames of pytest, which called the test.
+        longrepr=f"{_OF_PYTEST.sub('', text).rstrip()}\n\nAgain: {again}",
         when="call",
     )
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from hpcstrat.cluster_resolver import launch_from_environment
+
 __all__ = ["job_tmp_path", "num_ranks"]
 
 _TIMEOUT_SECONDS = 60.0
@@ -99,9 +101,7 @@ def pytest_collection_modifyitems(
     """Leave fixtures of marked tests to their ranks; a rank runs only its job's."""
     sizes = {item: _size(item) for item in items}
     if config.option.in_job:
-        from hpcstrat.testing import rank_jobs
-
-        here = rank_jobs.size_of_job()
+        here = launch_from_environment().size
         config.hook.pytest_deselected(items=[i for i in items if sizes[i] != here])
         items[:] = [item for item in items if sizes[item] == here]
         return

@@ -104,7 +104,6 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
     ) -> None:
-        del cluster_resolver
         self._config = config = termination_config or TerminationConfig()
         self._calls = _Calls()
         # The notice of a strategy of one replica; others have a channel for notices.
@@ -140,7 +139,6 @@ class PreemptionCheckpointHandler:
             self._guess = restored.seconds
 
     def __enter__(self) -> PreemptionCheckpointHandler:
-        """Return this."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -293,7 +291,6 @@ class PreemptionCheckpointHandler:
         self._config.exit_fn()
 
     def __repr__(self) -> str:
-        """Show the manager that saves."""
         return f"<{type(self).__name__} by {self._manager!r}>"
 
 

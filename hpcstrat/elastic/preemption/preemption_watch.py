@@ -80,7 +80,6 @@ class PreemptionWatch:
             self._before[int(number)] = signal.SIG_DFL if before is None else before
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        del frame
         if os.getpid() != self._process:
             # In a forked child, such as a data loader's worker, the signal ends it.
             signal.signal(number, signal.SIG_DFL)

@@ -64,7 +64,6 @@ class TerminationConfig:
     requeue: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse values out of range."""
         for name in ("termination_watcher_fn", "exit_fn", "save_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):

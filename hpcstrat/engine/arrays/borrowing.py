@@ -25,7 +25,7 @@ _never_returned: list[Array] = []
 
 
 class _Borrowed:
-    """The owner of memory of another library, held by arrays over it."""
+    """The owner of memory of another library, to which arrays over it refer."""
 
     __slots__ = ("_array", "_device", "_event", "_stream")
 

@@ -64,7 +64,7 @@ def make_quiet() -> Callable[..., Any]:
 
 
 class _Quiet(threading.local):
-    """A context of each thread in which the same holds for single calls."""
+    """A context of each thread in which single calls give no warnings."""
 
     def __init__(self) -> None:
         self.run = make_quiet()
@@ -80,7 +80,7 @@ def call_without_fp_warnings(
 
     The function calls no Python code, which would find no context of the strategy.
     """
-    # Less than half of what setting numpy.errstate and taking it back costs.
+    # This costs less than half of setting numpy.errstate and taking it back.
     return _quiet.run(function, *args, **named)
 
 
@@ -151,7 +151,7 @@ def _holds(result: Array, array: Array, kind: str) -> bool:
 
 
 def unmasked(value: Any) -> Any:
-    """Refuse masked arrays, whose masks would be lost on the way."""
+    """Refuse masked arrays, whose masks would be lost between replicas."""
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(
             "expected an array without a mask, found a masked array, whose mask does "

@@ -109,7 +109,6 @@ class IndexedSlices:
         return dense
 
     def __repr__(self) -> str:
-        """Show rows, indices and shape."""
         return (
             f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, "
             f"dense_shape={self.dense_shape})"

@@ -172,7 +172,7 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
 def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
     """Return an object in host memory as an array; plain numbers in the wanted type."""
     if isinstance(value, np.ndarray):
-        # Only the numbers of subclasses, such as matrices, travel.
+        # Subclasses, such as matrices, become plain arrays.
         return np.asarray(unmasked(value))
     if isinstance(value, np.generic) or hasattr(value, "__array__"):
         try:

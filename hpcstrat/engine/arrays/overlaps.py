@@ -18,7 +18,7 @@ __all__ = ["copied_where_overwritten", "lies_apart", "overlap"]
 
 # Steps in which NumPy finds whether two arrays share memory.
 _MOST_WORK = 10_000
-# Arrays of which every two are compared.
+# Up to this number of arrays, every two are compared.
 _FEW = 8
 
 _Place = tuple[int, int, int]

@@ -71,7 +71,7 @@ class Recycler:
         blocks = self._blocks.setdefault(nbytes, [])
         self._blocks.move_to_end(nbytes)
         for _ in range(len(blocks)):
-            # Whatever shares the memory of a block, such as a view, holds the block.
+            # All views of a block's memory count as references to the block.
             if _holders(blocks, 0) == self._unused:
                 return blocks[0]
             # Blocks in use go to the end, so that the next search does not begin there.
@@ -106,7 +106,7 @@ class DeviceRecycler:
             self._limit_bytes = 0
         # The calls made last at the end.
         self._kept: OrderedDict[Hashable, list[Array]] = OrderedDict()
-        # Reference counts of an array that only this holds; found on the first one.
+        # Reference counts of an array that only this object uses, once known.
         self._unused: tuple[int, int, int] | None = None
 
     def arrays(
@@ -126,7 +126,7 @@ class DeviceRecycler:
         if kept is not None:
             self._kept.move_to_end(key)
             for index, (shape, _) in enumerate(kinds):
-                # Its shape can be set, too.
+                # A program can change the shape of an array.
                 whole = kept[index].shape == shape and kept[index].flags.c_contiguous
                 if not whole or _device_holders(kept, index) != self._unused:
                     break

@@ -191,7 +191,6 @@ class Meetings:
 
     def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function in which the replicas make calls."""
-        del what
         return function(*args)
 
     def barrier(self, what: str = "barrier") -> None:
@@ -259,7 +258,6 @@ class Meetings:
         part: bool = False,
     ) -> EndedReduction:
         """Reduce at once: replicas that take turns have nothing to do meanwhile."""
-        del part
         return EndedReduction(self.reduce_in_call(op, trees, what, options, out=out))
 
     start_reduce = start_in_call
@@ -319,12 +317,10 @@ class Meetings:
     @contextmanager
     def all_raise(self, what: str) -> Iterator[None]:
         """Do nothing, as `fail`."""
-        del what
         yield
 
     def section(self, what: str) -> AbstractContextManager[None]:
         """Return a context that does nothing: `run` ends in the section of its rank."""
-        del what
         return nullcontext()
 
     def moving(self, what: str) -> NoReturn:

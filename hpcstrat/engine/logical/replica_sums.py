@@ -1,4 +1,4 @@
-"""Sums over logical replicas, which the ranks that hold them make."""
+"""Sums over logical replicas, made by the ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GATHERED_BYTES = 8 << 10
 class ReplicaSums:
     """Sums over logical replicas in the order of their tree.
 
-    ``ranks`` are the calls between the ranks, of which this one has number ``rank``.
+    ``ranks`` are the calls between the ranks; this rank has the number ``rank``.
     """
 
     def __init__(self, ranks: Collectives, order: TreeOrder, rank: int) -> None:

@@ -136,15 +136,12 @@ class ArrivalReport:
     replicas: tuple[ReplicaArrivals, ...]
 
     def __len__(self) -> int:
-        """Return the number of replicas."""
         return len(self.replicas)
 
     def __getitem__(self, index: int) -> ReplicaArrivals:
-        """Return one replica's numbers."""
         return self.replicas[index]
 
     def __iter__(self) -> Iterator[ReplicaArrivals]:
-        """Give the replicas' numbers in order."""
         return iter(self.replicas)
 
     @property

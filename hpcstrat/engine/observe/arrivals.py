@@ -70,7 +70,7 @@ class Arrivals:
         self._header, self._data = _Waits(), _Waits()
         replicas, own = topology.worker_replicas, topology.worker_comm.rank
         self._awaited = dict.fromkeys(replicas, 0.0)
-        # Whether it is known who is late, and whether also of short waits.
+        # Whether it is known who is late, and whether also in short waits.
         self._knows = topology.num_workers == 1 < topology.worker_comm.size
         self.looks_early = self._knows and len(replicas) <= _MOST_LOOKED_AT
         self._host = platform.node()

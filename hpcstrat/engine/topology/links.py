@@ -171,8 +171,8 @@ def partner(place: int, count: int, turn: int) -> int | None:
 
     All meet each other once in ``count - 1`` rounds, in ``count`` of an odd number.
     """
-    # As in a round-robin tournament, the last rank (or nobody, for an odd number) stays
-    # in its place, and the others go round.
+    # In a round-robin tournament, the last rank (or none, for an odd number) stays in
+    # its place, and the others go round.
     circle = count - 1 + count % 2
     if place == circle:
         # The partner is the rank that would meet itself: 2 * other == turn, modulo the

@@ -315,7 +315,6 @@ class Topology:
             self.segment.release()
 
     def __repr__(self) -> str:
-        """Show the place of this replica."""
         return (
             f"Topology(replica {self.replica_id} of {self.num_replicas}, worker "
             f"{self.worker_id} of {self.num_workers})"

@@ -69,7 +69,7 @@ class _CopyToHost:
 
 
 class DeviceCopies:
-    """Slices of the mirrored variables on a GPU, which hold the variables' memory."""
+    """Slices of the mirrored variables on a GPU; they keep the variables' memory."""
 
     def __init__(self) -> None:
         self.slices: list[list[_HashedPiece]] = []

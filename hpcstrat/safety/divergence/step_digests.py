@@ -100,7 +100,7 @@ class StepDigests:
 
 
 def read_digests(path: str | os.PathLike[str]) -> dict[int, tuple[str, str]]:
-    """Return the digest of each step in a file, with the names of what it is of.
+    """Return the digest of each step in a file, with the names of its variables.
 
     ValueError if the file is another one.
     """

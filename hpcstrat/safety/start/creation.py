@@ -87,7 +87,6 @@ class Creation:
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
         self._step(CREATES if running_mpi() else STARTS)
         if self._watches:
             try:

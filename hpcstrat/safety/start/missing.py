@@ -26,7 +26,7 @@ class Missing:
     host: str
     # A relative clause about it; may be empty.
     words: str = ""
-    # Whether this host knows more than that the rank has not come.
+    # Whether this host has seen the rank, or knows that it never came.
     known: bool = True
     # Whether it is certain that it will not come.
     gone: bool = False

@@ -1,4 +1,4 @@
-"""One look at all ranks: who is late, and what they do."""
+"""An inquiry of all ranks: who is late, and what the late ranks do."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Inquiry:
         )
 
     def _late_rank(self, state: RankState, stacks: Stacks) -> LateRank:
-        """Describe a late rank; what is known of it may be older than its silence."""
+        """Describe a late rank, from a state that may be older than its silence."""
         last, ago = "", None
         known, number = self._watch.channel.last_call, state.sequence
         if state.age == math.inf or number < self._sequence - 1:
@@ -191,7 +191,7 @@ class Inquiry:
         )
 
     def _collect(self, ranks: list[int]) -> dict[int, Stacks]:
-        """Return what late ranks do; those that do not answer are left out."""
+        """Return the stacks of late ranks, without those that do not answer."""
         watch, found = self._watch, dict[int, Stacks]()
         deadline = time.monotonic() + STALE_SECONDS + 3 * watch.tick_seconds + 1
         again_at = -math.inf

@@ -80,7 +80,7 @@ class LateReport:
 
 
 def some_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, but not more than a line holds."""
+    """Name ranks, but no more than fit a line."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     left = len(ranks) - 2 * SHOWN_RANKS

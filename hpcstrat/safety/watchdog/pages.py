@@ -67,7 +67,7 @@ class Status:
     reported_at: float = -math.inf
     # When it last learned who is late.
     verdict_at: float = -math.inf
-    # Until when the late ranks are excused, see `watch.Verdict`.
+    # Until when the late ranks are excused, see `Watch.decide`.
     patient_until: float = -math.inf
     text: dict[str, Any] = field(default_factory=dict)
 

@@ -116,7 +116,7 @@ class Watch:
             status.state = LEAVES if waiting.leaves else WAITS
         else:
             status.state = BUSY if exchanging is None else EXCHANGES
-        # An exchange of many pieces may take as long as it likes, if it goes on.
+        # An exchange of many pieces may take any time, as long as pieces move.
         key = status.sequence, status.state, waiting, self.topology.moves
         if key != self._key:
             self._key = key
@@ -129,7 +129,7 @@ class Watch:
         return max((s.asks_at for s in self.statuses() if s), default=-math.inf)
 
     def statuses(self) -> list[Status | None]:
-        """Return what the worker's ranks tell; None for those that have not."""
+        """Return the statuses of the worker's ranks; None for ranks without one."""
         return [page.read() for page in self._pages]
 
     def states(self) -> list[RankState]:
@@ -150,9 +150,9 @@ class Watch:
         ]
 
     def stacks_of(self, rank: int) -> tuple[Stacks, str] | None:
-        """Return stacks and last call of a rank of this worker, if it has told.
+        """Return stacks and last call of a rank of this worker, if it has shown them.
 
-        Takes up to half a second where the rank cannot tell itself.
+        Takes up to half a second where the rank cannot show them itself.
         """
         now = time.monotonic()
         status = self._pages[self.indices[rank]].read(with_text=True)

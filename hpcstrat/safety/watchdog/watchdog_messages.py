@@ -141,7 +141,6 @@ class WatchdogMessages:
         self._watch.decide(now, message["late"], now + message["left"])
 
     def _take_report(self, message: dict[str, Any]) -> None:
-        del message
         self._watch.note_report()
 
     def _take_note(self, message: dict[str, Any]) -> None:
