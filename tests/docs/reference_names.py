@@ -61,18 +61,18 @@ ERRORS = {
     "experimental.rpc.Server": _RPC,
     "Server.create_local_server": ("an error that names `mpirun`", "server-joins"),
 }
-# What there is to say, and the row of divergences.
+# The note for each name, and its row of divergences.
 _NOTES = {
     "CrossDeviceOps": (
         "strategies call the hooks of subclasses; a PerReplica has this rank's value",
         "own-hooks",
     ),
     "DistributedDataset.element_spec": (
-        "of a `hs.Dataset`; of an iterable an error",
+        "for a `hs.Dataset`; an error for an iterable",
         "element-spec",
     ),
     "DistributedIterator.element_spec": (
-        "of a `hs.Dataset`; of an iterable an error",
+        "for a `hs.Dataset`; an error for an iterable",
         "element-spec",
     ),
     "MirroredStrategy": ("one rank for each device", ""),
@@ -80,7 +80,7 @@ _NOTES = {
     "ReplicaContext": ("made by `run`", "own-strategies"),
     "Server": ("serves in `join`", "server-joins"),
     "Server.start": ("nothing to do", "server-joins"),
-    "Strategy": ("its subclasses are made", "own-strategies"),
+    "Strategy": ("make one of its subclasses", "own-strategies"),
     "Strategy.configure": ("nothing to do", "no-sessions"),
     "Strategy.update_config_proto": ("returns its argument", "no-sessions"),
     "Strategy.group": ("None, or the value of one replica", "no-sessions"),
@@ -104,7 +104,7 @@ _NOTES = {
         "preemption-count",
     ),
 }
-# Parameters of the reference that are not taken here; the note or the row says why.
+# Parameters of the reference that hpcstrat lacks; the note or the row says why.
 LEFT_OUT = {
     "Strategy": {"extended"},
     "StrategyExtended": {"container_strategy"},
@@ -166,12 +166,12 @@ def written(page: str) -> str:
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     intro = (
-        f"The {len(rows())} public names of `tf.distribute` {VERSION} (v2) and of "
-        "`tf.compat.v1.distribute` (v1);\nmembers that a class has from another of "
-        "them are left out. The word in parentheses is the\n[row of divergences]"
-        "(../divergences.md) that says more. Also there: `hs.function` for\n"
-        "`tf.function`, `strategy.experimental_run_v2`, and `VariableAggregation.SUM` "
-        "where a `ReduceOp`\nis expected.\n"
+        f"These are the {len(rows())} public names of `tf.distribute` {VERSION} (v2) "
+        "and of `tf.compat.v1.distribute` (v1), without\nmembers that a class inherits "
+        "from another one of them. The word in parentheses is the [row of\ndivergences]"
+        "(../divergences.md) with the details. hpcstrat also has `hs.function` for "
+        "`tf.function`,\n`strategy.experimental_run_v2`, and accepts "
+        "`VariableAggregation.SUM` as a `ReduceOp`.\n"
     )
     return f"{before}{BEGIN}\n{intro}\n{table()}\n\n{END}{after}"
 
