@@ -24,7 +24,6 @@ CLASS_EXCEPTIONS = {
     "Client": "a name of tf.distribute.experimental.rpc, which refuses",
     "DealtBatches": "those of a data set, and those that Keras asks for",
     "Memory": "that of hs.elastic, and one that XLA lends",
-    "Messages": "between replicas, and of headers",
     "MultiWorkerMirroredStrategy": "that of tf.distribute.experimental, too",
     "Order": "of a shuffled data set, and of calls in a program of XLA",
     "Pipeline": "of input, and of pieces of a reduction",
