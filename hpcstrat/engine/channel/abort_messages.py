@@ -39,13 +39,13 @@ class AbortMessages(Waitable):
         self._mpi = topology.mpi
         self._comm = comm
         self._others = frozenset(range(comm.size)) - {comm.rank}
-        # What this rank tells; empty while all is well. Who has not been told yet.
+        # This rank's text, empty while all is well, and the ranks still to be told it.
         self._text, self._point = "", _NOWHERE
         self._untold: set[int] = set()
         self._turn, self._came = 0, _Came()
         # Messages of ranks that went on before this one, and left another call.
         self._ahead = _Came()
-        # Since when this rank waits for data that may be on their way, of which call.
+        # The call for whose data this rank waits, and since when.
         self._awaited = -1, 0.0
 
     def tell(self, text: str, point: _Point = _NOWHERE) -> None:

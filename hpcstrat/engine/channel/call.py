@@ -26,7 +26,7 @@ class Call:
     digest: int
     # Bytes that this rank contributes, where they are known; for timelines.
     nbytes: int = 0
-    # By which algorithm, where there are several; likewise.
+    # The algorithm in words, where there are several; for timelines, too.
     how: str = ""
 
 

@@ -58,4 +58,4 @@ class ClosedChannel:
         """Tell nobody: there is nobody left."""
 
     def leave(self, what: str, error: BaseException, entered: int) -> None:
-        """Tell nobody, likewise."""
+        """Tell nobody: there is nobody left."""

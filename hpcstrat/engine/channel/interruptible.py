@@ -35,7 +35,7 @@ _MOST_MESSAGE_BYTES = 64 << 20
 _MOST_GATHERED_BYTES = 1 << 30
 _BYTES_PER_SECOND = 1e9
 _TAG = 13
-# Buffers of so many sizes are kept.
+# Most sizes of which buffers are kept.
 _MOST_SIZES = 8
 
 
@@ -98,8 +98,8 @@ class InterruptibleComm:
     ) -> Exchange:
         """Start to send arrays of uint8 to ranks, and to receive those of others.
 
-        Not collective. Both ranks know their sizes. What two ranks exchange with a tag
-        is matched in the order in which they start it.
+        Not collective. Both ranks know the sizes. Exchanges of two ranks with the same
+        tag are matched in the order in which the ranks start them.
         """
         return self._start(sent, received, tag, EAGER_BYTES)
 

@@ -43,7 +43,7 @@ class Waitable(Protocol):
 
 
 WaitSteps = Iterator[Waitable]
-"""What a call waits for, one after the other."""
+"""The things for which a call waits, one after the other."""
 
 
 class HeaderPayload(Protocol):
@@ -78,7 +78,7 @@ class HeaderStep(Waitable):
 
 
 HEADER: Final = HeaderStep()
-"""What an algorithm yields once it has done all that it can do before the header."""
+"""An algorithm yields it once it has done all that it can do before the header."""
 
 
 def exhaust(steps: WaitSteps) -> None:
@@ -94,11 +94,11 @@ class EveryRankError(Exception):
 class Exchange(Waitable):
     """Nonblocking calls of MPI; ``arrays`` are kept until all of them are complete."""
 
-    # Where an interrupt ends the initializer.
+    # For `__del__`, where an interrupt ends the initializer.
     requests: Any = ()
 
     def __init__(self, *arrays: Any) -> None:
-        # One by one: an error may leave it between them.
+        # The owner adds them one by one, as an error may come between them.
         self.requests, self._arrays = [], arrays
 
     def agreed(self) -> bool:
@@ -109,7 +109,7 @@ class Exchange(Waitable):
         return not requests
 
     def __del__(self) -> None:
-        # An error may have ended the wait for it.
+        # An error may have ended the wait for them.
         if self.requests:
             keep(self.requests, self._arrays)
 

@@ -36,8 +36,8 @@ _SHORTEST_NAP_SECONDS = 2e-5
 # A nap makes a wait longer by at most this share of the time waited so far.
 _NAP_SHARE = 1 / 32
 _LONGEST_NAP_SECONDS = 0.001
-# Values in a header between workers travel at 1 Gbit/s or more; up to so many bytes
-# are awaited without a nap, in which the wire might stand still.
+# Values in a header between workers travel at 1 Gbit/s or more. A rank takes no nap, in
+# which the wire might stand still, while it waits for at most these bytes.
 _WIRE_BYTES_PER_SECOND = 1.25e8
 _MOST_TRAVELING_BYTES = 256 << 10
 _LIMIT_SECONDS = 1800.0
@@ -170,7 +170,7 @@ class Waiter:
     ) -> bool:
         """Wait for other ranks; return whether all have announced the same.
 
-        Collective over ``topology.replica_comm``, or what is awaited of it. The job's
+        Collective over ``topology.replica_comm``, or over the ranks awaited. The job's
         own limit stands for ``timeout_seconds``. Raises CollectiveError if a rank does
         not come in time, or its process has died.
         """

@@ -9,7 +9,7 @@ segment the worker's ranks learn how it ended; both steps order memory, see
 `hpcstrat.engine.channel.headers`.
 
 A message begins with the header, and the values of a small reduction follow, so that it
-costs no other exchange. What is more than MPI sends at once goes in messages of its
+costs no other exchange. Values beyond what MPI sends at once go in messages of their
 own, which are received when the header has come, as that says how much follows. A rank
 that gets another header than its own takes none of the values, and sends from there on
 a header that is equal to no other: all learn of it in as many steps. Ranks that are in
@@ -41,15 +41,16 @@ HEADER_BYTES = _HEADER.size
 # No header that a rank announces: sequence numbers are positive.
 _DIFFERENT = b"\xff" * HEADER_BYTES
 _TAG = 17
-# A wire carries so much in the time of a message: 10 Gbit/s for 13 us.
+# Bytes that a wire carries in the time of a message: 10 Gbit/s for 13 us.
 _DELAY_BYTES = 16 << 10
 # Larger values are better sent in pieces, so that a wire is busy while ranks add.
 _MOST_DELAYS = 16
 _ALIGNMENT_BYTES = 16
-# So many bits of a header's first number are flags; the rest is the size behind it.
+# Number of bits of a header's last number that are flags; the rest is the size of the
+# values behind it.
 _FLAG_BITS = 8
 
-# Requests for so many sizes of values are kept; a program may have ever other ones.
+# Most sizes of values for which requests are kept; a program may have new ones forever.
 _MOST_KEPT = 256
 
 # Requests of one step: of the header with the values in it, and for the values behind
@@ -65,8 +66,8 @@ def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
 
     A rank gets ``p - 1`` times the values. By parts, see `collectives.exchanged`, it
     gets ``2 (p - 1) / p`` times, in two more exchanges, each of which takes as long as
-    so many bytes: up to here the header is faster. With ``narrows``, parts, and only
-    they, travel in half as many bytes.
+    ``_DELAY_BYTES``: up to this size the header is faster. With ``narrows``, parts, and
+    only they, travel in half as many bytes.
     """
     delays = float(_MOST_DELAYS)
     if narrows:
@@ -207,8 +208,8 @@ class WireHeaders(Waitable):
                 yield
             header = self._reads[step]()
             if not self._same or header != own:
-                # From here on another header is sent. What follows the one that came
-                # must not be left for the next.
+                # This rank sends another header from here on. It still receives the
+                # values behind the header that came: the next one would get them.
                 self._same, load, requests = False, None, self._requests_for(0)
                 self._header[:] = _DIFFERENT
                 nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)

@@ -55,9 +55,9 @@ MOST_EXCHANGING = 64
 FEW_EXCHANGING = 4
 """Up to this number, ranks exchange parts of any size."""
 
-# The least part by the number of ranks: MPI sends ``2 log2(p)`` messages of each rank
-# in place of ``2 (p - 1)``, but one after the other, and each of these takes as long as
-# five that are under way at once.
+# The least part for numbers of ranks: MPI sends ``2 log2(p)`` messages of each rank in
+# place of ``2 (p - 1)``, but one after the other, and each takes as long as five that
+# are under way at once.
 _LEAST_PART_BYTES = ((16, 4 << 10), (MOST_EXCHANGING, 16 << 10))
 _PARTS_TAG, _SUMS_TAG = 31, 37
 _EXPONENT_BYTES = 8
@@ -109,7 +109,7 @@ def _reduce_run(
 
 
 def exchanges(nbytes: int, size: int) -> bool:
-    """Whether so many ranks exchange parts of so many bytes, or leave it to MPI."""
+    """Whether ranks exchange parts of such a sum, or leave it to MPI's all-reduce."""
     if size <= FEW_EXCHANGING:
         return True
     least = (part for most, part in _LEAST_PART_BYTES if size <= most)
@@ -180,7 +180,7 @@ def rounded_sum(
 ) -> WaitSteps:
     """Sum arrays over the ranks in place by parts, sending half-precision numbers.
 
-    Collective over ``comm``. What is sent is scaled by a power of two so that the
+    Collective over ``comm``. Each message is scaled by a power of two so that the
     largest value of the part lies just below 2**15, and the sums are made in the type
     of the values. A value ``x`` of a part whose largest value is ``M`` is then off by
     at most ``u |x| + 2**-39 M`` in each of the two steps, where ``u`` is 2**-11 for

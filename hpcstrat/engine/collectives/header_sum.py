@@ -23,7 +23,7 @@ __all__ = ["IN_HEADER", "HeaderSum", "fits_header", "header_bytes"]
 IN_HEADER = "in the header of the call"
 """Says in words how it is done, as `Choice.how`."""
 
-# Long doubles begin at multiples of it.
+# Long doubles begin at multiples of this.
 _ALIGNMENT_BYTES = 16
 
 # For each array: its index, the place for its values, the place of its sum, and whether

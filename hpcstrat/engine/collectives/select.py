@@ -56,7 +56,8 @@ GATHERED_BYTES = 256 << 10
 # Size from which several workers reduce inside each worker first.
 HIERARCHICAL_FROM_BYTES = 16 << 10
 _MOST_EXCHANGED_BYTES = 8 << 20
-# Pieces of a call, and size of a part of one, if there are so many bytes.
+# Least number of pieces of a call, and least size of a part, where there are as many
+# bytes.
 _LEAST_EXCHANGED = 4
 _LEAST_PART_BYTES = 16 << 10
 _MEMORY = "shared memory"

@@ -43,7 +43,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["reduce_in_memory"]
 
-# A piece, its place, this rank's segments of it, and what says that these are summed.
+# A piece, its place, this rank's segments of it, and their sums over the workers.
 _Behind = tuple[Piece, int, list[Array], list[Waitable]]
 
 
