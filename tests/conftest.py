@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import signal
+from importlib import metadata
 from typing import Any
 
 import hypothesis
@@ -45,6 +46,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HPCSTRAT_HANG_FOLDER", "")
 # XLA takes longer to make small programs fast than these ever run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Its emitters of fused kernels take half of the rest. Other versions end a process for
+# a flag that they do not know.
+if importlib.util.find_spec("jaxlib") and metadata.version("jaxlib") == "0.10.2":
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 # Without a backend that is installed, Keras cannot be imported.
 if importlib.util.find_spec("tensorflow") is None:
     os.environ.setdefault("KERAS_BACKEND", "torch")

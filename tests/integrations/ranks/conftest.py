@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,3 +20,16 @@ def strategy() -> Iterator[Any]:
 
     with hs.MultiWorkerMirroredStrategy() as strategy:
         yield strategy
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let JAX keep what it compiles: tests make the same small models again and again.
+
+    In a folder of this rank, as JAX also reads a file that another is still writing.
+    """
+    if jax := sys.modules.get("jax"):
+        folder = tmp_path_factory.mktemp("compiled")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
