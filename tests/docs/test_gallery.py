@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +106,22 @@ def test_the_simulation_of_the_gallery_goes_on_on_another_number_of_ranks(
     assert second.splitlines()[-1] == alone.splitlines()[-1]
 
 
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return a function that says what a program prints alone, and runs it once."""
+
+    @functools.cache
+    def said(program: str) -> str:
+        return _said(1, f"tutorials/{program}", tmp_path_factory.mktemp("one"))
+
+    return said
+
+
 @pytest.mark.parametrize(("program", "like"), _marked(TUTORIALS))
 def test_programs_of_tutorials_print_the_same(
-    program: str, like: str, tmp_path: Path
+    program: str, like: str, of_one_process: Callable[[str], str], tmp_path: Path
 ) -> None:
-    one = _said(1, f"tutorials/{like}", tmp_path / "one")
+    one = of_one_process(like)
     two = _said(2, f"tutorials/{program}", tmp_path / "two")
     assert len(one.splitlines()) >= 5
     for of_one, of_two in zip(one.splitlines(), two.splitlines(), strict=True):
