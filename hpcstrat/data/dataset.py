@@ -1076,8 +1076,7 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Tree]:
         """Give the elements of the next epoch."""
-        epoch = self._epoch
-        self._epoch += 1
+        epoch, self._epoch = self._epoch, self._epoch + 1
         stage = self.stage
         if self.ahead and isinstance(stage, Batched) and not stage.is_on_gpu():
 

@@ -255,22 +255,19 @@ def repeated(parent: Stage, count: int) -> Stream:
     """Return the elements several times; each time is an epoch of its own."""
     known = parent.cardinality
     cardinality = INFINITE if count < 0 else known if known < 0 else known * count
-    cardinality = cardinality if known and count else 0
 
     def start(epoch: int) -> Iterator[Tree]:
         numbers = itertools.count() if count < 0 else range(count)
         epochs = (epoch_of_repetition(epoch, count, number) for number in numbers)
         return _chained(map(parent.iterate, epochs), ends_if_empty=True)
 
-    made = Stream(
-        f"{count} times",
+    return Stream(
+        f"{parent.describe()}, {count} times",
         start,
         parent.spec,
         cardinality=cardinality,
         size=parent.batch_size,
     )
-    made.parents = [parent]
-    return made
 
 
 def strided(
