@@ -450,8 +450,8 @@ MUTANTS = (
     _m(
         "MPI on GPUs: a rank of an odd number of them gets no sum",
         "tests/gpu/test_ranks_on_gpu.py::test_transport_tests_pass[3-check_ring]",
-        "return 2 * other + 1 if other < pairs else other + pairs",
-        "return 2 * other + 1",
+        "rank = 2 * other + 1 if other < pairs else other + pairs",
+        "rank = 2 * other + 1",
     ),
     # Elastic, divergence.
     _m(
