@@ -1,15 +1,16 @@
-"""Speed-up, efficiency and shares of several runs, with what is not certain about them.
+"""Speed-up, efficiency and time shares of several runs, with their uncertainty.
 
-With ``n0`` replicas in the smallest run, ``n`` in another one, and medians ``T0`` and
-``T`` of the repeats: in weak scaling the speed-up is ``n T0 / T``, in strong scaling
-``n0 T0 / T``, and for what is the ``same`` at each size (a sum of so many bytes) there
-is none; the efficiency is the speed-up by ``n``, or ``T0 / T`` for what is the same.
+Let ``n0`` be the number of replicas in the smallest run, ``n`` that of another one, and
+``T0`` and ``T`` the medians of their repeats. In weak scaling the speed-up is ``n T0 /
+T``, in strong scaling ``n0 T0 / T``; parts that are the ``same`` at each size (such as
+a sum of a fixed number of bytes) have none. The efficiency is the speed-up divided by
+``n``, or ``T0 / T`` for parts that are the same.
 
-The 95% confidence interval of an efficiency is by the bootstrap of medians (Efron and
+The 95% confidence interval of an efficiency is the bootstrap of medians (Efron and
 Tibshirani 1993, doi:10.1201/9780429246593, percentile intervals): the repeats of both
-runs are drawn anew with replacement, each time with the same seed. It tells how much
-the figure would change if the same was measured again on the same nodes, if repeats do
-not depend on each other; other nodes are not in it.
+runs are resampled with replacement, each time with the same seed. It shows how much the
+figure would change in another measurement on the same nodes, if repeats are
+independent; it does not cover other nodes.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from hpcstrat.tools.bench.verdicts import slow_parts, verdicts
 __all__ = ["RESAMPLES", "Point", "Report", "Series", "analyze", "interval", "read_runs"]
 
 RESAMPLES = 10_000
-# Fixed, so that the same files give the same page.
+# Fixed, so that the same files always give the same page.
 _SEED = 20260101
 _LEVEL = 95
-# With fewer repeats an interval is not worth its name.
+# With fewer repeats an interval is unreliable.
 _LEAST_REPEATS = 5
-# Share of a host's cores; a launcher and the system take some percent.
+# Share of a host's cores; a launcher and the system use a few percent.
 _MUCH_OF_OTHERS = 0.1
 _ORDER = ("step", "all_reduce", "gradients", "save", "restore", "input")
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -43,10 +44,10 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run's figures of one part; shares are of the replicas' time, 0 to 1.
+    """Figures of one part of one run; shares are fractions of the replicas' time.
 
-    ``low`` and ``high`` are of the efficiency. ``slowest_host`` is empty where all
-    waited for each other equally long; None where it was not observed.
+    ``low`` and ``high`` bound the efficiency. ``slowest_host`` is empty if all waited
+    for each other equally long, and None if that was not observed.
     """
 
     run: MeasuredRun
@@ -77,15 +78,15 @@ class Series:
 
     @property
     def observed(self) -> bool:
-        """Whether it is known what the time went to."""
+        """Whether the shares of the time are known."""
         return all(point.late is not None for point in self.points)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a page shows.
+    """The content of a page.
 
-    ``notes`` are what a reader must know of the figures, ``verdicts`` what to do.
+    ``notes`` are warnings about the figures, ``verdicts`` are advice.
     """
 
     runs: tuple[MeasuredRun, ...]
@@ -99,8 +100,8 @@ class Report:
 
 
 def read_runs(paths: Sequence[str]) -> list[MeasuredRun]:
-    """Read files, smallest run first; BenchError where they do not fit together."""
-    # A pattern of the shell and a name by hand may give one file twice.
+    """Read files, smallest run first; BenchError if they do not belong together."""
+    # A shell pattern and a name may give one file twice.
     runs = [read_run(path) for path in dict.fromkeys(paths)]
     runs.sort(key=lambda run: (run.num_replicas, run.num_workers))
     seen: dict[tuple[int, ...], MeasuredRun] = {}
@@ -108,24 +109,24 @@ def read_runs(paths: Sequence[str]) -> list[MeasuredRun]:
         other = seen.setdefault(run.replicas_per_worker, run)
         if other is not run:
             raise BenchError(
-                f"expected runs of different sizes, found two of {run.layout} replicas,"
-                f" {other.path} and {run.path}; leave one of them out"
+                f"expected runs of different sizes, found two of {run.layout} "
+                f"replicas, {other.path} and {run.path}; omit one of them"
             )
         if not run.parts:
             raise BenchError(
-                f"expected measurements, found none in {run.path}: the run was ended "
-                "before the first part; start it again, or leave the file out"
+                f"expected measurements, found none in {run.path}: the run ended "
+                "before the first part; start it again, or omit the file"
             )
     _require_same_problem(runs)
     return runs
 
 
 def _require_same_problem(runs: Sequence[MeasuredRun]) -> None:
-    """Refuse runs of which each has measured something else under one name."""
+    """Refuse runs that measured different things under one name."""
     for one, other in itertools.combinations(runs, 2):
         ours, theirs = _keys(one), _keys(other)
         for kind in ours:
-            # One in common is enough: a later run may have measured more sizes.
+            # One common size is enough: a later run may have measured more sizes.
             if kind in theirs and not ours[kind] & theirs[kind]:
                 name, scaling = kind
                 difference = _difference(min(ours[kind]), min(theirs[kind]))
@@ -145,7 +146,7 @@ def _keys(run: MeasuredRun) -> dict[tuple[str, str], set[str]]:
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """Return the parameters that differ, in words."""
+    """Return the names and values of the parameters that differ."""
     ours, theirs = json.loads(one), json.loads(other)
     names = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
     first, second = (
@@ -158,7 +159,7 @@ def _difference(one: str, other: str) -> tuple[str, str]:
 def analyze(
     runs: Sequence[MeasuredRun], given: Sequence[dict[str, Any]] = ()
 ) -> Report:
-    """Return the figures of runs, as of `read_runs`, and of expectations."""
+    """Return the figures of runs, from `read_runs`, and of expectations."""
     expectation = Expectation(runs, given)
     keys = dict.fromkeys(part.key for run in runs for part in run.parts)
     ordered = sorted(keys, key=_place)
@@ -173,7 +174,7 @@ def analyze(
 
 def _place(key: tuple[str, str, str]) -> tuple[Any, ...]:
     name, scaling, words = key
-    # Parts of a later writer come last, and are only shown.
+    # Parts of a later version come last, and are only shown.
     known = _ORDER.index(name) if name in _ORDER else len(_ORDER)
     nbytes = json.loads(words).get("nbytes", 0)
     return known, scaling == "strong", nbytes, words
@@ -184,7 +185,7 @@ def _series(
 ) -> Series:
     pairs = [(run, part) for run in runs if (part := run.part(key)) is not None]
     name, scaling, words = key
-    # The smallest run that has this part: another one may lack it.
+    # The smallest run that has this part: other runs may lack it.
     base = pairs[0]
     points = [_point(run, part, base, expectation) for run, part in pairs]
     return Series(name, scaling, json.loads(words), tuple(points))
@@ -204,7 +205,7 @@ def _point(
     ratio = float(np.median(reference.seconds)) / median
     ends = interval(reference.seconds, part.seconds)
     if run is first:
-        # All is divided by this one: its ratio to itself is 1.
+        # Everything is divided by this run: its ratio to itself is 1.
         ends = 1.0, 1.0
     expected = expectation.seconds(part, run)
     told: dict[str, Any] = {}
@@ -231,7 +232,7 @@ def _point(
 
 
 def _factors(scaling: str, first: int, now: int) -> tuple[float, float]:
-    """Return by what ``T0 / T`` is multiplied: the speed-up, and that by the size."""
+    """Return the factors of ``T0 / T``: for the speed-up, and by the size."""
     if scaling == "weak":
         return float(now), float(now)
     if scaling == "strong":
@@ -254,10 +255,10 @@ def interval(
 
 
 def _shares(run: MeasuredRun, part: Part) -> dict[str, Any]:
-    """Return what the replicas' time went to, all repeats together."""
+    """Return the shares of the replicas' time, over all repeats."""
     if not part.own_seconds:
         return {}
-    # Times of the mean replica, like those compared with; not of the slowest.
+    # Times of the mean replica, like those compared with them; not of the slowest.
     whole = float(np.sum(part.own_seconds))
     return {
         "late": float(np.sum(part.late_seconds)) / whole,
@@ -268,7 +269,7 @@ def _shares(run: MeasuredRun, part: Part) -> dict[str, Any]:
 
 
 def _slowest_host(run: MeasuredRun, part: Part) -> str:
-    """Return where the replicas are that the others wait for, as `ArrivalReport`."""
+    """Return the host of the replicas that others wait for, from `ArrivalReport`."""
     if run.num_replicas == 1:
         return ""
     hosts = run.sessions[part.session]["hosts"]
@@ -292,8 +293,8 @@ def _notes(runs: Sequence[MeasuredRun], series: Sequence[Series]) -> Iterator[st
         fewest = min(run.cores_per_replica for run in runs)
         yield (
             f"Cores per replica < 1 (down to {fewest:.2g}) with {', '.join(shared)} "
-            "replicas: they take turns on their cores. What these rows show is no "
-            "scaling of a machine that has a core for each."
+            "replicas: they share cores. These rows do not show how a machine with "
+            "a core for each replica scales."
         )
     yield from _disturbed(runs)
     for run in runs:
@@ -305,7 +306,7 @@ def _notes(runs: Sequence[MeasuredRun], series: Sequence[Series]) -> Iterator[st
                 f"1 / {link['bandwidth_ratio']:.2g} of their bandwidth."
             )
     if len(runs) == 1:
-        yield "There is one run: efficiencies need another one, of another size."
+        yield "There is one run: efficiencies need a second one, of another size."
     for line in series:
         missing = [
             run.layout for run in runs if run.part(line.points[0].part.key) is None
@@ -313,8 +314,8 @@ def _notes(runs: Sequence[MeasuredRun], series: Sequence[Series]) -> Iterator[st
         if missing:
             yield (
                 f"{line.name.replace('_', '-')} ({line.scaling}, {line.parameters}) "
-                f"was not measured with {', '.join(missing)} replicas. If that run was "
-                "ended early, start it again: it goes on."
+                f"was not measured with {', '.join(missing)} replicas. If that run "
+                "was ended early, start it again: it continues."
             )
     few = {
         p.run.layout
@@ -331,7 +332,7 @@ def _notes(runs: Sequence[MeasuredRun], series: Sequence[Series]) -> Iterator[st
 
 
 def _disturbed(runs: Sequence[MeasuredRun]) -> Iterator[str]:
-    """Say where other programs used much of a host, in the worst part of each run."""
+    """Report if other programs used much of a host, in the worst part of each run."""
     for run in runs:
         shares = [
             (share, worker, part)
@@ -345,8 +346,8 @@ def _disturbed(runs: Sequence[MeasuredRun]) -> Iterator[str]:
             host = run.sessions[part.session]["hosts"][worker]
             yield (
                 f"With {_replicas(run)} other programs used up to {share:.0%} of "
-                f"{host}, in {part.name.replace('_', '-')} ({part.scaling}): measure "
-                "again on nodes of your own."
+                f"{host}, in {part.name.replace('_', '-')} ({part.scaling}): "
+                "measure again on exclusive nodes."
             )
 
 
@@ -355,10 +356,10 @@ def _replicas(run: MeasuredRun) -> str:
 
 
 def _differences(runs: Sequence[MeasuredRun]) -> Iterator[str]:
-    """Say what else differs between what was measured."""
+    """Return notes on other differences between the measurements."""
     kinds: dict[str, dict[str, str]] = {}
     for run in runs:
-        # A run that went on after a kill may have found newer packages.
+        # A run that continued after a kill may use newer packages.
         for session in run.sessions:
             for name, version in session.get("versions", {}).items():
                 kinds.setdefault(name, {}).setdefault(str(version), run.layout)
@@ -370,6 +371,6 @@ def _differences(runs: Sequence[MeasuredRun]) -> Iterator[str]:
         hosts = {tuple(session["hosts"]) for session in run.sessions}
         if len(hosts) > 1:
             yield (
-                f"The run of {run.layout} replicas was started again on other hosts: "
-                "its parts are of different ones."
+                f"The run of {run.layout} replicas was restarted on other hosts: "
+                "its parts come from different hosts."
             )

@@ -1,4 +1,4 @@
-"""Parts of a scaling benchmark: each with its parameters, and its code."""
+"""The parts of a scaling benchmark, each with its parameters and its code."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hpcstrat.variables import Variable
 __all__ = ["PARTS", "Options", "Planned", "planned"]
 
 PARTS = ("all_reduce", "gradients", "step", "checkpoint", "input")
-"""What a user may choose; the first two are of calls, the others of steps."""
+"""The parts that a user can choose; the first two are calls, the others steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The user's options; ``folder`` takes the files that are read and written."""
+    """The user's options; ``folder`` is for the files that are read and written."""
 
     parts: tuple[str, ...] = PARTS
     sizes: tuple[int, ...] = ()
@@ -51,9 +51,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Parts that are measured together, still without times.
+    """Parts that are measured together, without times yet.
 
-    ``measure`` fills them; it is collective over the strategy's replicas.
+    ``measure`` adds the times; it is collective over the strategy's replicas.
     """
 
     parts: tuple[Part, ...]
@@ -61,7 +61,7 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """Its description, a line."""
+        """A description in one line."""
         part = self.parts[0]
         words = [part.name.replace("_", "-")]
         words += [
@@ -75,7 +75,7 @@ class Planned:
 
 
 def planned(options: Options) -> list[Planned]:
-    """Return all that is asked for, in the order in which it is measured."""
+    """Return all requested parts, in the order of measurement."""
     makers: dict[str, Callable[[Options], Iterator[Planned]]] = {
         "all_reduce": _all_reduces,
         "gradients": _gradients,
@@ -114,7 +114,7 @@ def _measure_sums(
     repeats: Repeats,
     strategy: Strategy,
 ) -> None:
-    # Zeros can be summed in place for ever.
+    # Zeros can be summed in place any number of times.
     arrays = [np.zeros(shape, np.float32) for shape in shapes]
     part.reduced_bytes = 4 * sum(map(math.prod, shapes))
     part.num_calls = 1
@@ -136,7 +136,7 @@ def _weak_and_strong(
 
 
 def _set_batch(part: Part, batch_size: int, strategy: Strategy) -> None:
-    """Choose the global batch; BenchError on every rank where it cannot be divided."""
+    """Choose the global batch; BenchError on every rank if it cannot be divided."""
     count = strategy.num_replicas_in_sync
     part.batch_size = batch_size * (count if part.scaling == "weak" else 1)
     # Replicas without examples would only wait for the others.
@@ -148,7 +148,8 @@ def _set_batch(part: Part, batch_size: int, strategy: Strategy) -> None:
 
 
 def _steps(options: Options) -> Iterator[Planned]:
-    # Runs are compared by these: nothing in them may depend on the number of replicas.
+    # Runs are compared by these parameters: they must not depend on the number of
+    # replicas.
     parameters: dict[str, Any] = {"batch_size": options.batch_size}
     if options.step:
         parameters["step"] = options.step
@@ -184,7 +185,7 @@ def _inputs(options: Options) -> Iterator[Planned]:
 
     def measure(part: Part, strategy: Strategy) -> None:
         _set_batch(part, options.batch_size, strategy)
-        # As many as all steps read: the end of an epoch would end the measurement.
+        # As many as all steps read: an epoch that ends would end the measurement.
         rows = TiledRows(options.folder, part.batch_size * options.repeats.in_all)
         dataset = Dataset(rows, part.batch_size)
         batches = iter(strategy.experimental_distribute_dataset(dataset))
@@ -195,13 +196,13 @@ def _inputs(options: Options) -> Iterator[Planned]:
 
 def _checkpoints(options: Options) -> Iterator[Planned]:
     about = {"model": options.model, "nbytes": gradient_bytes(options.model)}
-    # All write, and read, the same file together, whatever their number.
+    # All write, and read, the same file together, for any number of replicas.
     save, restore = (
         Part(name, "strong", dict(about), []) for name in ("save", "restore")
     )
 
     def measure(strategy: Strategy) -> None:
-        # Nothing that a file system could make smaller.
+        # Random data, which a file system cannot compress.
         generator = np.random.default_rng(0)
         with strategy.scope():
             variables = [
@@ -210,7 +211,7 @@ def _checkpoints(options: Options) -> Iterator[Planned]:
             ]
         folder = os.path.join(options.folder, "checkpoints")
         with CheckpointManager(folder, max_to_keep=1, weights=variables) as manager:
-            # Each save has a step of its own, as in training.
+            # Each save has a different step, as in training.
             numbers = itertools.count()
             fill_steps(
                 save, strategy, lambda: manager.save(next(numbers)), options.repeats

@@ -45,7 +45,7 @@ bench.add_command(predict_command)
 
 
 def _listed(known: tuple[str, ...]) -> Callable[..., tuple[str, ...]]:
-    """Return what reads names between commas, of those that are known."""
+    """Return a parser of known names, separated by commas."""
 
     def parsed(context: Any, option: Any, text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
@@ -94,46 +94,57 @@ _MODELS = tuple(MODELS)
     help="File of the run; {n} is the number of replicas.",
 )
 @click.option(
-    "--folder", help="For files that are read and written; default: the output's."
+    "--folder", help="Folder for temporary files; default: that of the output."
 )
-@click.option("--parts", default=",".join(PARTS), callback=_listed(PARTS), help="What.")
-@click.option("--sizes", default=_SIZES, callback=_sizes, help="Of all-reduce.")
+@click.option(
+    "--parts",
+    default=",".join(PARTS),
+    callback=_listed(PARTS),
+    help="Parts to measure.",
+)
+@click.option(
+    "--sizes", default=_SIZES, callback=_sizes, help="Sizes of the all-reduces."
+)
 @click.option(
     "--gradients",
     "models",
     default=",".join(_MODELS),
     callback=_listed(_MODELS),
-    help="Whose are summed in one call.",
+    help="Model whose gradients are summed in one call.",
 )
 @click.option(
     "--model",
     type=click.Choice(_MODELS),
     default="resnet50",
-    help="Trained in a step, and saved.",
+    help="Model that is trained and saved.",
 )
 @click.option(
     "--compute-ms",
     type=click.FloatRange(min=0),
     default=100.0,
-    help="Time of computing in a step, for --batch-size examples on a replica.",
+    help="Computation time of a step, for --batch-size examples on a replica.",
 )
 @click.option(
     "--step",
     default="",
     metavar="MODULE:FUNCTION",
-    help="Makes a step of yours, in place of the built-in one.",
+    help="Function that makes your own step, instead of the built-in one.",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(1),
     default=64,
-    help="Examples of each replica (weak scaling), and of all (strong).",
+    help="Examples on each replica (weak scaling), or on all (strong).",
 )
 @click.option(
     "--row-bytes", type=click.IntRange(4), default=4096, help="Size of an example."
 )
-@click.option("--repeats", type=click.IntRange(2), default=30, help="Of each part.")
-@click.option("--warm-up", type=click.IntRange(0), default=3, help="Not measured.")
+@click.option(
+    "--repeats", type=click.IntRange(2), default=30, help="Repeats of each part."
+)
+@click.option(
+    "--warm-up", type=click.IntRange(0), default=3, help="Repeats before, not measured."
+)
 def scaling(output: str, folder: str | None, **words: Any) -> None:
     """Measure this launch, as one point of a scaling curve.
 
@@ -141,8 +152,8 @@ def scaling(output: str, folder: str | None, **words: Any) -> None:
         mpirun -n 4 hpcstrat bench scaling -o run/scaling-{n}.json
 
     Run it again on other numbers of ranks or nodes, or submit jobs/scaling.sbatch,
-    which does so; then hpcstrat bench report. The file is written after each part: a
-    run that was killed goes on when it is started again.
+    which does so; then run hpcstrat bench report. The file is written after each part:
+    if a run is killed, start it again, and it continues.
     """
     launch = launch_from_environment()
     place = folder or os.path.dirname(os.path.abspath(output))
@@ -150,14 +161,14 @@ def scaling(output: str, folder: str | None, **words: Any) -> None:
         guard: Any = contextlib.nullcontext("")
         if launch.rank == 0:
             _make(place)
-            # Before MPI starts, as it starts a process.
+            # This runs before MPI starts, because it starts a process.
             guard = scratch(place)
         with guard as scratch_folder:
             _measure(output, scratch_folder, words)
     except TopologyError as error:
         raise click.ClickException(str(error)) from error
     except (BenchError, CheckpointError) as error:
-        # All ranks raise the same: it is said once.
+        # All ranks raise the same error: print it once.
         if launch.rank == 0:
             click.echo(f"Error: {error}", err=True)
         raise SystemExit(1) from error
@@ -166,14 +177,14 @@ def scaling(output: str, folder: str | None, **words: Any) -> None:
 def _measure(output: str, folder: str, words: dict[str, Any]) -> None:
     repeats = Repeats(words.pop("repeats"), words.pop("warm_up"))
     compute_seconds = words.pop("compute_ms") / 1e3
-    # A report says who was late; and it needs what a timeline would record.
+    # The report shows late replicas; this needs the data of a timeline.
     settings = Settings(summary="off", timeline="", nvtx=False)
     with MultiWorkerMirroredStrategy(settings=settings) as strategy:
         options = Options(
             **words,
             repeats=repeats,
             compute_seconds=compute_seconds,
-            # Rank 0 has drawn its name: the others can know it only now.
+            # Rank 0 has chosen the name of the run: only now can the others know it.
             folder=strategy.broadcast_object(folder),
         )
         launcher = launch_from_environment().launcher or "no launcher"
@@ -207,15 +218,15 @@ def _tell(line: str) -> None:
     "expected_paths",
     multiple=True,
     type=click.Path(),
-    help="What was expected, instead of a simple model.",
+    help="File of expected times, instead of a simple model.",
 )
 def report(
     files: tuple[str, ...], output: str, expected_paths: tuple[str, ...]
 ) -> None:
-    """Show FILES of hpcstrat bench scaling as one page of HTML, and as pictures.
+    """Show FILES of hpcstrat bench scaling as one HTML page, and as pictures.
 
-    The page needs no network; the pictures stand beside it, as PNG. Needs matplotlib,
-    no MPI.
+    The page needs no network; the pictures are written next to it, as PNG. Needs
+    matplotlib, but no MPI.
     """
     try:
         require_matplotlib()
@@ -223,7 +234,8 @@ def report(
         found = analyze(read_runs(files), given)
     except BenchError as error:
         raise click.ClickException(str(error)) from error
-    # Also in the terminal: who looks at a picture alone would not see them.
+    # Print the notes in the terminal, too: a reader of the pictures alone would miss
+    # them.
     for words in (*found.verdicts, *found.notes):
         click.echo(words, err=True)
     figures = draw(found)

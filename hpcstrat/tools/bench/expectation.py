@@ -1,4 +1,4 @@
-"""Expected run times: by a simple model, or from a file that something else wrote.
+"""Expected run times: from a simple model, or from a file of another program.
 
 The file of ``--expected``, and the field ``expected`` of a run's own file, are::
 
@@ -8,20 +8,20 @@ The file of ``--expected``, and the field ``expected`` of a run's own file, are:
                  "parameters": {...},      those of the part; may be left out
                  "seconds": 0.12}]}
 
-The model takes what one replica does besides its calls from the smallest run, and what
-a call takes from the latency and bandwidth that were measured between two replicas, in
-the smallest run that has them. With ``G`` bytes, ``W`` workers and ``a``, ``b`` the
-latency and bandwidth inside a worker or between two, a sum takes
+In the model, the time of a replica outside its calls is that of the smallest run, and
+the time of a call follows from the latency and bandwidth that were measured between two
+replicas, in the smallest run that has them. With ``G`` bytes, ``W`` workers and ``a``,
+``b`` the latency and bandwidth within a worker or between two, a sum takes
 
-- inside a worker of several replicas: ``2 a + 2 G / b``, into the shared memory and out
+- within a worker of several replicas: ``2 a + 2 G / b``, into shared memory and out
   of it;
-- between workers: ``2 log2(W) a + 2 (W - 1) / W G / b``, what an all-reduce must send
-  at least (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521).
+- between workers: ``2 log2(W) a + 2 (W - 1) / W G / b``, the minimum that an all-reduce
+  must send (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521).
 
-What the smallest ``all_reduce`` of the smallest run of several replicas took beyond
+The time of the smallest ``all_reduce`` of the smallest run of several replicas beyond
 this is the cost of a call: it is added to every sum.
 
-Replicas that share a core take turns: what is computed takes longer by as much.
+Replicas that share a core take turns: computation takes longer by that factor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MODEL = "the model of this page"
 
 
 def read_expected(path: str) -> dict[str, Any]:
-    """Read a file of expectations; BenchError where it is not one."""
+    """Read a file of expectations; BenchError if it is not one."""
     content = load_json(path, _FORMAT, _FORMAT_VERSION, "expectations")
     _check(content, path)
     return content
@@ -75,11 +75,12 @@ class Expectation:
         for run in runs:
             if run.expected:
                 _check(run.expected, run.path)
-        # The first that fits is taken: what the user gives goes before a run's own.
+        # The first match is used: the user's file comes before the run's own
+        # expectations.
         self._given = [*given, *own]
 
     def seconds(self, part: Part, run: MeasuredRun) -> tuple[float, str] | None:
-        """Return what one call or step should take, and who says so; None: nobody."""
+        """Return the expected time of a call or step, and its source, or None."""
         for content in self._given:
             for point in content["points"]:
                 if _is_of(point, part, run):
@@ -88,7 +89,7 @@ class Expectation:
         return None if modelled is None else (modelled, _MODEL)
 
     def unused(self) -> list[str]:
-        """Return the sources of which no point is of a part of these runs."""
+        """Return the sources that have no point for a part of these runs."""
         pairs = [(part, run) for run in self._runs for part in run.parts]
         return [
             str(content["source"])
@@ -106,13 +107,13 @@ class Expectation:
             return None
         base = first.part(part.key)
         assert base is not None
-        # It is what the model starts from: expecting it would say nothing.
+        # The model starts from this run: it cannot predict it.
         if run is first:
             return None
         if run.num_replicas == 1:
             moving: float | None = 0.0
         else:
-            # The sizes of the calls are known of a step of the user's.
+            # For the user's own step, the sizes of its calls are known.
             nbytes = part.parameters.get("nbytes") or part.reduced_bytes
             moving = self._call(nbytes, run)
         if moving is None:
@@ -120,25 +121,28 @@ class Expectation:
         return _besides(base, first, run) * _turns(run) / _turns(first) + moving
 
     def _call(self, nbytes: int, run: MeasuredRun) -> float | None:
-        """Return what a call takes, as `_sum`, and what it costs in any case."""
+        """Return the time of a call, from `_sum`, and its fixed cost."""
         moving = self._sum(nbytes, run)
         return None if moving is None else moving + self._cost * _turns(run)
 
     @functools.cached_property
     def _cost(self) -> float:
-        """The smallest all-reduce's time beyond its bytes; 0 where none was made."""
+        """The time of the smallest all-reduce beyond that of its bytes; 0 if there is
+        none.
+        """
         for run in self._runs:
             found = [part for part in run.parts if part.name == "all_reduce"]
             if run.num_replicas > 1 and found:
                 smallest = min(found, key=lambda part: int(part.parameters["nbytes"]))
                 moving = self._sum(smallest.parameters["nbytes"], run) or 0.0
                 beyond = float(np.median(smallest.seconds)) - moving
-                # Without the turns of this run: `_call` puts in those of another one.
+                # Without this run's factor for shared cores: `_call` applies that of
+                # another run.
                 return max(beyond, 0.0) / _turns(run)
         return 0.0
 
     def _sum(self, nbytes: int, run: MeasuredRun) -> float | None:
-        """Return what the bytes of a sum take; None where no link is known."""
+        """Return the time of the bytes of a sum; None if no link is known."""
         seconds = 0.0
         if max(run.replicas_per_worker) > 1:
             link = self._link("inside")
@@ -153,7 +157,8 @@ class Expectation:
             latency, bandwidth = link
             share = 2 * (run.num_workers - 1) / run.num_workers
             seconds += 2 * math.log2(run.num_workers) * latency
-            # No turns here: replicas that share a core do not share it with the wire.
+            # No factor here: replicas that share a core do not share it with the
+            # network.
             seconds += share * nbytes / bandwidth
         # A single replica sums nothing.
         return seconds or None
@@ -169,28 +174,28 @@ class Expectation:
 def _is_of(point: dict[str, Any], part: Part, run: MeasuredRun) -> bool:
     same = (point["part"], point["scaling"]) == (part.name, part.scaling)
     parameters = point.get("parameters")
-    # A part of other parameters is another problem, such as another model's.
+    # A part with other parameters is another problem, such as another model.
     if parameters and parameters != part.parameters:
         return False
     return same and point["num_replicas"] == run.num_replicas
 
 
 def _turns(run: MeasuredRun) -> float:
-    """The factor by which computing takes longer where replicas share cores."""
+    """The factor by which computation takes longer if replicas share cores."""
     return max(1.0, 1 / run.cores_per_replica)
 
 
 def _besides(base: Part, first: MeasuredRun, run: MeasuredRun) -> float:
-    """Return what a replica's step takes besides its calls, with its own batch."""
+    """Return the time of a replica's step outside its calls, with its own batch."""
     calls = np.add(base.late_seconds, base.communication_seconds)
-    # The calls are modelled by themselves, with the waiting that they hold.
+    # The calls are modeled separately, including the time of waiting in them.
     besides = float(np.median(np.subtract(base.own_seconds, calls)))
     if base.scaling != "strong":
         return besides
     ratio = first.num_replicas / run.num_replicas
     compute_seconds = base.parameters.get("compute_seconds")
     if compute_seconds is None:
-        # Work that does not divide is unknown of a step of the user's.
+        # How the work of a user's own step divides is unknown.
         return besides * ratio
     share = compute_seconds / first.num_replicas * _turns(first)
     return float(max(besides - share, 0.0) + share * ratio)

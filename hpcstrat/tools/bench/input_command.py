@@ -25,14 +25,26 @@ def _rate(reading: Reading) -> list[str]:
 @click.command("input", context_settings={"show_default": True})
 @click.argument("files", nargs=-1, required=True)
 @click.option(
-    "--columns", metavar="NAMES", help="Names or patterns between commas; default: all."
-)
-@click.option("--batch-size", type=click.IntRange(1), default=256, help="Rows at once.")
-@click.option(
-    "--seconds", type=click.FloatRange(0.01), default=3.0, help="Of each measurement."
+    "--columns",
+    metavar="NAMES",
+    help="Names or patterns, separated by commas; default: all.",
 )
 @click.option(
-    "--cold", is_flag=True, help="Have the kernel forget the files before each."
+    "--batch-size",
+    type=click.IntRange(1),
+    default=256,
+    help="Rows that are read at once.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.01),
+    default=3.0,
+    help="Duration of each measurement.",
+)
+@click.option(
+    "--cold",
+    is_flag=True,
+    help="Drop the files from the kernel's page cache before each measurement.",
 )
 def input_command(
     files: tuple[str, ...],
@@ -41,7 +53,7 @@ def input_command(
     seconds: float,
     cold: bool,
 ) -> None:
-    """Say how fast files are read in each order, and what would make it faster.
+    """Measure how fast files are read in each order, and advise on how to read faster.
 
     \b
         hpcstrat bench input 'era5/*.nc' --columns t2m,u10
@@ -67,5 +79,5 @@ def input_command(
         add_row(table, *_rate(reading))
     console.print(table)
     said = advice(rows, found, batch_size)
-    for sentence in said or ["nothing found that would make it faster"]:
+    for sentence in said or ["found no way to read faster"]:
         console.print(f"- {sentence}")

@@ -1,4 +1,4 @@
-"""Measures the reading of a user's own files in each order, and advises on it."""
+"""Measurements of reading a user's own files in each order, with advice."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RAW_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows that were read in an order, and the time that it took.
+    """Rows that were read in an order, and the time of reading them.
 
-    ``processor_seconds`` are those of all threads of this process.
+    ``processor_seconds`` is the time of all threads of this process.
     """
 
     order: str
@@ -40,17 +40,17 @@ class Reading:
 
     @property
     def rows_per_second(self) -> float:
-        """Rows read in a second of the clock."""
+        """Rows read per second of wall time."""
         return self.num_rows / self.seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of batches made in a second of the clock."""
+        """Bytes of batches made per second of wall time."""
         return self.nbytes / self.seconds
 
     @property
     def processor_ms_per_mb(self) -> float:
-        """Milliseconds of processors for 10**6 bytes."""
+        """Processor milliseconds per 10**6 bytes."""
         return self.processor_seconds * 1e9 / max(self.nbytes, 1)
 
 
@@ -81,10 +81,11 @@ def measure_reading(
     seconds: float,
     is_cold: bool,
 ) -> tuple[FileRows, float, list[Reading]]:
-    """Read files for some seconds in each order, without and with reading ahead.
+    """Read files for some seconds in each order, with and without reading ahead.
 
-    Returns the rows, the bytes a second of plain reads of the same files, and what was
-    measured. ``is_cold`` has the kernel forget the files before each.
+    Returns the rows, the bytes per second of plain reads of the same files, and the
+    measurements. With ``is_cold`` the kernel drops the files from its cache before
+    each.
     """
     made = Dataset.from_files(paths, columns)
     rows = made.stage
@@ -97,7 +98,8 @@ def measure_reading(
         for ahead in (0, _AHEAD):
             if is_cold:
                 _forget(rows.paths)
-            # Anew for each, so that none finds unpacked chunks of the one before.
+            # A new data set for each, so that none finds chunks that an earlier one
+            # decompressed.
             fresh = Dataset.from_files(paths, columns)
             batches = iter(_dataset(fresh, order, ahead, batch_size))
             found.append(_timed(batches, seconds, order, ahead))
@@ -106,7 +108,7 @@ def measure_reading(
 
 
 def _forget(paths: Sequence[str]) -> None:
-    """Ask the kernel to drop what it keeps of files."""
+    """Ask the kernel to drop its cached pages of files."""
     for path in _plain_files(paths):
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -126,7 +128,7 @@ def _plain_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def _raw(paths: Sequence[str], seconds: float, *, is_cold: bool) -> float:
-    """Return the bytes a second of reading the files from their beginnings."""
+    """Return the bytes per second of reading the files from their beginnings."""
     if is_cold:
         _forget(paths)
     buffer = np.empty(_RAW_BYTES, np.uint8)
@@ -141,32 +143,32 @@ def _raw(paths: Sequence[str], seconds: float, *, is_cold: bool) -> float:
 
 
 def advice(rows: FileRows, found: Sequence[Reading], batch_size: int) -> list[str]:
-    """Return sentences that say what would make reading faster."""
+    """Return sentences with advice on how to read faster."""
     said = []
     columns = rows.columns()
     packed = [name for name, column in columns.items() if "by zlib" in column.how]
     if packed:
         said.append(
-            f"{', '.join(packed)}: pip install deflate: libdeflate unpacks chunks "
-            "up to four times as fast as zlib"
+            f"{', '.join(packed)}: pip install deflate: libdeflate decompresses "
+            "chunks up to four times as fast as zlib"
         )
     through = [name for name, column in columns.items() if "h5py" in column.how]
     if through:
         said.append(
-            f"{', '.join(through)}: h5py reads one thread at a time; written "
-            "contiguously, or packed by gzip, they are read by several"
+            f"{', '.join(through)}: h5py reads one thread at a time; several "
+            "threads can read them if they are contiguous, or compressed by gzip"
         )
     rate = {(r.order, r.ahead): r.rows_per_second for r in found}
     whole, blocks, mixed = (rate[order, 0] for order in ORDERS)
     if blocks > 1.5 * mixed:
         said.append(
-            f"shuffle(blocks={_BLOCK_ROWS}) reads {blocks / mixed:.1f} times as fast "
-            "as shuffle(); see the guide for what it mixes less"
+            f"shuffle(blocks={_BLOCK_ROWS}) reads {blocks / mixed:.1f} times as "
+            "fast as shuffle(); see the guide for how it shuffles less"
         )
     if whole > 3 * blocks and any("chunks of" in c.how for c in columns.values()):
         said.append(
             "chunks hold more rows than a block: shuffle(blocks=ROWS_OF_A_CHUNK) "
-            "unpacks each once"
+            "decompresses each once"
         )
     best = max(rate[order, _AHEAD] / rate[order, 0] for order in ORDERS)
     if best > 1.2:

@@ -1,9 +1,9 @@
-"""Timing: every repeat is kept, and the slowest replica's time counts.
+"""Timing: every repeat is stored, and the slowest replica's time counts.
 
 A call is measured as in the OSU micro-benchmarks
-(https://mvapich.cse.ohio-state.edu/benchmarks/): a barrier before each repeat, and as
-many calls in one that the clock does not matter. Steps follow each other without a
-barrier, as in training: a replica that is late once may catch up.
+(https://mvapich.cse.ohio-state.edu/benchmarks/): a barrier before each repeat, and so
+many calls in one repeat that the resolution of the clock does not matter. Steps follow
+each other without a barrier, as in training: a replica that is late once may catch up.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from hpcstrat.tools.bench.run_file import BenchError, Part
 
 __all__ = ["Repeats", "compute", "fill_calls", "fill_steps"]
 
-# A repeat of a short call takes at least so long.
+# A repeat of a short call takes at least this long.
 _REPEAT_SECONDS = 2e-3
 _MOST_CALLS = 2000
 _TRIAL_CALLS = 3
 _OBSERVED = ("late", "communication", "input")
-# Stays in the first or second cache: nothing but the core is used.
+# Stays in the first or second level cache: only the core is used.
 _WORK = np.ones(8192, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Numbers of repeats: first unmeasured ones, then measured ones."""
+    """Numbers of repeats: first the unmeasured ones, then the measured ones."""
 
     num: int = 30
     warm_up: int = 3
 
     @property
     def in_all(self) -> int:
-        """Both together."""
+        """The sum of both."""
         return self.num + self.warm_up
 
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    # A collection on one replica is waiting on all others, and in the figures.
+    # A garbage collection on one replica makes all others wait, and distorts the
+    # figures.
     gc.collect()
     gc.disable()
     try:
@@ -78,7 +79,7 @@ def fill_calls(
 
     # Not measured: the first calls make plans, and touch new memory.
     measured(_TRIAL_CALLS)
-    # All must make as many calls: the slowest replica's time decides.
+    # All must make the same number of calls: the slowest replica's time decides.
     trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()
     # The trial's time is that of all its calls.
     wanted = math.ceil(_REPEAT_SECONDS * _TRIAL_CALLS / trial)
@@ -94,7 +95,7 @@ def fill_calls(
 def fill_steps(
     part: Part, strategy: Strategy, step: Callable[[], object], repeats: Repeats
 ) -> None:
-    """Measure steps, made in cross-replica context, and what each step's time goes to.
+    """Measure steps, made in cross-replica context, and the shares of each step's time.
 
     Collective over the strategy's replicas. The first steps are not measured.
     """
@@ -103,21 +104,23 @@ def fill_steps(
         for index in range(repeats.warm_up):
             _do(step, index, repeats)
         strategy.barrier()
-        # Times of the first steps are thrown away.
+        # Times of the first steps are discarded.
         found.take()
         last = time.perf_counter_ns()
         for index in range(repeats.num):
             _do(step, repeats.warm_up + index, repeats)
-            # One clock reading ends a step and begins the next: nothing falls between.
+            # One clock reading ends a step and begins the next: no time is lost between
+            # them.
             now = time.perf_counter_ns()
             own[:, index] = now - last, *_taken(found, part)
             last = now
     every = _gathered(strategy, own)
-    # Nobody can use a step before the slowest replica has done it.
+    # A step is complete only when the slowest replica has done it.
     part.seconds = every[:, 0].max(axis=0).tolist()
     for row, name in enumerate(("own", *_OBSERVED)):
         setattr(part, f"{name}_seconds", every[:, row].mean(axis=0).tolist())
-        # Sums only: all repeats of thousands of replicas would be a large file.
+        # Only sums are stored: all repeats of thousands of replicas would be a large
+        # file.
         part.replicas[f"{name}_seconds"] = every[:, row].sum(axis=1).tolist()
 
 
@@ -142,11 +145,11 @@ def _gathered(strategy: Strategy, own: Any) -> Any:
 
 
 def compute(seconds: float) -> None:
-    """Keep this thread's core busy for so long; other threads of Python may run.
+    """Keep this thread's core busy for that time; other Python threads may run.
 
-    The time is that of the core: it takes longer where replicas share one.
+    The time is processor time: it takes longer if replicas share a core.
     """
-    # Not a sleep: it would leave the core to helper threads and to other replicas.
+    # Not a sleep: that would leave the core to helper threads and to other replicas.
     end = time.thread_time() + seconds
     result = np.empty_like(_WORK)
     while time.thread_time() < end:

@@ -20,40 +20,41 @@ Times = np.ndarray[Any, np.dtype[np.float64]]
 
 @contextlib.contextmanager
 def watched(part: Part, strategy: Strategy) -> Iterator[None]:
-    """Note in a part what others used of each worker's host in this block.
+    """Record in a part the share of each worker's host that others used in this block.
 
     Collective over the strategy's replicas, at its end, unless it raises.
     """
-    # No `finally`: where the block raises, others may not come to the gather.
+    # No `finally`: if the block raises, other ranks may not reach the gather.
     start = _times()
     yield
     spent = _times() - start
-    # All of the host, as in /proc/stat, not only those that the job may use.
+    # All cores of the host, as in /proc/stat, not only those that the job may use.
     cores = float(os.cpu_count() or 1)
     own = np.array([[strategy.topology.worker_id, cores, *spent]])
     part.others_share = worker_shares(np.asarray(strategy.gather(own, axis=0)))
 
 
 def _times() -> Times:
-    """Return seconds that the host's cores were busy; of this process; of the clock."""
+    """Return busy seconds of the host's cores; of this process; wall-clock seconds."""
     return np.array([_busy_seconds(), time.process_time(), time.perf_counter()])
 
 
 def _busy_seconds() -> float:
-    """Return what all cores together were busy; NaN where Linux does not say."""
+    """Return the busy seconds of all cores together; NaN if they are unknown."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
-            # Up to `steal`, proc(5): time of guests is counted in `user` already.
+            # Fields up to `steal`, proc(5): guest time is already counted in `user`.
             ticks = [int(word) for word in file.readline().split()[1:9]]
     except (OSError, ValueError):
-        # Not None: all must send as many numbers, or the gather would fail.
+        # Not None: all must send the same number of values, or the gather would fail.
         return float("nan")
-    # Without idle, and without waiting for disks; what a hypervisor took is in it.
+    # Without idle time, and without waiting for disks; time that a hypervisor took is
+    # included.
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def worker_shares(rows: Times) -> list[float]:
-    """Return the share of others by worker; empty where it is not known.
+    """Return the share of others by worker; empty if it is unknown.
 
     For each replica: worker, cores, and the seconds of `_times`.
     """
@@ -62,8 +63,8 @@ def worker_shares(rows: Times) -> list[float]:
     found = []
     for worker in np.unique(rows[:, 0]):
         _, cores, busy, own, wall = rows[rows[:, 0] == worker].T
-        # Each replica has read the same clock of the host, a moment apart.
+        # Each replica has read the same clock of the host, at slightly different times.
         others = max(float(busy.max() - own.sum()), 0.0)
-        # Ticks are coarse: a short block may seem to hold more than there is.
+        # Ticks are coarse: a short block may seem to have more time than there is.
         found.append(min(others / float(cores.max() * wall.max()), 1.0))
     return found

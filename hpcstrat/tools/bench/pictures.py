@@ -1,4 +1,4 @@
-"""The pictures of a report, by matplotlib: none of them needs a screen."""
+"""The pictures of a report, made by matplotlib without a screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcstrat.tools.bench.shapes import size_text
 
 __all__ = ["draw", "rate", "require_matplotlib", "save"]
 
-# Okabe and Ito's palette, which the color-blind can tell apart.
+# Okabe and Ito's palette, which color-blind readers can distinguish.
 _BLUE, _ORANGE, _GREEN, _PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 _RED, _SKY, _GRAY = "#d55e00", "#56b4e9", "#8a8a8a"
 _COLORS = {"weak": _BLUE, "strong": _RED}
@@ -43,16 +43,16 @@ _STYLE = {
 
 
 def require_matplotlib() -> None:
-    """Raise BenchError where it is not installed."""
+    """Raise BenchError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise BenchError(
-            "expected matplotlib, which draws pictures, found it missing; install "
+            "expected matplotlib, which draws pictures, found none; install "
             "hpcstrat with its extra plot, or pip install matplotlib"
         )
 
 
 def draw(report: Report) -> dict[str, Any]:
-    """Return the figures that a report has something for, by name."""
+    """Return the pictures for which a report has data, by name."""
     import matplotlib as mpl
 
     found = {}
@@ -74,9 +74,9 @@ def save(figure: Any, form: str) -> bytes:
     import matplotlib as mpl
 
     stream = io.BytesIO()
-    # The salt and the fonts are looked up when a figure is written, too.
+    # The salt and the fonts are needed when a figure is written, too.
     with mpl.rc_context(_STYLE):
-        # Without a date, which would change the bytes of the same picture.
+        # Without a date, which would change the bytes of an identical picture.
         more = {"metadata": {"Date": None}} if form == "svg" else {"dpi": 150}
         figure.savefig(stream, format=form, **more)
     return stream.getvalue()
@@ -87,7 +87,9 @@ def _several(series: Series) -> bool:
 
 
 def _sizes(series: Sequence[Series]) -> list[Point]:
-    """Return one point of each run in any of some series, smallest run first."""
+    """Return one point of each run that has a point in one of the series, smallest
+    first.
+    """
     found: dict[str, Point] = {}
     for point in (point for line in series for point in line.points):
         found.setdefault(point.run.layout, point)
@@ -99,7 +101,7 @@ def _order(point: Point) -> tuple[int, int]:
 
 
 def _replica_axis(axes: Any, series: Sequence[Series]) -> None:
-    """Label an axis of replicas, and show where they share cores."""
+    """Label an axis of replicas, and mark the runs in which they share cores."""
     counts = sorted({point.run.num_replicas for point in _sizes(series)})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
@@ -128,7 +130,7 @@ def _replica_axis(axes: Any, series: Sequence[Series]) -> None:
 
 
 def _label(series: Series, among: Sequence[Series]) -> str:
-    """Name a line; by what it differs in, where several are of the same kind."""
+    """Return the label of a line, with the difference if several are alike."""
     alike = [s for s in among if (s.name, s.scaling) == (series.name, series.scaling)]
     words = series.scaling if series.name == "step" else series.name
     if len(alike) == 1:
@@ -149,12 +151,12 @@ def _draw_steps(steps: Sequence[Series]) -> Any:
     speed, share = figure.subplots(1, 2)
     counts = [point.run.num_replicas for point in _sizes(steps)]
     ideal = {"color": _GRAY, "linewidth": 1, "linestyle": ":"}
-    # By the smallest run, all of whose replicas are taken to be used well.
+    # Relative to the smallest run, whose replicas are assumed to be fully used.
     speed.plot([counts[0], counts[-1]], [counts[0], counts[-1]], **ideal, label="ideal")
     share.axhline(100, **ideal)
     order = ["ideal"]
     for number, series in enumerate(steps):
-        # The second of a kind, of other parameters, has another color.
+        # The second of a kind, with other parameters, has another color.
         color = _COLORS[series.scaling] if number < 2 else _LINES[number % len(_LINES)]
         label = _label(series, steps)
         order += [label, f"{label}, expected"]
@@ -170,7 +172,7 @@ def _draw_steps(steps: Sequence[Series]) -> Any:
     share.set_title("efficiency, with 95% intervals")
     share.set_ylabel("%")
     _, top = share.get_ylim()
-    # From 0, so that heights compare; caches may bring more than 100%.
+    # From 0, so that heights compare; caches may give more than 100%.
     share.set_ylim(0, max(top, 108))
     for axes in (speed, share):
         _replica_axis(axes, steps)
@@ -186,15 +188,16 @@ def _legend(axes: Any, order: Sequence[str] = ()) -> tuple[list[Any], list[str]]
 
 
 def _draw_line(axes: Any, series: Series, label: str, color: str, what: str) -> None:
-    """Draw measured points with their intervals, and what was expected."""
+    """Draw measured points with their intervals, and the expected ones."""
     places = [point.run.num_replicas for point in series.points]
     factor = 100 if what == "efficiency" else 1
     values = np.array([getattr(point, what) for point in series.points])
-    # The interval of a speed-up is that of its efficiency, times the same number.
+    # The interval of a speed-up is that of its efficiency, multiplied by the same
+    # number.
     scale = np.array([getattr(p, what) / p.efficiency for p in series.points])
     low = np.array([point.low for point in series.points]) * scale
     high = np.array([point.high for point in series.points]) * scale
-    # A median of resampled medians may lie on either side of the median itself.
+    # A median of resampled medians may be on either side of the median itself.
     spread = np.maximum([values - low, high - values], 0) * factor
     axes.errorbar(
         places,
@@ -244,7 +247,7 @@ def _draw_bars(axes: Any, series: Series) -> None:
     left = np.zeros(len(places))
     for name, color in _SHARES:
         widths = 100 * np.array([_share(point, name) for point in series.points])
-        # Above the grid, which would cut them.
+        # Above the grid, which would cross them.
         look = {"color": color, "height": 0.7, "zorder": 2}
         bars = axes.barh(places, widths, left=left, label=name, **look)
         # A number would not fit into a narrower bar.
@@ -276,7 +279,7 @@ def _draw_sums(sums: Sequence[Series]) -> Any:
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     axes = figure.subplots()
     points = [point for point in _sizes(sums) if point.run.num_replicas > 1]
-    # Colors come again where there are more runs: none is to be missing.
+    # Colors repeat if there are more runs: none must be missing.
     for color, chosen in zip(itertools.cycle(_LINES), points, strict=False):
         lines: list[tuple[int, Point]] = [
             (series.parameters["nbytes"], point)
@@ -321,7 +324,7 @@ def _draw_rates(files: Sequence[Series]) -> Any:
         # Ends of the quartiles of times.
         ends = np.array([point.quartiles for point in series.points]).T
         medians = np.array([point.median for point in series.points])
-        # The longest times are the lowest rates: the two ends change places.
+        # The longest times are the lowest rates: the two ends are exchanged.
         spread = np.abs(rates * medians / ends[::-1] - rates)
         color = _LINES[number % len(_LINES)]
         axes.errorbar(
@@ -341,7 +344,7 @@ def _kind(series: Series) -> str:
 
 
 def rate(point: Point) -> float:
-    """Return the bytes per second that all replicas write or read together."""
+    """Return the bytes per second that all replicas together write or read."""
     parameters = point.part.parameters
     if point.part.name == "input":
         return float(point.part.batch_size * parameters["row_bytes"] / point.median)

@@ -44,7 +44,7 @@ _BYTES = {
 def _quantity(
     units: dict[str, float], example: str
 ) -> Callable[[Any, Any, str | None], float | None]:
-    """Return what reads a number with a unit."""
+    """Return a parser of a number with a unit."""
 
     def parsed(context: Any, option: Any, text: str | None) -> float | None:
         if text is None:
@@ -89,7 +89,7 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
             context,
             option,
         )
-    # Smallest first: a run that is interrupted has the points that take seconds.
+    # Smallest first: an interrupted run has the points that take seconds.
     return sorted({int(word) for word in words})
 
 
@@ -104,25 +104,42 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
     help="Kind of network; may be named several times.",
 )
 @click.option("--nodes", default=_NODES, callback=_counts, show_default=True)
-@click.option("--latency", callback=_seconds, help="From node to node, such as 1.5us.")
-@click.option("--bandwidth", callback=_speed, help="Of a node, such as 12.5GB/s.")
-@click.option("--inside-latency", callback=_seconds, help="Inside of a node.")
-@click.option("--inside-bandwidth", callback=_speed, help="Inside of a node.")
+@click.option(
+    "--latency", callback=_seconds, help="Latency between nodes, such as 1.5us."
+)
+@click.option(
+    "--bandwidth", callback=_speed, help="Bandwidth of a node, such as 12.5GB/s."
+)
+@click.option("--inside-latency", callback=_seconds, help="Latency within a node.")
+@click.option("--inside-bandwidth", callback=_speed, help="Bandwidth within a node.")
 @click.option(
     "--memory-bandwidth",
     callback=_speed,
-    help="What a replica reads and writes while all of its node do.",
+    help="Memory bandwidth of a replica while all replicas of its node use it.",
 )
 @click.option("--replicas-per-node", type=click.IntRange(1))
-@click.option("--mpi", type=click.Choice(tuple(MPI_OPTIONS)), help="Made from which.")
-@click.option("--compute-ms", type=click.FloatRange(0), help="Computing in a step.")
+@click.option(
+    "--mpi",
+    type=click.Choice(tuple(MPI_OPTIONS)),
+    help="MPI library that yours is based on.",
+)
+@click.option(
+    "--compute-ms", type=click.FloatRange(0), help="Computation time of a step."
+)
 @click.option(
     "--gradients",
     callback=_shapes,
-    help=f"Summed in a step: {', '.join(MODELS)}, or a size such as 100MB.",
+    help=f"Gradients that are summed in a step: {', '.join(MODELS)}, or a size such "
+    "as 100MB.",
 )
-@click.option("--json", "output", type=click.Path(), help="Write all figures there.")
-@click.option("--picture", type=click.Path(), help="Draw there; needs matplotlib.")
+@click.option(
+    "--json", "output", type=click.Path(), help="Write all figures to this file."
+)
+@click.option(
+    "--picture",
+    type=click.Path(),
+    help="Write the picture to this file; needs matplotlib.",
+)
 def predict_command(
     files: tuple[str, ...],
     networks: tuple[str, ...],
@@ -133,12 +150,13 @@ def predict_command(
 ) -> None:
     """Predict a training step on many nodes from figures of a small run, by SimGrid.
 
-    FILES are of hpcstrat bench scaling, or of hpcstrat doctor --measure --json; what
-    is given by hand counts more.
+    FILES are from hpcstrat bench scaling, or from hpcstrat doctor --measure --json;
+    options override them.
     """
     try:
         find_smpirun()
-        # Before minutes of simulations whose picture could then not be drawn.
+        # Check this before minutes of simulations whose picture could then not be
+        # drawn.
         if picture is not None:
             require_matplotlib()
         given = _given(files, words)
@@ -171,7 +189,7 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
         shapes=words["gradients"],
     )
     for path in files:
-        # Known values stay: options first, then files in their order.
+        # Known values are kept: options first, then files in their order.
         given = given.over(read_given(path))
     return given
 
@@ -179,7 +197,7 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
 def _points(
     given: KnownFigures, kind: str, nodes: Sequence[int]
 ) -> Iterator[ForecastPoint]:
-    """Predict, and say what each point took."""
+    """Predict, and print the cost of each point."""
     network = given.network(kind)
     for point in predict(given.step(), given.job(), given.machine(), network, nodes):
         click.echo(
@@ -208,7 +226,7 @@ def _show(kind: str, points: Sequence[ForecastPoint]) -> None:
 
 
 def _report(curves: dict[str, list[ForecastPoint]]) -> dict[str, Any]:
-    """Return what hpcstrat bench report takes as expectations, and more."""
+    """Return the expectations that hpcstrat bench report reads, and more."""
     return {
         "format": "hpcstrat expected",
         "format_version": 1,

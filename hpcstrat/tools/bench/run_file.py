@@ -1,7 +1,7 @@
-"""The file of one run: everything that was measured of one launch, as JSON.
+"""The file of one run: all measurements of one launch, as JSON.
 
-Version 1 of the format. All names stay, as other programs read them; sizes are in
-bytes, times in seconds::
+This is version 1 of the format. Names never change, because other programs read them;
+sizes are in bytes, times in seconds::
 
     {
      "format": "hpcstrat scaling", "format_version": 1,
@@ -105,12 +105,12 @@ _TOPOLOGY = (
 
 
 class BenchError(HpcstratError):
-    """A benchmark or its report cannot go on; the message says what to do."""
+    """An error of a benchmark or its report; the message says what to do."""
 
 
 @dataclass(slots=True)
 class Part:
-    """One thing that was measured; see the module."""
+    """One measured part; the module documents the fields."""
 
     name: str
     scaling: str
@@ -133,14 +133,14 @@ class Part:
     @property
     def key(self) -> tuple[str, str, str]:
         """A key that is the same in runs of other sizes."""
-        # Sorted: others may write the names of a file in any order.
+        # Sorted: other programs may write the names of a file in any order.
         words = json.dumps(self.parameters, sort_keys=True)
         return self.name, self.scaling, words
 
 
 @dataclass(slots=True)
 class MeasuredRun:
-    """All of a file; see the module. ``path`` is where it was read."""
+    """The content of a file; the module documents it. ``path`` is where it was read."""
 
     topology: dict[str, Any]
     reduction: dict[str, Any] = field(default_factory=dict)
@@ -152,22 +152,24 @@ class MeasuredRun:
 
     @property
     def num_replicas(self) -> int:
-        """The number that there were."""
+        """The number of replicas."""
         return int(self.topology["num_replicas"])
 
     @property
     def replicas_per_worker(self) -> tuple[int, ...]:
-        """The number that each worker had."""
+        """The number of replicas of each worker."""
         return tuple(self.topology["replicas_per_worker"])
 
     @property
     def num_workers(self) -> int:
-        """The number that there were."""
+        """The number of workers."""
         return len(self.topology["replicas_per_worker"])
 
     @property
     def cores_per_replica(self) -> float:
-        """On the worker that has the fewest; less than 1: they take turns."""
+        """Cores per replica of the worker that has the fewest; below 1 they share
+        cores.
+        """
         pairs = zip(
             self.topology["cores_per_worker"], self.replicas_per_worker, strict=True
         )
@@ -185,12 +187,12 @@ class MeasuredRun:
         return f"{self.num_replicas} ({' + '.join(map(str, sizes[:4]))}{rest})"
 
     def part(self, key: tuple[str, str, str]) -> Part | None:
-        """Return what was measured of something, if it was."""
+        """Return the measured part with this key, or None."""
         return next((part for part in self.parts if part.key == key), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the file holds."""
-        # The path of a file is no part of the measurement: it may be moved.
+        """Return the content of the file."""
+        # The path of a file is not part of the measurement: the file may be moved.
         content = asdict(self)
         del content["path"]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
@@ -202,9 +204,10 @@ def write_run(run: MeasuredRun, path: str) -> None:
 
 
 def write_json(content: Any, path: str) -> None:
-    """Replace a file by a new one, all at once; OSError leaves the old one.
+    """Replace a file by a new one atomically; on OSError the old one stays.
 
-    One rank calls it. What is no file, such as /dev/stdout, is written to as it is.
+    One rank calls it. A target that is not a regular file, such as /dev/stdout, is
+    written to directly.
     """
     text = json.dumps(content, indent=1)
     if os.path.exists(path) and not os.path.isfile(path):
@@ -217,7 +220,7 @@ def write_json(content: Any, path: str) -> None:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()
-            # Before it takes the other's place: a full disk may say so only here.
+            # Before it replaces the other: the error of a full disk may come only here.
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError:
@@ -239,15 +242,15 @@ def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any
         ) from error
     except ValueError as error:
         raise BenchError(
-            f"expected {what}, found in {path} what is no JSON: {error}; leave it out, "
-            "or measure again"
+            f"expected {what}, found that {path} is not JSON: {error}; omit it, or "
+            "measure again"
         ) from error
     # Any JSON may be given: a list has no fields.
     found = content.get("format") if isinstance(content, dict) else None
     if found != form:
         raise BenchError(
             f"expected {what}, found in {path} "
-            f"{f'the format {found!r}' if found else 'another JSON'}; leave it out"
+            f"{f'the format {found!r}' if found else 'another JSON'}; omit it"
         )
     if content.get("format_version") != version:
         raise BenchError(
@@ -259,14 +262,14 @@ def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any
 
 
 def read_run(path: str) -> MeasuredRun:
-    """Read a file; BenchError where it is not one, or is damaged."""
+    """Read a file; BenchError if it has another format, or is damaged."""
     content = load_json(path, FORMAT, FORMAT_VERSION, "hpcstrat bench scaling")
     try:
         return _parsed(content, path)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BenchError(
             f"expected all fields of version {FORMAT_VERSION}, found in {path} "
-            f"{_words(error)}; leave it out, or measure again"
+            f"{_words(error)}; omit it, or measure again"
         ) from error
 
 
@@ -277,12 +280,12 @@ def _words(error: Exception) -> str:
 
 
 def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
-    # Looked up for the KeyError alone, which names what is missing.
+    # Read only for the KeyError, which names the missing field.
     for name in _REQUIRED:
         content[name]
     for name in _TOPOLOGY:
         content["topology"][name]
-    # Names of a later writer that this one does not know are left out.
+    # Fields of a later version that this one does not know are dropped.
     known = {part_field.name for part_field in fields(Part)}
     run = MeasuredRun(
         topology=dict(content["topology"]),
@@ -293,13 +296,13 @@ def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
             Part(**{name: value for name, value in part.items() if name in known})
             for part in content["parts"]
         ],
-        # Only other programs fill it in, so that their files may lack it.
+        # Only other programs write it, so that files may lack it.
         expected=content.get("expected"),
         path=path,
     )
     _check_topology(run)
     for session in run.sessions:
-        # Values for a page must be there before half of the page is made.
+        # Check values before half of a page is made.
         str(session["started"]), dict(session["versions"])
         if len(session["hosts"]) != run.num_workers:
             raise ValueError(f"{len(session['hosts'])} hosts of a session")
@@ -312,9 +315,9 @@ def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
 
 
 def _check_topology(run: MeasuredRun) -> None:
-    """Refuse replicas and workers that do not fit; ValueError, TypeError."""
+    """Refuse replicas and workers that are inconsistent; ValueError, TypeError."""
     sizes = run.replicas_per_worker
-    # Before the cores are divided by these.
+    # Checked before the cores are divided by these.
     if min(sizes, default=0) < 1 or sum(sizes) != run.num_replicas:
         raise ValueError(f"{run.num_replicas} replicas, of other numbers per worker")
     if run.cores_per_replica <= 0:
@@ -324,7 +327,7 @@ def _check_topology(run: MeasuredRun) -> None:
 
 
 def _check_part(part: Part, run: MeasuredRun) -> None:
-    """Refuse figures that no measurement gives; ValueError, TypeError, IndexError."""
+    """Refuse impossible figures; ValueError, TypeError, IndexError."""
     where = f"in the part {part.name}, {part.scaling}"
     for name in _PARAMETERS.get(part.name, ()):
         part.parameters[name]
@@ -334,13 +337,13 @@ def _check_part(part: Part, run: MeasuredRun) -> None:
         raise ValueError(f"no times, or none above 0, {where}")
     for name in ("own", "late", "communication", "input"):
         values = getattr(part, f"{name}_seconds")
-        # Single calls have times only; all four come together with steps.
+        # Single calls have times only; steps have all four.
         if len(values) != (len(part.seconds) if part.own_seconds else 0):
             raise ValueError(f"another number of {name}_seconds {where}")
     for name, values in part.replicas.items():
         if len(values) != run.num_replicas:
             raise ValueError(f"{len(values)} of replicas.{name} {where}")
-    # There are none where a host's system does not say what is busy.
+    # It is empty if a host's system does not report busy times.
     if len(part.others_share) not in (0, run.num_workers):
         raise ValueError(f"another number of others_share {where}")
     if not 0 <= part.session < len(run.sessions):

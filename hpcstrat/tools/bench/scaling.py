@@ -1,4 +1,4 @@
-"""One run: what is missing in its file is measured, and written after each part."""
+"""One run: measures the parts that are missing in its file, and writes each part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hpcstrat.tools.bench.training import load_function, write_rows
 
 __all__ = ["ScalingRequest", "run_scaling"]
 
-# Variables that Open MPI's launcher sets for its ranks, not those of a user.
+# Variables that Open MPI's launcher sets for its ranks; the user did not set them.
 _OF_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")
 # All pairs of 64 nodes.
 _MOST_LINKS = 2016
@@ -40,10 +40,10 @@ _ENVIRONMENT = ("HPCSTRAT_", "OMP_", "OMPI_MCA_", "UCX_", "MPICH_", "FI_", "NCCL
 
 @dataclass(frozen=True, slots=True)
 class ScalingRequest:
-    """A list of what to measure, and the file that keeps it.
+    """A list of parts to measure, and the file for the results.
 
     ``output`` is the file's path, in which ``{n}`` stands for the number of replicas.
-    ``tell`` shows a line; replica 0 calls it.
+    ``tell`` prints a line; replica 0 calls it.
     """
 
     options: Options
@@ -53,11 +53,11 @@ class ScalingRequest:
 
 
 def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
-    """Measure what is missing in the file, and return its path.
+    """Measure the parts that are missing in the file, and return its path.
 
     Collective over the strategy's replicas. Raises on every rank: BenchError if the
-    file is not of such a run, or cannot be written; what a step of the user's raised,
-    or ReplicaError on the others. What was measured before is kept.
+    file is from a different run, or cannot be written; the error of the user's step, or
+    ReplicaError on the others. Earlier measurements are kept.
     """
     # Not str.format, for which other braces of a path would be fields.
     path = wish.output.replace("{n}", str(strategy.num_replicas_in_sync))
@@ -66,7 +66,7 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
     # A save whose restore is missing is measured again: they share the file.
     missing = [p for p in plan if any(run.part(part.key) is None for part in p.parts)]
     if wish.options.step:
-        # Before anything takes minutes.
+        # Checked before anything takes minutes.
         with strategy.collectives.section("--step"):
             load_function(wish.options.step)
     if strategy.replica_id == 0:
@@ -94,8 +94,8 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
 
 
 def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) -> None:
-    """Measure the links, and write the rows that parts read."""
-    # A file goes on with the same ranks only, so that its links still serve.
+    """Measure the links, and create the rows that parts read."""
+    # A file continues with the same ranks only, so that its links are still valid.
     if not run.links:
         with strategy.collectives.section("links"):
             run.links = _links(measure_links(strategy.topology))
@@ -127,25 +127,25 @@ def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
 
 
 def _unwritten(error: OSError) -> str:
-    # NumPy's error for a file that is cut off can be told by its text only.
+    # NumPy's error for a truncated file can be recognized by its text only.
     words = error.strerror or str(error)
     return (
         f"expected to write {error.filename or 'the results'}, found "
-        f"{type(error).__name__}: {words}; make room, or choose another --output and "
-        "--folder: what was measured before is kept"
+        f"{type(error).__name__}: {words}; free disk space, or choose another "
+        "--output and --folder: earlier measurements are kept"
     )
 
 
 def _open(path: str, topology: dict[str, Any]) -> MeasuredRun:
-    """Return the run of a file, or a new one; see that it can be written."""
+    """Return the run of a file, or a new one; check that it can be written."""
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         run = MeasuredRun(topology=topology)
-        # The file is written now: an error must not come after minutes of measuring.
+        # Write the file now: an error must not come after minutes of measuring.
         write_run(run, path)
         return run
     run = read_run(path)
-    # Numbers, not names of hosts: those may be others, and a note says so.
+    # Compare numbers, not names of hosts: those may differ, and a note says so.
     for name, value in topology.items():
         if run.topology[name] != value:
             raise BenchError(
@@ -161,7 +161,7 @@ def _write(run: MeasuredRun, path: str) -> None:
 
 
 def _topology(strategy: Strategy) -> dict[str, Any]:
-    """Return what the file says of the ranks; collective over the replicas."""
+    """Return the file's description of the ranks; collective over the replicas."""
     topology = strategy.topology
     own = topology.worker_comm.size, topology.num_cores
     pairs = _of_workers(strategy, own)
@@ -177,16 +177,16 @@ def _topology(strategy: Strategy) -> dict[str, Any]:
 
 
 def _of_workers(strategy: Strategy, value: Any) -> list[Any]:
-    """Return what the first replica of each worker gives; collective."""
+    """Return the results of each worker's first replica; collective."""
     topology = strategy.topology
     own = (topology.worker_id, value) if topology.worker_comm.rank == 0 else None
-    # One of each worker answers: all ranks of a node would say the same.
+    # One rank of each worker answers: all ranks of a node would answer the same.
     told = strategy.collectives.all_gather_object(own, "bench")
     return [pair[1] for pair in sorted(filter(None, told), key=lambda pair: pair[0])]
 
 
 def _session(strategy: Strategy, command: str) -> dict[str, Any]:
-    """Return what the file says of this start; collective over the replicas."""
+    """Return the file's description of this session; collective over the replicas."""
     names = ("mpi4py", "numpy", "h5py")
     library = strategy.topology.mpi.Get_library_version().split("\n")[0]
     return {
@@ -219,7 +219,7 @@ def _processor() -> str:
 
 
 def _links(found: Links) -> dict[str, Any]:
-    """Return what the file says of links."""
+    """Return the file's description of links."""
     slow = [
         {
             "hosts": list(one.link.hosts),
@@ -263,7 +263,7 @@ def _reduction(strategy: Strategy) -> dict[str, Any]:
 
 
 def _describe_reduction(part: Part, strategy: Strategy) -> None:
-    """Note by which algorithm its gradients are summed."""
+    """Record the algorithm that sums a part's gradients."""
     nbytes = part.parameters.get("nbytes", 0)
     if strategy.num_replicas_in_sync == 1 or part.name not in _SUMMED or not nbytes:
         return

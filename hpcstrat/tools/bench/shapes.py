@@ -1,4 +1,4 @@
-"""Sizes: of two networks whose gradients are usual sizes to sum, and in words."""
+"""Gradient shapes of two networks of usual size, and sizes as text."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def resnet50_shapes() -> Shapes:
     """Return the shapes of ResNet-50's 25.6 million parameters.
 
     He et al., Deep Residual Learning for Image Recognition, CVPR 2016,
-    doi:10.1109/CVPR.2016.90, Table 1; as usual with a stride in the 3 x 3 convolutions,
-    which changes no shape, and 1,000 classes. In the order in which they act; of each
-    normalization, its scale and shift.
+    doi:10.1109/CVPR.2016.90, Table 1; as usual with the stride in the 3 x 3
+    convolutions, which changes no shape, and 1,000 classes. The shapes are in the order
+    of computation; each normalization has a scale and a shift.
     """
     shapes: Shapes = []
 
@@ -66,7 +66,7 @@ def transformer_shapes() -> Shapes:
 
     normalization()
     for _ in range(12):
-        # Queries, keys and values, and what brings the heads together.
+        # Queries, keys and values, and the output projection of the heads.
         for _ in range(4):
             dense(width, width)
         normalization()
@@ -81,7 +81,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "resnet50": resnet50_shapes,
     "transformer": transformer_shapes,
 }
-"""By the name that a user gives."""
+"""The shapes of each model, by name."""
 
 
 def gradient_bytes(model: str) -> int:
@@ -90,7 +90,7 @@ def gradient_bytes(model: str) -> int:
 
 
 def size_text(nbytes: float) -> str:
-    """Return a size for people, such as ``64 KiB``."""
+    """Return a size as text for people, such as ``64 KiB``."""
     unit, name = next(
         ((unit, name) for unit, name in _UNITS if nbytes >= unit), (1, "B")
     )

@@ -1,7 +1,7 @@
-"""A training step of a chosen size, and of the user's own; and the rows that it reads.
+"""A training step of a chosen size, or the user's own; and its input rows.
 
-A function of the user's is called once on every replica, with the strategy and the
-number of examples in a global batch, and returns what does one step::
+The user's function is called once on every replica, with the strategy and the number of
+examples in a global batch, and returns a function that does one step::
 
     def make_step(strategy, global_batch_size):
         ...
@@ -32,7 +32,7 @@ from hpcstrat.variables import Variable
 
 __all__ = ["StepSize", "TiledRows", "TrainingStep", "load_function", "write_rows"]
 
-# A file of rows is read again and again: it need not be as large as what is read.
+# The file of rows is read repeatedly: it may be smaller than the bytes that are read.
 _FILE_BYTES = 64 << 20
 _FILE = "rows.npy"
 
@@ -41,16 +41,16 @@ def write_rows(folder: str, row_bytes: int) -> None:
     """Write the file that `TiledRows` reads; one rank calls it."""
     width = row_bytes // 4
     count = max(1, _FILE_BYTES // row_bytes)
-    # Nothing that a file system could make smaller.
+    # Random data, which a file system cannot compress.
     rows = np.random.default_rng(0).random((count, width), np.float32)
     np.save(os.path.join(folder, _FILE), rows)
 
 
 class TiledRows:
-    """As many rows as asked for, out of a file that holds some; a source of data."""
+    """A data source that repeats the rows of a file until there are enough."""
 
     def __init__(self, folder: str, count: int) -> None:
-        # Without the class of arrays in files, which those of other classes become.
+        # Without the class of arrays in files, which slices of it would have.
         file = np.load(os.path.join(folder, _FILE), mmap_mode="r")
         self._rows = np.asarray(file)
         self.shape = (count, *self._rows.shape[1:])
@@ -60,7 +60,7 @@ class TiledRows:
         return int(self.shape[0])
 
     def __getitem__(self, rows: slice) -> Array:
-        # Past the file's end it begins again.
+        # At the file's end it begins again.
         places = np.arange(rows.start, rows.stop) % len(self._rows)
         taken: Array = np.take(self._rows, places, axis=0)
         return taken
@@ -70,7 +70,7 @@ class TiledRows:
 class StepSize:
     """The size of a built-in step; ``batch_size`` examples take ``compute_seconds``.
 
-    ``global_batch_size`` are of all replicas.
+    ``global_batch_size`` counts the examples of all replicas.
     """
 
     model: str
@@ -90,7 +90,7 @@ class TrainingStep:
         self, strategy: Strategy, size: StepSize, folder: str, num_steps: int
     ) -> None:
         self.strategy = strategy
-        # By the example, so that in strong scaling each replica computes less.
+        # Per example, so that in strong scaling each replica computes less.
         self.seconds_each = size.compute_seconds / size.batch_size
         shapes = MODELS[size.model]()
         with strategy.scope():
@@ -123,7 +123,7 @@ def load_function(name: str) -> Callable[[Strategy, int], Callable[[], Any]]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise BenchError(f"expected --step module:function, found {name!r}; name both")
-    # As for python -m: modules of the folder that one is in.
+    # As with python -m: find modules in the current folder.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -136,7 +136,7 @@ def load_function(name: str) -> Callable[[Strategy, int], Callable[[], Any]]:
     if not callable(found):
         raise BenchError(
             f"expected --step to name a function, found {type(found).__name__} as "
-            f"{name!r}; name what makes a step"
+            f"{name!r}; name a function that makes a step"
         )
     function: Callable[[Strategy, int], Callable[[], Any]] = found
     return function

@@ -13,9 +13,9 @@ from hpcstrat.tools.bench.shapes import size_text
 __all__ = ["GOOD_EFFICIENCY", "slow_parts", "verdicts"]
 
 GOOD_EFFICIENCY = 0.8
-"""From here on more replicas are worth their nodes, as computing centers count."""
+"""From this efficiency on, more replicas are worth their nodes for most centers."""
 
-# Times the expected time: what was measured of a link varies by less.
+# Factor above the expected time; measured links vary by less.
 _TOO_SLOW = 2.0
 _SHARES = {
     "communication": "spent in sums",
@@ -54,7 +54,7 @@ def _size(point: Any) -> str:
 
 
 def _reason(point: Any) -> str:
-    """Say what most of the time goes to that is not computing."""
+    """Say which activity, except computation, takes most of the time."""
     shares = {name: getattr(point, name) or 0.0 for name in _SHARES}
     most = max(shares, key=lambda name: shares[name])
     if not shares[most]:
@@ -64,7 +64,7 @@ def _reason(point: Any) -> str:
 
 
 def slow_parts(series: Sequence[Any]) -> Iterator[str]:
-    """Say what took several times as long as was expected."""
+    """Report parts that took several times the expected time."""
     for one in series:
         slow = [
             p
@@ -83,6 +83,7 @@ def slow_parts(series: Sequence[Any]) -> Iterator[str]:
             what += f" ({one.scaling})"
         yield (
             f"The {what} with {_size(worst)} took {times:.1f} times as long as "
-            f"{worst.expected_by} expects: look at the links in the table of the runs, "
-            "at other programs on these nodes, and at what hpcstrat doctor says there."
+            f"{worst.expected_by} expects: look at the links in the table of the "
+            "runs, at other programs on these nodes, and at what hpcstrat doctor "
+            "says there."
         )

@@ -1,4 +1,4 @@
-"""A report as one page of HTML: pictures are in it, and nothing is fetched."""
+"""A report as one HTML page, which contains its pictures and loads nothing."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def page(report: Report, pictures: Mapping[str, bytes]) -> str:
 
 
 def _cards(report: Report) -> Iterator[str]:
-    """Give the most important figures, large."""
+    """Return the most important figures, in large type."""
     cards = []
     for series in report.of("step"):
         last = series.points[-1]
@@ -151,7 +151,7 @@ def _notes(report: Report) -> Iterator[str]:
 
 def _picture(name: str, pictures: Mapping[str, bytes]) -> Iterator[str]:
     if name in pictures:
-        # In the page itself, which is sent by mail and opened without a network.
+        # In the page itself, which may be sent by mail and opened without a network.
         data = base64.b64encode(pictures[name]).decode("ascii")
         source = f"data:image/svg+xml;base64,{data}"
         yield f'<figure><img src="{source}" alt="{_ALT[name]}"></figure>'
@@ -214,7 +214,7 @@ def _sources(series: Series) -> Iterator[str]:
 
 
 def _sums(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
-    """Give the times of all-reduces and gradients; a single replica sums nothing."""
+    """Return the times of all-reduces and gradients; a single replica sums nothing."""
     sums = [*report.of("all_reduce"), *report.of("gradients")]
     runs = [run for run in report.runs if run.num_replicas > 1]
     if not sums or not runs:
@@ -241,7 +241,7 @@ def _sum_cell(series: Series, run: MeasuredRun) -> Cell:
     if point is None:
         return ("not measured",)
     count = run.num_replicas
-    # As NCCL's tests count it, to be compared with figures of theirs.
+    # Defined as in NCCL's tests, so that figures can be compared.
     moved = 2 * (count - 1) / count * series.parameters["nbytes"] / point.median
     words = f"{moved / 1e9:.3g} GB/s"
     if point.expected_seconds is not None:
@@ -278,7 +278,7 @@ def _files(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _about(series: Series) -> str:
-    """Return the parameters of a part, in words."""
+    """Return the parameters of a part as text."""
     words = []
     for name, value in series.parameters.items():
         if name == "nbytes":
@@ -351,9 +351,10 @@ def _table(
 
 
 def _cell(value: object) -> str:
-    """Return a cell; of several lines, the first is the figure."""
+    """Return a cell; if it has several lines, the first is the figure."""
     if isinstance(value, tuple):
-        # Names of hosts and commands come from files: they are text, never HTML.
+        # Names of hosts and commands come from files: treat them as text, never as
+        # HTML.
         first, *rest = (escape(line) for line in value)
         return (
             f"<td>{first}" + "".join(f"<br><small>{r}</small>" for r in rest) + "</td>"

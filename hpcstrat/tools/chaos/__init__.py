@@ -1,9 +1,9 @@
 """Kills, stops and slows down ranks of a running job at random.
 
-For tests of how a program, a launcher and a batch system take it. What is done to which
-rank is drawn from a seed, before anything is done; one rank at a time is disturbed. A
-rank that was stopped goes on in any case: at the end of the time, when the caller is
-interrupted, and, by a guard process, when it is killed::
+For tests of how a program, a launcher and a batch system react. All disturbances are
+drawn from a seed before the first one; one rank at a time is disturbed. A stopped rank
+always continues: at the end of its time, when the caller is interrupted, and, by a
+guard process, when the caller is killed::
 
     job = chaos.choose(chaos.find_jobs(), name)
     acts = chaos.draw([p.rank for p in job.ranks], ["stop"], every=5, count=10, seed=1)

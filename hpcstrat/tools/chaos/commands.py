@@ -25,7 +25,8 @@ _COLUMNS = ("job", "Slurm job", "ranks", "processes", "command")
 def chaos() -> None:
     """Kill, stop or slow down ranks of a running job at random.
 
-    Only ranks of your own jobs on this machine, and only of the job that is named.
+    Only ranks of your own jobs on this machine are disturbed, and only those of the
+    named job.
     """
 
 
@@ -50,7 +51,7 @@ def chaos_list() -> None:
     if console.is_terminal:
         table = Table()
         for title in _COLUMNS:
-            # The name is what --job takes: whole, to be copied.
+            # --job expects this name: print it in full, so that it can be copied.
             table.add_column(title, no_wrap=title == "job", overflow="fold")
         for row in rows:
             table.add_row(*row)
@@ -65,16 +66,34 @@ def chaos_list() -> None:
 
 
 @chaos.command("run")
-@click.option("--job", "name", required=True, help="Its name from list, or Slurm's.")
+@click.option(
+    "--job",
+    "name",
+    required=True,
+    help="Name of the job from list, or its Slurm number.",
+)
 @click.option("--kill", is_flag=True, help="Kill ranks (SIGKILL).")
-@click.option("--stop", type=float, metavar="SECONDS", help="Stop ranks as long.")
-@click.option("--delay", type=float, metavar="SECONDS", help="Slow ranks down as long.")
-@click.option("--factor", default=4.0, show_default=True, help="How slow, for --delay.")
+@click.option("--stop", type=float, metavar="SECONDS", help="Stop ranks for this time.")
+@click.option(
+    "--delay", type=float, metavar="SECONDS", help="Slow ranks down for this time."
+)
+@click.option(
+    "--factor",
+    default=4.0,
+    show_default=True,
+    help="Factor of the slowdown, for --delay.",
+)
 @click.option("--every", default=10.0, show_default=True, help="Mean wait in seconds.")
-@click.option("--count", default=1, show_default=True, help="How many times.")
-@click.option("--ranks", metavar="LIST", help="Such as 0-3,7; default: all here.")
-@click.option("--seed", type=int, help="Draws the same again; default: a new one.")
-@click.option("--dry-run", is_flag=True, help="Say what would be done, do nothing.")
+@click.option("--count", default=1, show_default=True, help="Number of disturbances.")
+@click.option(
+    "--ranks",
+    metavar="LIST",
+    help="Ranks, such as 0-3,7; default: all on this machine.",
+)
+@click.option("--seed", type=int, help="Seed of the draw; default: a new one.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the disturbances without doing them."
+)
 def chaos_run(
     name: str,
     ranks: str | None,
@@ -86,13 +105,13 @@ def chaos_run(
     """Disturb ranks of a job: one at a time, after waits drawn at random.
 
     Exit status 0 if all was done, 1 if a rank had ended before, 2 for wrong options,
-    130 if interrupted. A stopped rank goes on in any case.
+    130 if interrupted. A stopped rank always continues.
     """
-    # Each event in one line, however narrow the terminal or wide the log.
+    # Each event in one line, for any width of the terminal or log.
     console = Console(highlight=False, soft_wrap=True)
     # Printed below, so that the same acts can be drawn again.
     seed = secrets.randbelow(1 << 32) if seed is None else seed
-    # In our order, not that of the options, so that one seed draws the same acts.
+    # In fixed order, not that of the options, so that one seed draws the same acts.
     kinds = [k for k in library.KINDS if options[k] not in (None, False)]
     if not kinds:
         raise click.UsageError(
@@ -136,7 +155,7 @@ def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
     start = time.monotonic()
 
     def report(_: Any, process: Any, text: str) -> None:
-        # The wall clock, too: logs of the job are compared with these lines by it.
+        # Also print the wall-clock time, to compare these lines with logs of the job.
         clock = datetime.datetime.now().strftime("%H:%M:%S.%f")[:-3]
         at = time.monotonic() - start
         console.print(
@@ -146,14 +165,14 @@ def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
     def interrupt(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    # Slurm ends a step by SIGTERM, a terminal that is closed by SIGHUP.
+    # Slurm ends a step by SIGTERM, a terminal that is closed sends SIGHUP.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # Only the main thread may set handlers, such as not that of a test.
+        # Only the main thread may set handlers; tests may call this in another one.
         with contextlib.suppress(ValueError):
             signal.signal(number, interrupt)
     try:
         return library.disturb(job, acts, strength, report)
     except KeyboardInterrupt:
         console.print("interrupted; a stopped rank goes on")
-        # 128 and SIGINT, as of a program that the signal has ended.
+        # 128 plus SIGINT, as for a program that the signal has ended.
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""A schedule that says which rank is disturbed how and when, and its execution."""
+"""Draws a schedule of disturbances from a seed, and executes it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 KINDS = ("kill", "stop", "delay")
-"""What can be done to a rank."""
+"""The kinds of disturbances."""
 
-# Short, so that a delayed rank is slow, rather than still at times.
+# Short, so that a delayed rank is slow rather than stopped now and then.
 _CYCLE_SECONDS = 0.02
 _GUARD_SECONDS = 10.0
 _DEATH_SECONDS = 5.0
@@ -47,16 +47,16 @@ _DEATH_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One disturbance that is to be made.
+    """One planned disturbance.
 
     Parameters
     ----------
     wait_seconds : float
-        How long to wait before it.
+        Time to wait before it.
     kind : str
         One of `KINDS`.
     rank : int
-        To which rank.
+        The rank that is disturbed.
     """
 
     wait_seconds: float
@@ -71,11 +71,11 @@ class Strength:
     Parameters
     ----------
     stop_seconds : float
-        How long a stopped rank stands still.
+        How long a rank is stopped.
     delay_seconds : float
         How long a delayed rank is slow.
     factor : float
-        How many times slower it is then; above 1.
+        Factor by which it is slowed down; above 1.
 
     Raises
     ------
@@ -189,7 +189,7 @@ def draw(
 
 
 class _Guard:
-    """Holds ranks, and a process that continues them if this one is gone."""
+    """Pidfds of ranks, and a guard that continues the ranks if this process dies."""
 
     def __init__(self, held: Mapping[int, ProcessHandle]) -> None:
         self._held = held
@@ -199,7 +199,7 @@ class _Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[one.fd for one in held.values()],
-            # Ctrl-C in the terminal, and a signal to the group, pass it by.
+            # Ctrl-C in the terminal, and signals to the process group, do not reach it.
             start_new_session=True,
         )
 
@@ -214,13 +214,13 @@ class _Guard:
         stream = self._process.stdin
         assert stream is not None
         stream.write(f"{sign}{self._held[rank].fd}\n".encode())
-        # At once: what is still in a buffer when this process is killed tells nothing.
+        # Flushed at once: data in a buffer would be lost if this process is killed.
         stream.flush()
 
     @contextlib.contextmanager
     def watching(self, rank: int) -> Iterator[ProcessHandle]:
-        """Let a rank go on at the end of the block, whatever happens in it."""
-        # Before it is stopped: killed in between, this process would leave it so.
+        """Let a rank continue at the end of the block, whatever happens in it."""
+        # Registered before it is stopped: this process may be killed in between.
         self._tell("+", rank)
         try:
             yield self._held[rank]
@@ -251,20 +251,20 @@ def disturb(
     strength: Strength | None = None,
     report: Callable[[Act, RankProcess, str], None] | None = None,
 ) -> int:
-    """Do what was drawn; blocks until it is done.
+    """Execute the schedule; blocks until it is done.
 
     Not collective.
 
     Parameters
     ----------
     job : JobRanks
-        Whose ranks; all that run are held before the first act.
+        The job of the ranks; pidfds of all that run are opened before the first act.
     acts : sequence of Act
         From `draw`.
     strength : Strength, optional
-        How much.
+        Strength of the acts.
     report : callable, optional
-        Is told of each act, with the rank's process and what becomes of it: ``killed``,
+        Called for each act, with the rank's process and its new state: ``killed``,
         ``stopped``, ``slowed down``, ``goes on``, or ``has ended``.
 
     Returns
@@ -287,7 +287,7 @@ def disturb(
             )
     with contextlib.ExitStack() as stack:
         held: dict[int, ProcessHandle] = {}
-        # Held before the first act: the number of one that ends may be used again.
+        # Opened before the first act: the number of a process that ends may be reused.
         for rank in sorted({act.rank for act in acts}):
             # A rank may have ended before the first act; each act says so.
             with contextlib.suppress(NoSuchRankError):
@@ -307,12 +307,12 @@ def disturb(
 def _do(
     act: Act, guard: _Guard, held: ProcessHandle | None, strength: Strength
 ) -> Iterator[str]:
-    """Do one act, and say what becomes of the rank."""
+    """Do one act, and report the new state of the rank."""
     went = held is not None and not held.ended()
     if held is not None and went:
         if act.kind == "kill":
             went = held.send(signal.SIGKILL)
-            # A process in the kernel's hands takes a while to end.
+            # A process in a system call takes a while to end.
             held.ended(_DEATH_SECONDS)
         else:
             with guard.watching(act.rank):

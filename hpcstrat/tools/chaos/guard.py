@@ -1,8 +1,8 @@
-"""A process that lets stopped ranks go on when the one that stopped them is gone.
+"""A process that continues stopped ranks if the process that stopped them is gone.
 
-It reads ``+N`` and ``-N`` from standard input, for a pidfd N that is stopped, and goes
-on; at the end of the input it continues those that are still stopped. Run as a file,
-without the package.
+It reads ``+N`` and ``-N`` from standard input, when the rank of pidfd N is stopped and
+continued; at the end of the input it continues those that are still stopped. Run as a
+file, without the package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
             stopped.add(number)
         else:
             stopped.discard(number)
-    # The input ends with the process that wrote it, however that was ended.
+    # The input ends with the process that writes it, in whatever way that ends.
     for number in stopped:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(number, signal.SIGCONT)

@@ -1,8 +1,8 @@
 """The ranks of running MPI jobs on this machine, found in ``/proc``.
 
-A launcher tells each process its rank in the environment. Only processes of the same
-user are looked at; their children, which inherit the environment, are not taken for
-ranks. Nothing here needs MPI.
+A launcher passes each process its rank in the environment. Only processes of the same
+user are examined; their children, which inherit the environment, are not counted as
+ranks. This module does not need MPI.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = [
     "find_jobs",
 ]
 
-# Variables that tell the rank, innermost launcher first: mpirun inside of a Slurm job
-# passes on what Slurm has told its daemon.
+# Variables that contain the rank, innermost launcher first: in a Slurm job, mpirun
+# passes on the variables that Slurm has set for its daemon.
 _RANKS = (
     "OMPI_COMM_WORLD_RANK",
     "PMIX_RANK",
@@ -55,7 +55,7 @@ _LAUNCHERS = (
 
 
 class NoSuchRankError(HpcstratError, LookupError):
-    """Raised for a job or a rank that does not run here, or has ended."""
+    """Raised if a job or a rank does not run on this machine, or has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class RankProcess:
     pid : int
         Its process.
     started : str
-        When that was started, which tells a reused number apart.
+        Start time of the process, which distinguishes reused numbers.
     command : str
-        What it runs.
+        Its command line.
     """
 
     rank: int
@@ -101,7 +101,7 @@ class JobRanks:
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedProcess:
-    """A process that a launcher has told a rank."""
+    """A process to which a launcher has given a rank."""
 
     pid: int
     parent: int
@@ -111,9 +111,9 @@ class _LaunchedProcess:
 
 
 def _stat(pid: int, proc: Path) -> tuple[str, list[str]]:
-    """Return a process's name, and the fields behind it; raise OSError if it ended."""
+    """Return a process's name, and the fields after it; OSError if it has ended."""
     name, fields = process_stat(pid, str(proc))
-    # A zombie has ended, though its number is still taken.
+    # A zombie has ended, although its number is still in use.
     if fields[STATE] in "ZX":
         raise ProcessLookupError(pid)
     return name, fields
@@ -121,7 +121,7 @@ def _stat(pid: int, proc: Path) -> tuple[str, list[str]]:
 
 def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
     """Return a process if it is this user's, and has a rank."""
-    # It may end at any moment, and the environment of others cannot be read.
+    # It may end at any moment, and the environment of other users cannot be read.
     with contextlib.suppress(OSError):
         folder = proc / str(pid)
         if folder.stat().st_uid != uid:
@@ -139,7 +139,7 @@ def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
 def _rank(environment: Mapping[str, str]) -> int | None:
     for variable in _RANKS:
         text = environment.get(variable, "")
-        # The script of a batch job has a SLURM_PROCID, but is not of a step.
+        # The script of a batch job has a SLURM_PROCID, but does not belong to a step.
         in_step = variable != "SLURM_PROCID" or environment.get("SLURM_STEP_ID")
         if text.isdecimal() and in_step:
             return int(text)
@@ -147,7 +147,7 @@ def _rank(environment: Mapping[str, str]) -> int | None:
 
 
 def _above(pid: int, proc: Path) -> Iterator[tuple[int, str]]:
-    """Give the number and the name of a process and of all above it."""
+    """Yield the number and the name of a process and of its ancestors."""
     while pid > 0:
         try:
             name, fields = _stat(pid, proc)
@@ -173,7 +173,7 @@ def _job_name(top: _LaunchedProcess, proc: Path) -> str:
 
 def _uses_mpi(pid: int, proc: Path) -> bool:
     try:
-        # A wrapper, such as a shell's script, has the same environment, but no MPI.
+        # A wrapper, such as a shell script, has the same environment, but no MPI.
         return "libmpi" in (proc / str(pid) / "maps").read_text(errors="replace")
     except OSError:
         return False
@@ -189,15 +189,15 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
     uid : int, optional
         Whose; default: this user's.
     proc : path
-        Where processes are looked up.
+        Folder of the process file system.
 
     Returns
     -------
     list of JobRanks
-        By name. This process, and those above it, are of no job.
+        By name. This process, and its ancestors, belong to no job.
     """
     uid = os.geteuid() if uid is None else uid
-    # A program that disturbs its own launcher would end by its own hand.
+    # A program that disturbs its own launcher would kill itself.
     own = {pid for pid, _ in _above(os.getpid(), Path("/proc"))}
     pids = [int(path.name) for path in proc.glob("[0-9]*")]
     looked = (_look(pid, uid, proc) for pid in pids if pid not in own)
@@ -206,7 +206,7 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
     slurm: dict[str, str] = {}
     for process in processes.values():
         top = process
-        # Ranks that start processes hand them their environment: the uppermost counts.
+        # Ranks pass their environment to processes that they start: the topmost counts.
         while top.parent in processes:
             top = processes[top.parent]
         name = _job_name(top, proc)
@@ -227,7 +227,7 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
 def _chosen(
     rank: int, processes: Sequence[_LaunchedProcess], proc: Path
 ) -> RankProcess:
-    """Return the process of a rank: the first that has MPI, else the uppermost."""
+    """Return the process of a rank: the first that has loaded MPI, else the topmost."""
     pids = {process.pid for process in processes}
     order = sorted(processes, key=lambda p: (p.parent in pids, int(p.started), p.pid))
     users = [process for process in order if _uses_mpi(process.pid, proc)]
@@ -241,7 +241,7 @@ def _chosen(
 
 
 def choose(jobs: Sequence[JobRanks], name: str) -> JobRanks:
-    """Return the job that is meant.
+    """Return the job with a name.
 
     Not collective.
 
@@ -274,19 +274,20 @@ def choose(jobs: Sequence[JobRanks], name: str) -> JobRanks:
 
 
 class ProcessHandle:
-    """A process that signals reach even where its number is used again.
+    """A process that signals reach even if its number is reused.
 
-    NoSuchRankError if it has ended, or is another user's. Holds a pidfd until `close`.
+    NoSuchRankError if it has ended, or is another user's. Keeps a pidfd open until
+    `close`.
     """
 
     def __init__(self, process: RankProcess) -> None:
         self.process = process
-        # A signal by number could reach a process that has been given it since.
+        # A signal by number could reach another process that has the number by now.
         try:
             self.fd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             raise self._gone() from None
-        # Only now it is sure whose number that is.
+        # Only now it is certain which process has the number.
         found = None
         with contextlib.suppress(OSError):
             found = _stat(process.pid, Path("/proc"))[1][START]
@@ -304,7 +305,7 @@ class ProcessHandle:
         )
 
     def send(self, number: signal.Signals) -> bool:
-        """Send a signal; return False where the process has ended."""
+        """Send a signal; return False if the process has ended."""
         if self.ended():
             return False
         try:
@@ -314,11 +315,11 @@ class ProcessHandle:
         return True
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """Wait for the end of the process, at most so long; return whether it came."""
+        """Wait for the process to end, with a timeout; return whether it has."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
     def close(self) -> None:
-        """Let go of the process."""
+        """Close the pidfd."""
         os.close(self.fd)

@@ -1,9 +1,9 @@
 """A dry run of one replica's part in a reduction, without any other replica.
 
-The plan is the library's, of `hpcstrat.engine.reduction`, and so is the algorithm, of
-`hpcstrat.engine.collectives`: another choice, other pieces or other messages there are
-other ones here. The algorithm gets arrays without memory, and a channel that notes what
-it is asked for instead of doing it.
+The plan comes from the library's `hpcstrat.engine.reduction`, and the algorithm from
+`hpcstrat.engine.collectives`: if their choices, pieces or messages change, they change
+here, too. The algorithm gets arrays without memory, and a channel that records its
+requests instead of carrying them out.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class SimulatedJob:
 
     num_workers: int
     replicas_per_worker: int = 1
-    # On which the replicas of a worker run; 0: one for each.
+    # Cores for the replicas of a worker; 0: one for each.
     cores_per_worker: int = 0
-    # The largest piece in shared memory; 0: as a topology makes it.
+    # The largest piece in shared memory; 0: the topology's default.
     slot_bytes: int = 0
 
 
@@ -62,7 +62,7 @@ class SimulatedJob:
 class Announced:
     """The header of a call, which all replicas compare."""
 
-    # Size of the values of each worker that travel in it.
+    # Size of each worker's values that it carries.
     nbytes: int = 0
 
 
@@ -78,14 +78,14 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCopy:
-    """A copy of so many bytes in memory."""
+    """A copy of that many bytes in memory."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduced:
-    """MPI's nonblocking all-reduce, of all replicas or of those of a position."""
+    """MPI's nonblocking all-reduce, over all replicas or those of one position."""
 
     nbytes: int
     num_ranks: int
@@ -94,7 +94,7 @@ class AllReduced:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Messages to and from replicas of this position, by workers, were started."""
+    """The start of messages to and from replicas of this position, by workers."""
 
     tag: int
     sent: tuple[tuple[int, int], ...]
@@ -103,7 +103,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The messages of a tag that were started first were waited for."""
+    """The wait for the messages of a tag that were started first."""
 
     begun: Begun
 
@@ -154,7 +154,7 @@ class _Places:
 
 
 class _DryRunChannel:
-    """Notes what an algorithm asks a channel for."""
+    """Records the requests of an algorithm to a channel."""
 
     def __init__(self, topology: _DryRunTopology) -> None:
         self.topology, self.traffic = topology, Traffic()
@@ -162,11 +162,11 @@ class _DryRunChannel:
         self.wire = SimpleNamespace(room_bytes=room_bytes(workers))
         self.rings = _Places(topology, self.traffic)
         self.events: list[Event] = []
-        # Messages over a wire come in the order in which they were sent.
+        # Messages over a network arrive in the order in which they were sent.
         self.under_way: deque[_DryRunMessages] = deque()
 
     def wait(self, awaited: Any) -> None:
-        """Let messages come until what an algorithm waits for has come."""
+        """Let messages arrive until an algorithm's wait is over."""
         while not awaited.agreed():
             self.under_way.popleft().come()
 
@@ -186,7 +186,7 @@ class _DryRunChannel:
 
 
 class _Come:
-    """Has come."""
+    """Has arrived."""
 
     def agreed(self) -> bool:
         return True
@@ -208,7 +208,7 @@ class _DryRunMessages:
 
 
 class _Comm:
-    """A communicator that notes what goes over it; see `InterruptibleComm`."""
+    """A communicator that records its messages; see `InterruptibleComm`."""
 
     def __init__(self, comm: Any, channel: _DryRunChannel) -> None:
         self.size, self.rank, self._channel = comm.size, comm.rank, channel
@@ -253,17 +253,17 @@ def dry_run(
     ops: CrossDeviceOps | None = None,
     options: CommunicationOptions | None = None,
 ) -> list[Event]:
-    """Return what one replica does in a sum of float32 arrays of these shapes.
+    """Return the actions of one replica in a sum of float32 arrays of these shapes.
 
     All arrays are reduced in one call, as an optimizer does with gradients; the results
-    lie in memory of their own. HpcstratError where values travel in half precision, or
-    the algorithm does something else that a rehearsal does not know.
+    are in new memory. HpcstratError if values are sent in half precision, or if the
+    algorithm does something that a dry run does not know.
     """
     options = options or CommunicationOptions()
     if options.wire_dtype is not None:
         raise HpcstratError(
             "expected a reduction that sends full precision, found "
-            f"wire_dtype={options.wire_dtype!r}; leave it out"
+            f"wire_dtype={options.wire_dtype!r}; omit it"
         )
     float32 = np.dtype(np.float32)
     signatures = tuple((float32, shape) for shape in shapes)

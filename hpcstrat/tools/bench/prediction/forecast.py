@@ -1,8 +1,8 @@
-"""The time of a training step on ever more nodes, and what it goes to.
+"""The time of a training step on increasing numbers of nodes, and its parts.
 
 A step computes, and sums its gradients over all replicas in one call. The nodes do that
 in SimGrid, from traces of `traces`. Of equal pieces only one is simulated, after the
-others, and counts as many times.
+others, and its time is multiplied.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class ForecastStep:
 
 @dataclass(frozen=True, slots=True)
 class ForecastPoint:
-    """A step on some nodes. Its parts sum up to its time."""
+    """A step on some nodes. Its parts add up to its time."""
 
     num_nodes: int
     num_replicas: int
     step_seconds: float
     compute_seconds: float
-    # Sums and copies inside of the nodes, and the additions of messages.
+    # Sums and copies within the nodes, and the additions of messages.
     inside_seconds: float
     # The header, by which all replicas agree on the call.
     header_seconds: float
-    # Time of messages with gradients by their number, and by their length.
+    # Time of messages with gradients: latency, and transfer of the bytes.
     latency_seconds: float
     bandwidth_seconds: float
-    # Relative to one node: the share of the time in which it does the same.
+    # Relative to one node, for the same work per node.
     efficiency: float = 1.0
     network: str = ""
     # Time and memory of the simulation itself.
@@ -65,7 +65,7 @@ class ForecastPoint:
     most_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the module json takes: the fields, by their names."""
+        """Return a dict for the module json: the fields, by their names."""
         return asdict(self)
 
 
@@ -74,16 +74,16 @@ class _StepActions:
 
     def __init__(self, step: ForecastStep, job: SimulatedJob, machine: Machine) -> None:
         self.writer = Writer(job, machine)
-        # Each worker has others to exchange with, where they exchange parts.
+        # Each worker has different partners if workers exchange parts.
         differ = job.num_workers <= MOST_EXCHANGING
         self._nodes = [
             self._of_worker(step, job, worker)
             for worker in range(job.num_workers if differ else 1)
         ]
         self._copies = 1 if differ else job.num_workers
-        # Blocks of all nodes, piece by piece; and for the first piece of each kind, how
-        # many there are. A piece that begins messages that another piece ends is a kind
-        # by itself.
+        # Blocks of all nodes, piece by piece; and for the first piece of each kind, the
+        # number of such pieces. A piece that begins messages that another piece ends is
+        # a separate kind.
         self.sequence = list(zip(*self._nodes, strict=True))
         self.kinds = list[tuple[tuple[Block, ...], int]]()
         places = dict[tuple[Block, ...], int]()
@@ -105,7 +105,7 @@ class _StepActions:
     def traces(
         self, kinds: Sequence[tuple[Block, ...]], begin: Sequence[str] = ()
     ) -> list[list[str]]:
-        """Return the actions of all nodes that do these blocks."""
+        """Return the actions of all nodes in these blocks."""
         found = []
         for node in range(len(self._nodes)):
             events = [event for kind in kinds for event in kind[node]]
@@ -128,8 +128,8 @@ def predict(
 ) -> Iterator[ForecastPoint]:
     """Yield a point for each number of nodes, relative to one node.
 
-    ``job`` says how the replicas of a node are; its number of workers does not count.
-    BenchError where SimGrid is not there, or fails.
+    ``job`` describes the replicas of a node; its number of workers does not matter.
+    BenchError if SimGrid is missing, or fails.
     """
     one = predict_point(step, replace(job, num_workers=1), machine, network)
     for num_nodes in nodes:
@@ -148,9 +148,9 @@ def predict_point(
     *,
     folds: bool = True,
 ) -> ForecastPoint:
-    """Return the time of a step of a job, and what it goes to.
+    """Return the time of a step of a job, and its parts.
 
-    ``folds`` says whether pieces that are the same are simulated once.
+    ``folds`` tells whether equal pieces are simulated only once.
     """
     plan = _StepActions(step, job, machine)
     replicas = job.num_workers * job.replicas_per_worker
@@ -163,7 +163,7 @@ def predict_point(
     options = MPI_OPTIONS[machine.mpi]
     simulator = Simulator(network, job.num_workers, options)
     fast = replace(network, bytes_per_second=network.bytes_per_second * _FAST)
-    # The same without the time that bytes take.
+    # The same with infinite bandwidth.
     without = Simulator(fast, job.num_workers, options)
     replays = _Replays(plan, step, folds=folds)
     total = replays.step_seconds(simulator)
@@ -185,21 +185,21 @@ def predict_point(
 
 
 class _Replays:
-    """Replays of one plan, and what they took here."""
+    """Replays of one plan, and their cost on this machine."""
 
     def __init__(self, plan: _StepActions, step: ForecastStep, *, folds: bool) -> None:
         self._plan, self._step, self._folds = plan, step, folds
         self.wall_seconds, self.most_bytes = 0.0, 0
 
     def seconds(self, simulator: Simulator, traces: Sequence[Sequence[str]]) -> float:
-        """Return how long the nodes take for traces."""
+        """Return the simulated time of all nodes for these traces."""
         done = simulator.replay(traces)
         self.wall_seconds += done.wall_seconds
         self.most_bytes = max(self.most_bytes, done.most_bytes)
         return done.seconds
 
     def step_seconds(self, simulator: Simulator) -> float:
-        """Return how long the nodes take for a step."""
+        """Return the simulated time of all nodes for a step."""
         plan = self._plan
         begin = plan.writer.sleep(self._step.compute_seconds)
         kinds = [kind for kind, _ in plan.kinds]
@@ -208,7 +208,8 @@ class _Replays:
         seconds = once = self.seconds(simulator, plan.traces(kinds, begin))
         for index, (kind, count) in enumerate(plan.kinds):
             if count > 1:
-                # In its old place: messages of one piece end while the next one begins.
+                # In its original place: messages of one piece end while the next one
+                # begins.
                 again = [*kinds[:index], kind, *kinds[index:]]
                 more = self.seconds(simulator, plan.traces(again, begin))
                 seconds += (count - 1) * (more - once)

@@ -1,4 +1,4 @@
-"""Inputs of a prediction: figures of one small run, from files or by hand."""
+"""Inputs of a prediction: measurements of one small run, from files or options."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from hpcstrat.tools.bench.shapes import MODELS
 
 __all__ = ["KnownFigures", "read_given"]
 
-# Each byte of a message inside of a node is read and written once.
+# Each byte of a message within a node is read and written once.
 _TOUCHED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KnownFigures:
-    """Known figures; None where one is not known.
+    """Known measurements; None if a value is unknown.
 
     Times are in seconds, bandwidths in bytes per second. ``shapes`` are those of the
-    gradients. ``memory`` is what one replica reads and writes.
+    gradients. ``memory`` is the memory bandwidth of one replica, read and written.
     """
 
     latency: float | None = None
@@ -49,7 +49,7 @@ class KnownFigures:
     shapes: tuple[tuple[int, ...], ...] | None = None
 
     def over(self, other: Self) -> Self:
-        """Return what is known here, and of the other what is not."""
+        """Return these values, with missing ones from the other."""
         own = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -58,11 +58,11 @@ class KnownFigures:
         return replace(other, **own)
 
     def network(self, kind: str) -> Network:
-        """Return the network; BenchError where something is missing."""
+        """Return the network; BenchError if something is missing."""
         if kind not in NETWORKS:
             raise BenchError(
                 f"expected a network of {', '.join(NETWORKS)}, found {kind!r}; name "
-                "the one that is most like yours"
+                "the one that is closest to yours"
             )
         return Network(
             kind,
@@ -71,7 +71,7 @@ class KnownFigures:
         )
 
     def job(self) -> SimulatedJob:
-        """Return how the replicas of a node are."""
+        """Return the description of a node's replicas."""
         return SimulatedJob(
             1,
             self.replicas_per_node or 1,
@@ -80,15 +80,15 @@ class KnownFigures:
         )
 
     def step(self) -> ForecastStep:
-        """Return the step; BenchError where something is missing."""
+        """Return the step; BenchError if something is missing."""
         compute = self._known("compute", "--compute-ms")
         return ForecastStep(compute, self._known("shapes", "--gradients"))
 
     def machine(self) -> Machine:
-        """Return a node; BenchError where something is missing."""
+        """Return a node; BenchError if something is missing."""
         latency, bandwidth = self.inside_latency, self.inside_bandwidth
         if self.replicas_per_node in (None, 1):
-            # Nothing goes from one replica to another there.
+            # Within one replica nothing is sent.
             latency = (
                 self._known("latency", "--latency") if latency is None else latency
             )
@@ -101,8 +101,8 @@ class KnownFigures:
         mpi = self.mpi or "openmpi"
         if mpi not in MPI_OPTIONS:
             raise BenchError(
-                f"expected an MPI library of {', '.join(MPI_OPTIONS)}, found {mpi!r}; "
-                "name the one that it was made from with --mpi"
+                f"expected an MPI library of {', '.join(MPI_OPTIONS)}, found "
+                f"{mpi!r}; name the one that it is based on with --mpi"
             )
         return Machine(latency, bandwidth, memory, mpi)
 
@@ -121,10 +121,11 @@ def _missing(option: str) -> BenchError:
 
 
 def read_given(path: str) -> KnownFigures:
-    """Return what a file says; BenchError where it is none that is known.
+    """Return the values of a file; BenchError if its format is unknown.
 
-    Of hpcstrat doctor --measure --json: its links, and its hosts' memory. Of hpcstrat
-    bench scaling: its links, its replicas, its step, and what copies took in it.
+    From hpcstrat doctor --measure --json: the links, and the hosts' memory. From
+    hpcstrat bench scaling: the links, the replicas, the step, and the bandwidth of
+    copies in it.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -136,7 +137,7 @@ def read_given(path: str) -> KnownFigures:
         ) from error
     except ValueError as error:
         raise BenchError(
-            f"expected a file of measurements, found in {path} what is no JSON: "
+            f"expected a file of measurements, found that {path} is not JSON: "
             f"{error}; measure again"
         ) from error
     try:
@@ -157,7 +158,7 @@ def read_given(path: str) -> KnownFigures:
 
 
 def _find_links(content: Any) -> tuple[dict[str, Any], list[Any]] | None:
-    """Return the links and hosts of a doctor's file, wherever they stand in it."""
+    """Return the links and hosts of a doctor's file, at any depth."""
     if not isinstance(content, dict):
         return None
     if isinstance(content.get("links"), dict):
@@ -219,7 +220,7 @@ def _of_run(run: MeasuredRun) -> KnownFigures:
 
 
 def _of_step(run: MeasuredRun, part: Part, job: SimulatedJob) -> dict[str, Any]:
-    """Return what a step computes and sums, and how fast its copies went."""
+    """Return a step's computation and shapes, and the bandwidth of its copies."""
     calls = statistics.median(part.communication_seconds)
     own = statistics.median(part.own_seconds)
     late = statistics.median(part.late_seconds)

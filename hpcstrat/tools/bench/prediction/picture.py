@@ -1,4 +1,4 @@
-"""A picture of predicted steps: what they take, and how much of it is computing."""
+"""A picture of predicted steps: their time, and the share of computation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = {
 
 
 def draw(curves: Mapping[str, Sequence[ForecastPoint]], title: str) -> Any:
-    """Return a figure of matplotlib: efficiencies, and the parts of each curve."""
+    """Return a matplotlib figure: efficiencies, and the parts of each curve."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * (1 + len(curves)), 4), layout="constrained")

@@ -1,8 +1,8 @@
 """Networks in SimGrid's language, of the kinds that clusters have.
 
-https://simgrid.org/doc/latest/Platform_examples.html describes the elements. All
-figures are what `hpcstrat bench predict` assumes of a kind of network beside what was
-measured; docs/user-guide/prediction.md lists them.
+https://simgrid.org/doc/latest/Platform_examples.html describes the elements. The
+constants are the assumptions of `hpcstrat bench predict` about each kind of network, in
+addition to the measurements; docs/user-guide/prediction.md lists them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["MOST_NODES", "NETWORKS", "Network", "Platform"]
 # Latency of a switch with its cable: InfiniBand, Slingshot and the like; Ethernet.
 _HOP_SECONDS = 150e-9
 _ETHERNET_HOP_SECONDS = 1e-6
-# Half of a switch's ports look down: 40 ports, as InfiniBand's HDR switches have.
+# Half of a switch's ports face down: 40 ports, as in InfiniBand's HDR switches.
 _DOWN_PORTS = 20
-# Slingshot: groups of 32 switches with 16 nodes each, all joined to all.
+# Slingshot: groups of 32 switches with 16 nodes each, all connected to all.
 _GROUP_SWITCHES, _SWITCH_NODES = 32, 16
-# Global links carry half of what all nodes of a group send.
+# Global links have half of the bandwidth of a group's nodes.
 _TAPER = 2
-# A rack, and what its uplink carries: a fourth of what its nodes send.
+# A rack, and the bandwidth of its uplink: a fourth of that of its nodes.
 _RACK_NODES = 32
 _OVERSUBSCRIPTION = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Measures between two nodes, and the kind of the network."""
+    """Measurements between two nodes, and the kind of the network."""
 
     kind: str
     latency_seconds: float
@@ -38,7 +38,7 @@ class Network:
     slower: float = 1.0
 
     def in_world(self, slower: float) -> Network:
-        """Return the same network in a slower world."""
+        """Return the same network with all times multiplied."""
         return Network(
             self.kind,
             self.latency_seconds * slower,
@@ -49,21 +49,21 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """A network of at least so many nodes."""
+    """A network of at least that many nodes."""
 
     xml: str
     # Names of the nodes, in the order in which the network has them.
     hosts: tuple[str, ...]
-    # Time that a message takes at its end, beside its way.
+    # Time of a message at its ends, in addition to its route.
     receive_seconds: float
-    # For people.
+    # A description for people.
     words: str
 
 
 def _fat_tree(network: Network, num_nodes: int) -> Platform:
-    """Return a tree with full bisection of switches of 40 ports."""
+    """Return a tree of 40-port switches with full bisection."""
     down, left = list[int](), num_nodes
-    # The ports of the topmost switches all look down.
+    # All ports of the topmost switches face down.
     while left > 2 * _DOWN_PORTS:
         down.append(_DOWN_PORTS)
         left = -(-left // _DOWN_PORTS)
@@ -87,12 +87,12 @@ def _fat_tree(network: Network, num_nodes: int) -> Platform:
 
 
 def _dragonfly(network: Network, num_nodes: int) -> Platform:
-    """Return groups of 512 nodes, joined in pairs."""
+    """Return groups of 512 nodes, connected in pairs."""
     each = _GROUP_SWITCHES * _SWITCH_NODES
     groups = -(-num_nodes // each)
     between = max(1, each // _TAPER // max(1, groups - 1))
-    # All traffic to another group leaves by one switch in this model: the links to it
-    # must carry the share of a switch's nodes that the global links take.
+    # In this model all traffic to another group leaves by one switch: the links to it
+    # must have the share of the global links' bandwidth for a switch's nodes.
     local = _SWITCH_NODES // _TAPER
     parameters = f"{groups},{between};1,1;{_GROUP_SWITCHES},{local};{_SWITCH_NODES}"
     words = (
@@ -118,8 +118,8 @@ def _switched(
     parameters: str,
     size: int,
 ) -> Platform:
-    # All but what two links and their switch take is time of the hosts: it is the same
-    # over any number of switches.
+    # The latency without two links and their switch belongs to the hosts: it is the
+    # same for any number of switches.
     hop = min(_HOP_SECONDS * network.slower, network.latency_seconds / 2)
     cluster = _cluster(
         ("net", "n", 0, size),
@@ -203,7 +203,7 @@ NETWORKS: dict[str, Callable[[Network, int], Platform]] = {
     "dragonfly": _dragonfly,
     "ethernet": _ethernet,
 }
-"""What makes a network of a kind for a number of nodes."""
+"""For each kind, the function that makes a network of a number of nodes."""
 
 MOST_NODES = _GROUP_SWITCHES * _GROUP_SWITCHES * _SWITCH_NODES
-"""SimGrid's dragonflies have no more groups than a group has switches."""
+"""SimGrid's dragonflies have at most as many groups as a group has switches."""

@@ -1,8 +1,8 @@
 """Arrays without memory, which count the bytes that NumPy would move.
 
-Algorithms of `hpcstrat.engine.collectives` work on them as on arrays of NumPy, at any
-size, and compute nothing. They have only the operations that the algorithms use on flat
-arrays.
+Algorithms of `hpcstrat.engine.collectives` use them like NumPy arrays, at any size,
+without computing anything. They have only the operations that the algorithms use on
+flat arrays.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ __all__ = ["Phantom", "Traffic"]
 
 
 class Traffic:
-    """The bytes that were read and written since the last look."""
+    """The bytes that were read and written since the last call of ``take``."""
 
     def __init__(self) -> None:
         self._nbytes = 0
 
     def add(self, *arrays: Any) -> None:
-        """Count what an operation reads, and what it writes."""
+        """Count the bytes that an operation reads and writes."""
         self._nbytes += sum(getattr(array, "nbytes", 0) for array in arrays)
 
     def take(self) -> int:
-        """Return the count, and begin anew."""
+        """Return the count, and reset it."""
         nbytes, self._nbytes = self._nbytes, 0
         return nbytes
 
 
 class Phantom:
-    """A flat array of a length and a type, of whose values nothing is known."""
+    """A flat array of a length and a type, without values."""
 
     __slots__ = ("_traffic", "dtype", "size")
 
@@ -40,7 +40,7 @@ class Phantom:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, were it an array."""
+        """Size in bytes that a real array would have."""
         return self.size * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Phantom:
         return self.size
 
     def __getitem__(self, part: slice) -> Phantom:
-        """Return a part; its operations are counted in the same place."""
+        """Return a part, whose operations are added to the same count."""
         start, stop, _ = part.indices(self.size)
         return Phantom(max(0, stop - start), self.dtype, self._traffic)
 
@@ -58,7 +58,7 @@ class Phantom:
         self._traffic.add(values, self)
 
     def view(self, dtype: np.dtype[Any]) -> Phantom:
-        """Return the same memory as another type."""
+        """Return the same memory with another type."""
         wanted = np.dtype(dtype)
         return Phantom(self.nbytes // wanted.itemsize, wanted, self._traffic)
 
@@ -68,7 +68,7 @@ class Phantom:
         return self[:]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return zeros, for a copy into an array that has memory."""
+        """Return zeros, to be copied into an array that has memory."""
         del dtype, copy
         self._traffic.add(self, self)
         return np.broadcast_to(np.zeros((), self.dtype), self.size)
@@ -76,7 +76,7 @@ class Phantom:
     def __array_ufunc__(
         self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...]
     ) -> Any:
-        """Count what a sum or quotient reads and writes."""
+        """Count the bytes that a sum or quotient reads and writes."""
         del ufunc, method
         self._traffic.add(*inputs, *out)
         return out[0]
@@ -84,7 +84,7 @@ class Phantom:
     def __array_function__(
         self, function: Any, types: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Be apart from all other arrays, and make another one like this."""
+        """Return another array like this, separate from all others."""
         del types, kwargs
         if function is np.may_share_memory:
             return args[0] is args[1]

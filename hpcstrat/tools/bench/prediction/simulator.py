@@ -1,4 +1,4 @@
-"""Replays of traces by SimGrid, a program of its own that need not be there."""
+"""Replays of traces by SimGrid, a separate program that may be missing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hpcstrat.tools.bench.run_file import BenchError
 
 __all__ = ["Replay", "Simulator", "find_smpirun"]
 
-# It prints microseconds, which are long for a message: its world is slower.
+# SimGrid prints microseconds, too coarse for a message: simulated time is slowed down.
 _SLOWER = 1000.0
 _FOUND = re.compile(r"Simulation time ([0-9.]+)")
-# What was measured is all that counts: none of the factors that SimGrid has measured
-# elsewhere, no share of a link for acknowledgements, no limit by TCP's window.
+# Only the measurements count: none of the correction factors that SimGrid has from
+# other machines, no share of a link for acknowledgements, no limit by TCP's window.
 _OPTIONS = {
     "network/model": "SMPI",
     "smpi/bw-factor": "0:1",
@@ -31,9 +31,9 @@ _OPTIONS = {
     "network/weight-S": "0",
     "network/crosstraffic": "0",
     "network/TCP-gamma": "1e30",
-    # A sender of less than that goes on without its receiver.
+    # A sender of a smaller message continues without its receiver.
     "smpi/send-is-detached-thresh": "65536",
-    # Thousands of processes, which do next to nothing.
+    # Thousands of processes, each of which does little.
     "contexts/stack-size": "64",
     "contexts/guard-size": "0",
     "smpi/simulate-computation": "yes",
@@ -41,7 +41,7 @@ _OPTIONS = {
 
 
 def find_smpirun() -> str:
-    """Return SimGrid's program; BenchError where there is none."""
+    """Return the path of SimGrid's program; BenchError if there is none."""
     found = shutil.which("smpirun")
     if found is None:
         raise BenchError(
@@ -55,9 +55,9 @@ def find_smpirun() -> str:
 class Replay:
     """The result of a replay."""
 
-    # In the simulated world.
+    # In simulated time.
     seconds: float
-    # Time and memory that it took here.
+    # Real time and memory of the simulation.
     wall_seconds: float
     most_bytes: int
 
@@ -106,8 +106,8 @@ class Simulator:
             )
         except subprocess.TimeoutExpired as error:
             raise BenchError(
-                f"expected a replay of {num_nodes} nodes within {limit_seconds:g} s, "
-                "found that it takes longer; ask for fewer nodes"
+                f"expected a replay of {num_nodes} nodes within {limit_seconds:g} "
+                "s, found that it takes longer; use fewer nodes"
             ) from error
         found = _FOUND.search(done.stdout + done.stderr)
         if done.returncode or found is None:
@@ -115,8 +115,8 @@ class Simulator:
             said = [line for line in lines if "CRITICAL" in line] or lines[-3:]
             raise BenchError(
                 f"expected SimGrid to replay the trace of {num_nodes} nodes, found "
-                f"exit status {done.returncode} and: {' '.join(said)}; look whether "
-                "there is enough memory, and SimGrid is version 3.32 or newer"
+                f"exit status {done.returncode} and: {' '.join(said)}; check that "
+                "there is enough memory, and that SimGrid is version 3.32 or newer"
             )
         most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         wall = time.monotonic() - start
@@ -124,8 +124,8 @@ class Simulator:
 
 
 def _lines(traces: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yield the first line of every node, then the second one, and so on."""
-    # A reader keeps in memory what it has to skip.
+    """Yield the first line of every node, then the second line, and so on."""
+    # A reader keeps the lines that it skips in memory.
     for row in zip_longest(*(["init", *trace, "finalize"] for trace in traces)):
         for node, line in enumerate(row):
             if line is not None:

@@ -2,14 +2,14 @@
 
 A line is an action of ``smpirun -replay``
 (https://simgrid.org/doc/latest/Tutorial_MPI_Applications.html). One simulated process
-stands for a node, as its replicas do the same at the same time: a message is what all
-of them send together, and what a node does in itself is a sleep.
+represents a node, because its replicas do the same at the same time: a message contains
+what all of them send together, and work within the node is a sleep.
 
 Where the library calls MPI's nonblocking all-reduce, the trace has SMPI's collectives,
-by the algorithm that the MPI library takes: Open MPI's `coll/libnbc` adds up a binomial
-tree and sends down another one where the message has less than 64 KiB, where there are
-fewer than four ranks, and where it is in place; else it does as Rabenseifner
-(https://doi.org/10.1007/978-3-540-24685-5_1), as does MPICH from 2 KiB on.
+with the algorithm of the MPI library: Open MPI's `coll/libnbc` sums along a binomial
+tree and sends the result down another one if the message has less than 64 KiB, if there
+are fewer than four ranks, and if the call is in place; otherwise it uses Rabenseifner's
+algorithm (https://doi.org/10.1007/978-3-540-24685-5_1), as does MPICH from 2 KiB on.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["MPI_OPTIONS", "Block", "Machine", "Writer", "blocks", "is_balanced"]
 
 _LIBNBC_TREE_BYTES = 65536
 _LIBNBC_TREE_RANKS = 4
-# Tags are less.
+# Tags are smaller.
 _MOST_TAG = 100
 # A sum reads two numbers, and writes one.
 _TOUCHED = 3
 
-# A header is no collective of MPI, but goes the way that these do.
+# A header is not an MPI collective, but takes the same steps.
 _HEADER = {"smpi/barrier": "ompi_bruck", "smpi/allgather": "bruck"}
 
 MPI_OPTIONS = {
@@ -52,7 +52,7 @@ MPI_OPTIONS = {
     },
     "mpich": {"smpi/coll-selector": "mpich", **_HEADER},
 }
-"""Options of SMPI, which carry out what `Writer` writes as MPI libraries do."""
+"""SMPI options that carry out the actions of `Writer` as MPI libraries do."""
 
 # Events of one piece.
 Block = tuple[Event, ...]
@@ -60,18 +60,18 @@ Block = tuple[Event, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measures inside of a node."""
+    """Measurements within a node."""
 
-    # Latency of a message from one replica to another, and bandwidth of a step of all.
+    # Latency of a message between two replicas, and bandwidth of a step of all.
     inside_latency_seconds: float
     inside_bytes_per_second: float
-    # Bandwidth of one replica that reads and writes, while all of its node do.
+    # Bandwidth of one replica that reads and writes, while all replicas of its node do.
     memory_bytes_per_second: float
     mpi: str = "openmpi"
 
 
 def blocks(events: Iterable[Event]) -> list[Block]:
-    """Cut what a replica does where it takes the next piece."""
+    """Cut the actions of a replica where it begins the next piece."""
     found, current = list[Block](), list[Event]()
     for event in events:
         if isinstance(event, Turned):
@@ -86,35 +86,35 @@ def blocks(events: Iterable[Event]) -> list[Block]:
 
 
 def is_balanced(block: Block) -> bool:
-    """Whether as many messages of each tag end in a block as begin."""
+    """Whether equal numbers of messages of each tag end and begin in a block."""
     begun = Counter(event.tag for event in block if isinstance(event, Begun))
     ended = Counter(event.begun.tag for event in block if isinstance(event, Ended))
     return begun == ended
 
 
 class _Numbers:
-    """Numbers of messages under way: what is matched by tag and order is by number."""
+    """Numbers for messages under way: traces match by number, not by tag and order."""
 
     def __init__(self) -> None:
         self._begun, self._ended = Counter[int](), Counter[int]()
 
     def begin(self, tag: int) -> int:
-        """Return the number of what is started."""
+        """Return the number of a started message."""
         self._begun[tag] += 1
         return tag + _MOST_TAG * self._begun[tag]
 
     def end(self, tag: int) -> int:
-        """Return the number of what was started first and has not ended."""
+        """Return the number of the oldest message that has not ended."""
         self._ended[tag] += 1
         return tag + _MOST_TAG * self._ended[tag]
 
 
 class Writer:
-    """Writes down what a node of a job does."""
+    """Writes the actions of a node of a job."""
 
     def __init__(self, job: SimulatedJob, machine: Machine) -> None:
         self._job, self._machine = job, machine
-        # Number of doublings of a tree inside of a node.
+        # Number of doublings of a tree within a node.
         self._inside_rounds = math.ceil(math.log2(job.replicas_per_worker))
 
     def lines(self, events: Iterable[Event], worker: int = 0) -> list[str]:
@@ -135,7 +135,7 @@ class Writer:
         return sum(float(word[1]) for word in words if word[0] == "sleep")
 
     def sleep(self, seconds: float) -> list[str]:
-        """Return the action of doing something else."""
+        """Return the action of changing to another kind of work."""
         return [f"sleep {float(seconds)!r}"] if seconds else []
 
     def _event_lines(self, event: Event) -> list[str]:
@@ -151,11 +151,11 @@ class Writer:
         return []
 
     def announcement(self, nbytes: int = 0) -> list[str]:
-        """Return the actions of a header that carries so many bytes of each worker."""
+        """Return the actions of a header with that many bytes of each worker."""
         job, step = self._job, self._machine.inside_latency_seconds
         if job.num_workers == 1:
             return self.sleep(step)
-        # Its own bytes take no time worth speaking of.
+        # The time of its own bytes is negligible.
         across = f"allgather {nbytes} {nbytes}" if nbytes else "barrier"
         return [*(self.sleep(2 * step) if job.replicas_per_worker > 1 else ()), across]
 
@@ -171,7 +171,9 @@ class Writer:
         return lines + [f"wait {worker} {peer} {tag}" for peer, _ in begun.sent]
 
     def _all_reduce(self, event: AllReduced) -> list[str]:
-        """Return the actions of MPI's all-reduce of all replicas, or of positions."""
+        """Return the actions of MPI's all-reduce over all replicas, or those of
+        positions.
+        """
         job, machine = self._job, self._machine
         nbytes, lines = event.nbytes, list[str]()
         tree = machine.mpi == "openmpi" and (
@@ -180,7 +182,7 @@ class Writer:
             or event.in_place
         )
         if event.num_ranks == job.num_workers:
-            # One of each position sends, all at the same time.
+            # One replica of each position sends, all at the same time.
             nbytes *= job.replicas_per_worker
         else:
             one = machine.inside_latency_seconds

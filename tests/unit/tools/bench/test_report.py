@@ -412,9 +412,9 @@ def _bad(content: Content, **changes: Any) -> Content:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: json.dumps(c)[:-40], "what is no JSON"),
+        (lambda c: json.dumps(c)[:-40], "is not JSON"),
         (lambda c: "[1, 2]", "another JSON"),
-        (lambda c: json.dumps({"rows": []}), "JSON; leave it out"),
+        (lambda c: json.dumps({"rows": []}), "JSON; omit it"),
         (lambda c: {**c, "format_version": 2}, "found 2 in"),
         (lambda c: {**c, "format": "other"}, "the format 'other'"),
         (lambda c: _without(c, "links"), "none with the name 'links'"),
@@ -474,7 +474,7 @@ def test_what_is_missing_or_differs_is_noted(save: Callable[..., list[str]]) -> 
     notes = "\n".join(analyze(read_runs(save(*contents.values()))).notes)
     assert re.search(r"step \(strong, .* was not measured with 4 \(2 x 2\)", notes)
     assert "the same hpcstrat: 1 (1), 2 (2)." in notes
-    assert "run of 2 replicas was started again on other hosts" in notes
+    assert "run of 2 replicas was restarted on other hosts" in notes
     said = "other programs used up to 30% of node1, in step (weak)"
     assert said in notes
     assert "Fewer than 5 repeats" in notes
