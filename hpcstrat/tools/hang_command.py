@@ -1,4 +1,4 @@
-"""The command that explains why a job hung, or ended, by the file that it has left."""
+"""The command that explains from its file why a job hung or ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcstrat.tools.terminal import add_row, new_console, new_table
 
 __all__ = ["explain", "hang"]
 
-# Advice by the words with which a report describes a late rank.
+# Advice for each phrase with which a report describes a late rank.
 _ADVICE = (
     (
         "whose process has ended",

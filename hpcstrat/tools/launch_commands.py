@@ -1,4 +1,4 @@
-"""Commands that run a program of torch.distributed or of jax.distributed over MPI."""
+"""Commands that run torch.distributed or jax.distributed programs over MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["jax", "torch"]
 
 
 @click.command(
-    # Options behind PROGRAM are the program's, also those that have names of ours.
+    # Options after PROGRAM are the program's, even those with the same names as ours.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 @click.option(
@@ -72,7 +72,7 @@ def _become(
     module: bool,
 ) -> NoReturn:
     """Replace this process by one that sets up the framework and runs the program."""
-    # Found, not imported: this process makes room for another one.
+    # Found, not imported: another process will replace this one.
     if find_spec(framework) is None:
         raise click.ClickException(
             f"expected {framework}, found none; install it: pip install {framework}"
@@ -82,7 +82,7 @@ def _become(
             f"expected a program, found no file {program!r}; give its path, or a "
             "module's name with -m"
         )
-    # A process of its own kind: how it ends, and its signals, are the program's.
+    # The process is replaced: its exit status and signals are the program's.
     kind = "module" if module else "script"
     launcher = f"hpcstrat.integrations.{framework}.{framework}_launcher"
     words = [*options, kind, program, *arguments]

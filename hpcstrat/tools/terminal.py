@@ -1,4 +1,4 @@
-"""Output of commands on a terminal, or in a pipe: help, tables and bars, all uncut."""
+"""Output of commands on a terminal, or in a pipe: help, tables and bars, never cut."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.text import Text
 
 __all__ = ["UncutGroup", "add_row", "new_console", "new_table", "progress"]
 
-# rich folds to 80 columns where it finds no terminal, which no script could read.
+# rich folds to 80 columns without a terminal, which scripts could not read.
 _WIDE = 1 << 16
 
 
 class UncutGroup(click.Group):
-    """A group of commands whose help shows the first sentence of each, uncut."""
+    """A group of commands whose help shows the first sentence of each in full."""
 
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
@@ -36,20 +36,20 @@ class UncutGroup(click.Group):
 
 
 def new_console(*, of_job: bool = False) -> Console:
-    """Return standard output; lines have any length where it is no terminal.
+    """Return standard output; without a terminal, lines have any length.
 
-    ``of_job`` is that of a rank: mpirun gives ranks a terminal, and writes to a file.
+    ``of_job`` is for a rank: mpirun gives ranks a terminal, but writes to a file.
     """
     if of_job:
         # Without colors: their codes would be in the file to which mpirun writes.
         return Console(markup=False, color_system=None, width=_WIDE)
-    # Names of variables may hold brackets, which rich would take for markup.
+    # Names of variables may contain brackets, which rich would take for markup.
     console = Console(markup=False)
     return console if console.is_terminal else Console(markup=False, width=_WIDE)
 
 
 def new_table(*names: str) -> Table:
-    """Return an empty table, whose words are folded where they have no room."""
+    """Return an empty table, whose words wrap if they do not fit."""
     return Table(*(Column(name, overflow="fold") for name in names))
 
 
@@ -60,14 +60,14 @@ def add_row(table: Table, *words: Any) -> None:
 
 @contextlib.contextmanager
 def progress(nbytes: int, title: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error, where that is a terminal.
+    """Show a bar on standard error, if that is a terminal.
 
     Yields a function to call with the number of bytes since its last call.
     """
     if not nbytes or not sys.stderr.isatty():
         yield lambda _: None
         return
-    # Loaded here: most commands show no bar.
+    # Imported here, because most commands show no bar.
     from hpcstrat.metrics.progress_bar import Progress
 
     with Progress(nbytes, title, show=True) as bar:

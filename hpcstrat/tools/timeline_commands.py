@@ -23,7 +23,7 @@ def _opened(directory: str, run: str | None) -> Timeline:
         found = open_timeline(directory, run)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    # To standard error: what is printed on the other may be read by a program.
+    # To standard error: a program may read the standard output.
     cut = [file.thread for file in found.files if not file.whole]
     if cut:
         click.echo(f"ended before their files: {', '.join(cut)}", err=True)

@@ -32,7 +32,8 @@ __all__ = ["advise", "bench", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)", re.IGNORECASE)
 _LETTERS = "kmgt"
-# Ratios of medians: less than the first is noise, more than the second worth a word.
+# Ratios of medians: smaller ones than the first are noise, larger ones than the second
+# are reported.
 _SAME = 1.1
 _MUCH = 1.5
 _MOST_THREADS = 4
@@ -59,11 +60,11 @@ class _BenchOptions:
 def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     """Find the fastest way of writing checkpoints in DIRECTORY.
 
-    Under mpirun or srun, all ranks write, as they do in a program. Without, threads of
-    this process stand for ranks. What is written is removed, also after an interrupt.
+    Under mpirun or srun, all ranks write, as they do in a program. Otherwise, threads
+    of this process represent ranks. The files are removed, also after an interrupt.
     """
     launch = launch_from_environment()
-    # Before MPI starts, as it starts a process.
+    # This runs before MPI starts, because it starts a process.
     guard = scratch(directory) if launch.rank == 0 else contextlib.nullcontext("")
     try:
         with guard as folder:
@@ -75,38 +76,38 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     except TopologyError as error:
         raise click.ClickException(str(error)) from error
     except CheckpointError as error:
-        # All ranks raise the same: it is said once.
+        # All ranks raise the same error: print it once.
         if launch.rank == 0:
             click.echo(f"Error: {error}", err=True)
         raise SystemExit(1) from error
 
 
 def _bench_ranks(wish: _BenchOptions, launcher: str) -> None:
-    # A rank that is interrupted ends at once, and so the job: the others wait for it.
+    # A rank that is interrupted ends the job at once, because the others wait for it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     world = Topology.world()
     _bench(world, wish, f"{world.size} ranks ({launcher})")
 
 
 def _bench_threads(wish: _BenchOptions) -> None:
-    # Two at least, as one writer says nothing of several that write one file.
+    # At least two, because one writer shows nothing about several that write one file.
     count = max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
     words = f"{count} threads that stand for ranks, which mpirun or srun would start"
     run_in_threads(count, lambda group: _bench(group, wish, words))
 
 
 def _bench(group: Writers, wish: _BenchOptions, writers: str) -> None:
-    """Measure; rank 0 says what came of it. All ranks raise the same, or none does."""
+    """Measure; rank 0 prints the results. All ranks raise the same error, or none."""
     # In here, where all ranks raise the same.
     nbytes = parse_size(wish.size)
     problem = "" if group.rank or not wish.output else _unwritable(wish.output)
-    # Before minutes of writing whose result could then not be kept.
+    # Checked before minutes of writing whose result could then not be stored.
     if problem := group.allgather(problem)[0]:
         raise CheckpointError(problem)
     show = progress if group.rank == 0 else _no_progress
     usual = choose_block_bytes(nbytes, group.size)
     num_ways = 4 * len({STRIPE_BYTES, usual})
-    # Twice: what is written is read as well.
+    # Twice: the files are written and then read.
     with show(2 * num_ways * wish.rounds * nbytes, "writing and reading") as tick:
         results = compare(group, wish.folder, nbytes, wish.rounds, tick)
     if group.rank:
@@ -147,11 +148,11 @@ def parse_size(text: str) -> int:
             f"expected a size such as 256MiB or 2GB, found {text!r}; give a number "
             "above 0 and its unit"
         )
-    # "256M" is taken as dd and others take it: 256 MiB; "256MB" is decimal.
+    # "256M" means 256 MiB, as in dd; "256MB" is decimal.
     base = 1000 if match[2] and not match[3] and "b" in text.lower() else 1024
     power = _LETTERS.index(match[2].lower()) + 1 if match[2] else 0
     nbytes = int(float(match[1]) * base**power)
-    # Whole pieces: direct writes take no others.
+    # Whole pieces: direct writes need aligned lengths.
     return max(-(-nbytes // STRIPE_BYTES), 1) * STRIPE_BYTES
 
 
@@ -171,9 +172,9 @@ def _show(results: Sequence[MeasuredWay]) -> None:
 def advise(
     results: Sequence[MeasuredWay], auto: bool, kind: str, directory: str
 ) -> list[str]:
-    """Return lines: what to set, in the last one, and what else is worth to know.
+    """Return lines of advice: the setting to use in the last one, and other remarks.
 
-    ``auto`` says whether the setting ``auto`` means direct writes there, ``kind`` is
+    ``auto`` tells whether the setting ``auto`` means direct writes there, ``kind`` is
     the name of the file system's type.
     """
     # Sizes are a stripe, and what a checkpoint would have, which is no smaller.
@@ -206,7 +207,7 @@ def _remedy(kind: str, directory: str) -> str:
 
 
 def _setting(direct: MeasuredWay, cached: MeasuredWay, auto: bool) -> str:
-    """Return the line about ``direct_io``, by the part size of real checkpoints."""
+    """Return the line about ``direct_io``, for the part size of real checkpoints."""
     chosen = "on" if auto else "off"
     if direct.refused:
         return (
@@ -217,7 +218,7 @@ def _setting(direct: MeasuredWay, cached: MeasuredWay, auto: bool) -> str:
     best = "on" if ratio > 1 else "off"
     times = max(ratio, 1 / ratio)
     fast, slow = (direct, cached) if best == "on" else (cached, direct)
-    # Rounds that overlap show nothing, whatever their medians are.
+    # If the times of rounds overlap, medians show nothing.
     if times < _SAME or max(fast.write_seconds) > min(slow.write_seconds):
         return (
             'direct_io: "on" and "off" do not differ clearly; nothing to set: "auto" '
@@ -252,7 +253,7 @@ def _report(
         }
         for found in results
     ]
-    # Names of the JSON file are relied on by scripts; they stay.
+    # Scripts rely on the names in the JSON file; they never change.
     return {
         "directory": os.path.abspath(wish.directory),
         "file_system": kind,

@@ -42,7 +42,7 @@ from hpcstrat.tools.terminal import (
 __all__ = ["ckpt", "differences"]
 
 _DAMAGED = 1
-# As of diff(1).
+# The same as in diff(1).
 _DIFFERENT = 1
 
 
@@ -70,11 +70,11 @@ def ls(directory: str) -> None:
     for path in _listed(directory):
         name = os.path.basename(path)
         try:
-            # The size of the link itself, which may lead to nothing.
+            # The size of the link itself, whose target may be missing.
             size = f"{os.lstat(path).st_size:,}"
             header = read(path)
         except FileNotFoundError:
-            # Replaced by newer ones since the folder was listed.
+            # Newer files have replaced it since the folder was listed.
             continue
         except OSError as error:
             # For example in a folder whose names can be listed, but whose files cannot
@@ -93,7 +93,7 @@ def ls(directory: str) -> None:
 
 
 def _listed(directory: str) -> list[str]:
-    """Return the checkpoints of a folder, which must be there."""
+    """Return the checkpoints of a folder, which must exist."""
     if not os.path.isdir(directory):
         found = "a file" if os.path.exists(directory) else "nothing"
         raise click.ClickException(
@@ -143,11 +143,11 @@ def verify(paths: tuple[str, ...]) -> None:
         for path in paths
         for file in (_listed(path) if os.path.isdir(path) else [path])
     ]
-    # A job that checks a folder of a wrong name must not find it good.
+    # A job that checks a folder with a wrong name must not report it as good.
     wrong = not files
     for file in files:
         good, words = _verdict(file)
-        # All are looked at: which others are good is what one needs to know then.
+        # Check all of them: the user needs to know which others are good.
         wrong |= not good
         click.echo(f"{file}: {words}")
     if not files:
@@ -156,7 +156,7 @@ def verify(paths: tuple[str, ...]) -> None:
 
 
 def _verdict(file: str) -> tuple[bool, str]:
-    """Return whether a file is good, and what to say of it."""
+    """Return whether a file is good, and a message about it."""
     try:
         count = verify_file(file)
     except NoCheckpointError as error:
@@ -164,7 +164,7 @@ def _verdict(file: str) -> tuple[bool, str]:
     except CorruptCheckpointError as error:
         return False, f"DAMAGED: {one_line(error)}"
     except CheckpointError as error:
-        # A newer version, or a file that is not readable now: it may be whole.
+        # A newer version, or a file that cannot be read now: it may be intact.
         return False, f"not verified: {one_line(error)}"
     except OSError as error:
         return False, f"not verified: {unreadable(file, error)}"
@@ -201,7 +201,7 @@ def differences(
     ``describe`` returns how two arrays of one shape and dtype differ, and an empty text
     where they do not. Raises ClickException if a file is damaged or cannot be read.
     """
-    # Checked before they are compared: a flipped bit would look like training.
+    # Verified before they are compared: a flipped bit would look like training.
     headers = checked(first), checked(second)
     lines = []
     names = sorted(set(headers[0].entries) | set(headers[1].entries))
@@ -245,7 +245,7 @@ def _difference(
     paths: tuple[str, str],
     describe: Callable[[Array, Array], str],
 ) -> str:
-    """Return how a value differs; empty where it does not."""
+    """Return how a value differs; empty if it does not."""
     entries = [header.entries.get(name) for header in headers]
     if entries[0] is None or entries[1] is None:
         return f"only in the {'second' if entries[0] is None else 'first'}"
@@ -257,19 +257,19 @@ def _difference(
 
 
 def _by_value(one: Array, other: Array) -> str:
-    """Return how two arrays differ, to which two NaN are no difference."""
+    """Return how two arrays differ; two NaN are equal."""
     # Comparing NaN of bfloat16 would warn.
     with np.errstate(invalid="ignore"):
         unequal = np.asarray(one != other)
         if one.dtype.kind not in "iub":
-            # Two NaN are no difference.
+            # Two NaN are equal.
             unequal &= ~(np.isnan(one) & np.isnan(other))
     count = int(unequal.sum())
     if not count:
         return ""
     index = tuple(int(i) for i in np.argwhere(unequal)[0]) if unequal.ndim else ()
     values = f"first at {list(index)}: {one[index]} and {other[index]}"
-    # The difference of whole numbers may not fit their type: none is given.
+    # The difference of integers may not fit their type: none is printed.
     if one.dtype.kind in "iub":
         return f"{count:,} of {one.size:,} elements, {values}"
     # In bfloat16 or float16 it would be rounded, or overflow.

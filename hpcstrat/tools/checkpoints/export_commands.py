@@ -1,4 +1,4 @@
-"""The commands that write a checkpoint's values for others, and make one of theirs."""
+"""The commands that export a checkpoint's values, and import other programs' values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpcstrat.variables import Variable
 
 __all__ = ["export", "import_"]
 
-# For each format: endings of file names, and the module that reads and writes them.
+# For each format: endings of file names, and the module that reads and writes it.
 _FORMATS = {
     "npz": ((".npz",), "checkpoint.exchange"),
     "h5": ((".h5", ".hdf5"), "checkpoint.exchange"),
@@ -45,13 +45,13 @@ _model = click.option(
 
 
 def _format(path: str, chosen: str | None, model: str | None) -> str:
-    """Return the format of a file, by option or by its name's end."""
-    # Longer endings first: .weights.h5 is one of Keras'.
+    """Return the format of a file, from the option or the end of its name."""
+    # Longer endings first: .weights.h5 is one of Keras' formats.
     endings = {end: name for name, (ends, _) in _FORMATS.items() for end in ends}
     found = [end for end in sorted(endings, key=len)[::-1] if path.endswith(end)]
     kind = chosen or (endings[found[0]] if found else None)
     ends = _FORMATS[kind][0] if kind else tuple(endings)
-    # Keras itself goes by the name.
+    # Keras itself decides by the name.
     if kind is None or (kind == "keras" and not path.endswith(ends)):
         raise click.ClickException(
             f"expected a file that ends in {', '.join(ends)}, found {path}; rename it"
@@ -65,7 +65,7 @@ def _format(path: str, chosen: str | None, model: str | None) -> str:
 
 
 def _function(verb: str, kind: str) -> Callable[..., Any]:
-    """Return what reads or writes files of a format."""
+    """Return the module that reads or writes files of a format."""
     try:
         module = importlib.import_module(f"hpcstrat.{_FORMATS[kind][1]}")
     except (ImportError, HpcstratError) as error:
@@ -103,7 +103,7 @@ def export(
         part = part or "model"
     if part is not None:
         values = _within(values, _prefix(part, values), file)
-    # To say it in good words; the file is made exclusively in any case.
+    # Checked for a clear message; the file is made exclusively in any case.
     if os.path.exists(output):
         raise click.ClickException(
             f"expected a name that is free, found the file {output}; choose another"
@@ -111,7 +111,7 @@ def export(
     more = {"model": model} if kind == "keras" else {}
     total = sum(value.nbytes for value in values.values())
     try:
-        # Exclusively: never a file that somebody else has just made.
+        # Exclusively: never replace a file that another process has just made.
         os.close(os.open(output, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         with (
             progress(total, os.path.basename(output)) as tick,
@@ -127,7 +127,7 @@ def export(
 
 @contextlib.contextmanager
 def _removed_on_error(path: str) -> Iterator[None]:
-    """Remove a file that could not be written to its end."""
+    """Remove a file that could not be written completely."""
     try:
         yield
     except BaseException:
@@ -159,7 +159,7 @@ def _within(values: Mapping[str, Array], prefix: str, path: str) -> dict[str, Ar
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return a list of names, cut where it is long."""
+    """Return a list of names, shortened if it is long."""
     known = sorted(names)
     more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
     return (", ".join(known[:_MOST_NAMES]) or "none") + more
@@ -253,7 +253,7 @@ def _read(source: str, kind: str, model: str | None) -> dict[str, Array]:
 
 
 def _checked_values(path: str) -> dict[str, Array]:
-    """Return the values of a checkpoint, as maps of it, after all were checked."""
+    """Return the values of a checkpoint, as maps of the file, after verifying all."""
     for entry in checked(path).entries.values():
         known_dtype(entry.dtype)
     return map_values(open_checkpoint(path))
@@ -262,7 +262,7 @@ def _checked_values(path: str) -> dict[str, Array]:
 def _named(
     values: dict[str, Array], part: str | None, known: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return values by their names in a checkpoint, such as the known ones."""
+    """Return values by their names in a checkpoint that has the known names."""
     if part is not None:
         prefix = _prefix(part, known)
         return {f"{prefix}{name}": value for name, value in values.items()}
@@ -284,7 +284,7 @@ def _fitted(
     cast: bool,
     partial: bool,
 ) -> dict[str, Array]:
-    """Return values that have the names, shapes and types of a checkpoint's."""
+    """Return values with the names, shapes and types of a checkpoint's values."""
     groups = {_group(name) for name in values}
     wanted = {name: value for name, value in model.items() if _group(name) in groups}
     shapes, types = [], []
@@ -317,13 +317,13 @@ def _fitted(
 
 
 def _group(name: str) -> str:
-    """Return the object that a value belongs to, of its name in a checkpoint."""
+    """Return the object to which a value belongs, by its name in a checkpoint."""
     first, _, rest = name.partition("/")
     return f"{_ROOT}{rest.partition('/')[0]}" if name.startswith(_ROOT) else first
 
 
 class _Object:
-    """Has variables by their names, as an object that a CheckpointManager saves."""
+    """Has variables by name, like an object that a CheckpointManager saves."""
 
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}

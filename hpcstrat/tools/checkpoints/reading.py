@@ -1,4 +1,4 @@
-"""Reading of checkpoints by the commands, and what they say where it fails."""
+"""Functions of the commands for reading checkpoints, with their error messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one_line(error: Exception) -> str:
 
 
 def unreadable(path: str, error: OSError) -> str:
-    """Say what was expected of a file that cannot be read."""
+    """Return a message about a file that cannot be read."""
     return (
         f"expected a readable checkpoint, found {path}: {error.strerror}; check the "
         "path and its permissions"
@@ -44,17 +44,17 @@ def unreadable(path: str, error: OSError) -> str:
 
 
 def read(path: str) -> Header:
-    """Read what a file holds; a CheckpointError says why it cannot be."""
+    """Read the entries of a file; a CheckpointError says why it cannot be read."""
     _require_file(path)
     return read_header(path)
 
 
 def _require_file(path: str) -> None:
-    """Refuse what a reader would take for a damaged file, or wait for."""
+    """Refuse a path that a reader would report as damaged, or block on."""
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISREG(kind):
-            # Whether it can be opened: a reader would say that it is damaged.
+            # Check whether it can be opened: a reader would say that it is damaged.
             os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             return
     except FileNotFoundError:
@@ -68,13 +68,13 @@ def _require_file(path: str) -> None:
 
 
 def verify_file(path: str) -> int | None:
-    """Return how many bytes of values were checked; None without hashes."""
+    """Return the number of verified bytes of values; None without hashes."""
     _require_file(path)
     found = open_checkpoint(path)
     if found.vouched is None:
         return None
     plan, count = found.vouched.plan, 0
-    # One slot for all: a file may be larger than the memory of a login node.
+    # One buffer for all: a file may be larger than the memory of a login node.
     slot = Image(1, plan.block_bytes).slot(0)
     with (
         Blocks(path, found.vouched, direct=False) as blocks,
@@ -88,15 +88,15 @@ def verify_file(path: str) -> int | None:
 
 
 def header_of(path: str) -> Header:
-    """Return what a file holds; its data are not read."""
+    """Return the entries of a file, without reading its data."""
     with explained(path):
         return read(path)
 
 
 def checked(path: str) -> Header:
-    """Return what a file holds, after all its bytes were checked."""
+    """Return the entries of a file, after verifying all its bytes."""
     header = header_of(path)
-    # Once for all: values are read without their hashes later.
+    # Verify once for all: values are later read without their hashes.
     with explained(path):
         if verify_file(path) is None:
             text = "not verified: format version 1 has no hashes"
@@ -106,7 +106,7 @@ def checked(path: str) -> Header:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """End the command with one line about what is wrong with a file."""
+    """End the command with one line about the error of a file."""
     try:
         yield
     except CheckpointError as error:

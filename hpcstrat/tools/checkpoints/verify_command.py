@@ -1,4 +1,4 @@
-"""The command that says where two runs have parted which should be equal to the bit."""
+"""The command that finds where two runs with supposedly equal bits diverge."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify_bits(first: str, second: str) -> None:
 
 
 def _logs(first: str, second: str) -> str:
-    """Return at which step two logs differ first; empty where they do not."""
+    """Return at which step two logs first differ; empty if they do not."""
     one, other = read_digests(first), read_digests(second)
     common = sorted(one.keys() & other.keys())
     if not common:
@@ -62,7 +62,7 @@ def _logs(first: str, second: str) -> str:
 
 
 def _checkpoints(first: str, second: str) -> str:
-    """Return how two checkpoints differ; empty where they do not."""
+    """Return how two checkpoints differ; empty if they do not."""
     steps, found = differences(first, second, _by_bits)
     lines = [f"{name}: {text}" for name, text in found]
     if lines and steps[0] != steps[1]:
@@ -71,7 +71,7 @@ def _checkpoints(first: str, second: str) -> str:
 
 
 def _by_bits(one: Array, other: Array) -> str:
-    """Return how the bits of two arrays differ; empty where they do not."""
+    """Return how the bits of two arrays differ; empty if they do not."""
     raw = [np.ascontiguousarray(value).reshape(-1) for value in (one, other)]
     octets = [array.view(np.uint8).reshape(-1, array.itemsize) for array in raw]
     unequal = np.flatnonzero((octets[0] != octets[1]).any(axis=1))

@@ -1,4 +1,4 @@
-"""The command ``hpcstrat doctor``: what a job finds here, and what would stop it."""
+"""The command ``hpcstrat doctor``: examines what a job would find, and its problems."""
 
 from hpcstrat.tools.doctor.command import doctor
 

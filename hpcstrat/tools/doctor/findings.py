@@ -1,4 +1,4 @@
-"""Problems that the doctor has found, and remarks."""
+"""The problems and remarks that the doctor reports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST_NAMES = 10
 class Finding:
     """One problem: what was expected, what was found, and what to do.
 
-    ``name`` says what kind it is, such as ``slow-link``; scripts rely on it. It is
-    about these hosts and ranks, or about all. Where it was measured, ``expected`` and
-    ``found`` are numbers of this ``unit``.
+    ``name`` is its kind, such as ``slow-link``; scripts rely on it. It concerns these
+    hosts and ranks, or all of them. For a measurement, ``expected`` and ``found`` are
+    numbers of this ``unit``.
     """
 
     name: str
@@ -29,17 +29,17 @@ class Finding:
     unit: str = ""
 
     def to_json(self, severity: str) -> dict[str, Any]:
-        """Return what the module json takes."""
+        """Return a dict for the module json."""
         return {"severity": severity, **asdict(self)}
 
 
 @dataclass(slots=True)
 class Findings:
-    """The problems that were found; grows as the examination goes on.
+    """The problems that were found; grows as the examination continues.
 
-    ``problems`` would stop a job, or show that something is badly wrong; ``remarks``
-    would slow a job down, or may be on purpose. ``library_version`` is what the MPI
-    library says of itself; empty if it cannot be loaded.
+    ``problems`` would stop a job, or show a serious fault; ``remarks`` would slow a job
+    down, or may be intended. ``library_version`` is the MPI library's version text;
+    empty if it cannot be loaded.
     """
 
     software: list[tuple[str, str]] = field(default_factory=list)
@@ -48,20 +48,22 @@ class Findings:
     library_version: str = ""
 
     def problem(self, name: str, text: str, **about: Any) -> None:
-        """Add what would stop a job; ``about`` are other fields of a `Finding`."""
+        """Add a problem that would stop a job; ``about`` are other fields of a
+        `Finding`.
+        """
         self.problems.append(Finding(name, text, **about))
 
     def remark(self, name: str, text: str, **about: Any) -> None:
-        """Add what is worth a word; ``about`` are other fields of a `Finding`."""
+        """Add a remark; ``about`` are other fields of a `Finding`."""
         self.remarks.append(Finding(name, text, **about))
 
     def add(self, others: Findings) -> None:
-        """Add what is wrong according to others."""
+        """Add the findings of others."""
         self.problems += others.problems
         self.remarks += others.remarks
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what the module json takes; problems first."""
+        """Return a dict for the module json; problems first."""
         both: Iterable[tuple[str, list[Finding]]] = (
             ("problem", self.problems),
             ("remark", self.remarks),
@@ -70,7 +72,7 @@ class Findings:
 
 
 def names(words: Sequence[str], what: str = "hosts") -> str:
-    """Return names as words of a sentence, some of them where they are many."""
+    """Return names as words of a sentence, shortened if there are many."""
     if len(words) > _MOST_NAMES:
         shown = words[: _MOST_NAMES - 1]
         return f"{', '.join(shown)} and {len(words) - len(shown)} more {what}"

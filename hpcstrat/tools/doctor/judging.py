@@ -1,4 +1,4 @@
-"""Judges the measures of all ranks: figures of each host, and problems."""
+"""Judges the measurements of all ranks: figures of each host, and problems."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = [
     "summarize",
 ]
 
-# A link so many times slower than the others is badly wrong, and not only slow.
+# A link that is slower than the others by this factor is a problem, not a remark.
 _BAD_BANDWIDTH, _BAD_LATENCY = 4.0, 10.0
 _BAD_LATENCY_SECONDS = 1e-3
-# Links of one cause are slow by ratios no further apart.
+# Slow links have one cause if their ratios differ by less than this factor.
 _ALIKE = 4.0
 _SLOW_MEMORY = 2.0
 _SLOW_FOLDER, _SLOW_FOLDER_SECONDS, _BAD_FOLDER_SECONDS = 5.0, 0.5, 10.0
 _SLOW_INIT_SECONDS = 20.0
-# Time services keep clocks within milliseconds; a second off is without any.
+# Time services keep clocks within milliseconds; one second off means that none runs.
 _CLOCK_SECONDS, _BAD_CLOCK_SECONDS = 0.05, 1.0
-# A time service corrects no more (adjtimex(2): 500 ppm).
+# A time service cannot correct more (adjtimex(2): 500 ppm).
 _DRIFT = 500e-6
 _LEAVE_OUT = "leave it out (sbatch --exclude={}) and tell the site"
 
@@ -62,7 +62,7 @@ class HostMeasures:
 
 @dataclass(slots=True)
 class JobMeasures:
-    """Measures of a job; ``troubles`` are host, what was not measured, and why."""
+    """Measurements of a job; ``troubles`` are host, missing measurement, and reason."""
 
     path: str
     init_seconds: float | None
@@ -71,7 +71,7 @@ class JobMeasures:
     troubles: list[tuple[str, str, str]]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the module json takes."""
+        """Return a dict for the module json."""
         return {
             "mpi_init_seconds": self.init_seconds,
             "folder": self.path,
@@ -83,7 +83,7 @@ class JobMeasures:
 def summarize(
     path: str, ranks: Sequence[RankFacts], measures: Sequence[RankMeasures]
 ) -> JobMeasures:
-    """Bring together what ranks say, in the same order."""
+    """Combine the measurements of ranks, in the same order."""
     by_host: dict[str, list[tuple[RankFacts, RankMeasures]]] = {}
     for facts, told in zip(ranks, measures, strict=True):
         by_host.setdefault(facts.host, []).append((facts, told))
@@ -95,9 +95,9 @@ def summarize(
     ]
     for host in hosts:
         if host.clock_offset_seconds is not None:
-            # The clock of one of them: the middle of two would call both wrong.
+            # The clock of one of them: the middle of two would make both wrong.
             host.clock_offset_seconds -= statistics.median_low(offsets)
-    # MPI starts on all ranks when the last one has come, whose time has no wait in it.
+    # MPI starts on all ranks when the last one arrives, whose time includes no wait.
     inits = [told.init_seconds for told in measures if told.init_seconds is not None]
     # Grouped by kind, so that the same trouble on every rank is reported once.
     troubles = {
@@ -126,9 +126,9 @@ def _host(host: str, told: Sequence[tuple[RankFacts, RankMeasures]]) -> HostMeas
     found.folder = next((m.folder for m in every if m.folder is not None), None)
     samples = next((m.clocks for m in every if m.clocks), [])
     if samples:
-        # Half a round trip bounds the error: the fastest one says most.
+        # Half a round trip bounds the error: the fastest sample is the most accurate.
         best = min(samples, key=lambda sample: sample.round_trip_ns)
-        # A sample says what is to be added to this host's clock.
+        # A sample is the difference to be added to this host's clock.
         found.clock_offset_seconds = -best.offset_ns / 1e9
         found.clock_error_seconds = best.round_trip_ns / 2e9
     if len(samples) > 1:
@@ -140,19 +140,19 @@ def _host(host: str, told: Sequence[tuple[RankFacts, RankMeasures]]) -> HostMeas
 
 
 def bandwidth_words(bytes_per_second: float) -> str:
-    """Return a bandwidth for people."""
+    """Return a bandwidth as text."""
     if bytes_per_second < 1e9:
         return f"{bytes_per_second / 1e6:.3g} MB/s"
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
 def latency_words(seconds: float) -> str:
-    """Return a latency for people."""
+    """Return a latency as text."""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def judge(measured: JobMeasures) -> Findings:
-    """Return what is wrong, or worth a word."""
+    """Return the problems and remarks."""
     found = Findings()
     for host, what, why in measured.troubles:
         found.problem(
@@ -212,7 +212,7 @@ def _judge_links(found: Findings, links: Links, hosts: Sequence[HostMeasures]) -
         )
     for outlier in outliers:
         ends = outlier.link.hosts
-        # A slow host explains its links: they are told with it.
+        # A slow host explains its links: they are reported with it.
         if not set(ends) & set(slow_hosts):
             _tell_slow(
                 found,
@@ -265,7 +265,7 @@ def _tell_slow(
     title: str,
     advice: str,
 ) -> None:
-    """Say how slow links are, by the one in the middle, and what is worse of it."""
+    """Report slow links, by the middle one, and the worse of its two figures."""
     ordered = sorted(outliers, key=lambda one: one.bandwidth_ratio)
     middle = ordered[len(ordered) // 2]
     words: Callable[[float], str] = bandwidth_words
@@ -277,7 +277,7 @@ def _tell_slow(
         expected = middle.others_latency_seconds
         own, unit = middle.link.latency_seconds, "s"
         words = latency_words
-        # Many times a microsecond is still too short to ruin a job.
+        # Many times a microsecond is still too short to slow down a job.
         bad = middle.latency_ratio > _BAD_LATENCY and own > _BAD_LATENCY_SECONDS
     tell = found.problem if bad else found.remark
     tell(
@@ -300,7 +300,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
     service = "ask the site to mend its time service (chronyc tracking)"
     for host in known:
         offset, error = host.clock_offset_seconds or 0.0, host.clock_error_seconds or 0
-        # Only what no error of measuring explains.
+        # Only the part that the error of measurement does not explain.
         if abs(offset) - error > _CLOCK_SECONDS:
             others = "the other hosts'"
             if len(known) == 2:
@@ -318,7 +318,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
                 unit="s",
             )
         drift, bound = host.clock_drift or 0.0, host.clock_drift_error or 0.0
-        # Likewise: two samples a few seconds apart tell little of a drift.
+        # Likewise: two samples a few seconds apart show little of a drift.
         if abs(drift) - bound > _DRIFT:
             found.remark(
                 "clock-drift",
@@ -334,7 +334,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
 def _with_others(
     values: Sequence[tuple[str, float | None]],
 ) -> list[tuple[str, float, float]]:
-    """Return hosts, their values, and the median of the others'; none of one alone."""
+    """Return hosts, their values, and the median of the others; empty for one host."""
     known = [(host, value) for host, value in values if value is not None]
     if len(known) < 2:
         return []
@@ -366,7 +366,7 @@ _Told = Sequence[tuple[str, FolderFacts]]
 
 
 def _grouped(told: _Told, key: Callable[[FolderFacts], str]) -> dict[str, Any]:
-    """Return hosts by what they say, without those that say nothing."""
+    """Group hosts by their answers, without those that have none."""
     groups: dict[str, tuple[str, ...]] = {}
     for host, facts in told:
         if key(facts):
@@ -387,7 +387,7 @@ def _judge_writing(found: Findings, path: str, told: _Told) -> None:
     values = [(host, facts.write_seconds) for host, facts in told]
     size = f"{FILE_BYTES >> 20} MiB"
     for host, own, others in _with_others(values):
-        # Many times next to nothing is no fault.
+        # Many times a negligible time is no fault.
         if own > _SLOW_FOLDER * others and own > _SLOW_FOLDER_SECONDS:
             found.remark(
                 "slow-folder",

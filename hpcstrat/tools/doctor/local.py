@@ -1,4 +1,4 @@
-"""Measures of one rank by itself: its memory, and files of a folder."""
+"""Measurements of one rank by itself: its memory, and files of a folder."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hpcstrat.checkpoint.disk import file_system_name, flush, write_all
 __all__ = ["FolderFacts", "Locked", "MemoryProbe", "look_at_folder", "within"]
 
 _MIB = 1 << 20
-# More than a core's caches have, twice; less where memory is scarce.
+# Twice the size of a core's caches, or more; less if memory is scarce.
 _MOST_BYTES, _LEAST_BYTES = 64 * _MIB, 4 * _MIB
-# Each array takes 1 / _SHARE of the free memory; a rank has two of them.
+# Each array uses 1 / _SHARE of the free memory; a rank has two of them.
 _SHARE = 16
 _COPIES = 5
 FILE_BYTES = _MIB
 """Size of the file that is written and flushed."""
 
 _FILES = 3
-# For a file that another host has just made: network file systems look now and then.
+# For a file that another host has just made: network file systems refresh at intervals.
 _SEEN_SECONDS = 5.0
 _NAP_SECONDS = 0.1
 _UNLOCKABLE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -45,7 +45,7 @@ class MemoryProbe:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = free // (_SHARE * num_ranks)
         nbytes = min(max(share, _LEAST_BYTES), _MOST_BYTES)
-        # Written: pages that never were are all the same page of zeros to Linux.
+        # Written, because pages that were never written all map to one page of zeros.
         self._from, self._to = np.ones((2, nbytes), np.uint8)
 
     def bytes_per_second(self, *, busy: bool = False) -> float:
@@ -83,9 +83,9 @@ class FolderFacts:
 
 
 def within(seconds: float, action: Callable[[], Any]) -> Any:
-    """Return an action's result; TimeoutError where it takes longer, or for ever.
+    """Return an action's result; TimeoutError if it takes longer, or never ends.
 
-    It goes on in a thread then.
+    In that case it continues in a thread.
     """
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -108,17 +108,17 @@ def within(seconds: float, action: Callable[[], Any]) -> Any:
 
 
 class Locked:
-    """A file that this process has made, and locks as HDF5 does; removed at the end."""
+    """A file that this process makes, and locks as HDF5 does; removed at the end."""
 
     def __init__(self, folder: str, token: str) -> None:
         self.path = _path(folder, token, "lock")
-        # Exclusively: no file of the user's is ever opened for writing.
+        # Exclusively: never open a user's file for writing.
         self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
-        """Give back the lock, and remove the file."""
+        """Release the lock, and remove the file."""
         os.close(self._file)
         with contextlib.suppress(OSError):
             os.unlink(self.path)
@@ -129,9 +129,9 @@ def _path(folder: str, token: str, what: str) -> str:
 
 
 def look_at_folder(folder: str, token: str, rank: int, limit: float) -> FolderFacts:
-    """Write, flush and lock a file in a folder; look for that of rank 0, and its lock.
+    """Write, flush and lock a file in a folder; look for rank 0's file, and its lock.
 
-    The ``token`` is in the names of all of them. Nothing is raised.
+    The ``token`` is in the names of all files. Nothing is raised.
     """
     kind = seconds = None
     try:
@@ -156,7 +156,7 @@ def _words(error: OSError) -> str:
 
 def _write_seconds(folder: str, token: str, rank: int) -> float:
     """Return how long it takes to make a file and have it on the disk."""
-    # Nothing that a file system could make smaller.
+    # Random data, which a file system cannot compress.
     path, data = _path(folder, token, f"{rank}"), memoryview(os.urandom(FILE_BYTES))
     seconds = []
     for _ in range(_FILES):
@@ -193,11 +193,11 @@ def _unlockable(folder: str, token: str, rank: int) -> str:
 
 
 def _see(folder: str, token: str) -> tuple[bool, bool | None]:
-    """Return whether rank 0's file is seen, and its lock."""
+    """Return whether rank 0's file is visible, and its lock."""
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         try:
-            # For writing: NFS turns flock into fcntl, which asks for it.
+            # For writing: NFS turns flock into fcntl, which requires that.
             file = os.open(_path(folder, token, "lock"), os.O_RDWR)
             break
         except FileNotFoundError:

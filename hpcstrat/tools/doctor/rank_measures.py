@@ -1,4 +1,4 @@
-"""Measures of all ranks together. All waits are bounded, and nothing is raised."""
+"""Measurements of all ranks together. All waits are bounded, and nothing is raised."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RankMeasures:
     troubles: list[tuple[str, str]] = field(default_factory=list)
 
     def attempt(self, what: str, action: Callable[[], Any]) -> Any:
-        """Return an action's result, or None where it fails, which is noted."""
+        """Return an action's result, or None if it fails, which is recorded."""
         try:
             return action()
         except Exception as error:
@@ -63,7 +63,7 @@ class RankMeasures:
 
 
 def measure(topology: Topology, folder: str, measures: RankMeasures) -> None:
-    """Measure all there is. Collective over ``topology.replica_comm``."""
+    """Measure everything. Collective over ``topology.replica_comm``."""
     together = _BoundedWaits(topology)
     if not together.meet():
         measures.troubles.append(("ranks", "not all ranks have come"))
@@ -78,7 +78,7 @@ def measure(topology: Topology, folder: str, measures: RankMeasures) -> None:
 
 
 def measure_alone(folder: str) -> RankMeasures:
-    """Measure what there is without MPI."""
+    """Measure everything that needs no MPI."""
     measures = RankMeasures()
     measures.memory_alone = measures.attempt(
         "memory", lambda: MemoryProbe(1).bytes_per_second()
@@ -96,16 +96,18 @@ class _BoundedWaits:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # Its own: a barrier that never ends must not meet later calls on the other.
+        # A separate communicator: an endless barrier must not match later calls on the
+        # other.
         self.comm, request = topology.replica_comm.Idup()
         self._came = self._await(request)
 
     def _await(self, request: Any) -> bool:
-        # With naps: a wait that spins would take the core from those that measure.
+        # With naps: a wait that spins would use the core of those that measure.
         return finish([request], time.monotonic() + LIMIT_SECONDS, naps=True)
 
     def meet(self, comm: Any = None) -> bool:
-        """Wait for all ranks of a communicator, all by default; false if not all came.
+        """Wait for all ranks of a communicator, by default all; False if one is
+        missing.
 
         Collective over it.
         """
@@ -114,7 +116,7 @@ class _BoundedWaits:
         return self._came
 
     def token(self) -> str:
-        """Return a name that rank 0 gives. Collective over all ranks."""
+        """Return a name that rank 0 chooses. Collective over all ranks."""
         # A copy: bytes cannot be written, and others receive into theirs.
         own = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8).copy()
         if self._came:
@@ -130,7 +132,7 @@ def _note_clock(together: _BoundedWaits, measures: RankMeasures) -> None:
     def compare() -> Sample | None:
         return measure_clock(topology, together.comm, LIMIT_SECONDS, clock=time.time_ns)
 
-    # The wall clocks: files and logs of hosts are compared by these.
+    # The wall clocks: files and logs of hosts are compared by their times.
     sample = measures.attempt("clock", compare)
     if sample is not None:
         measures.clocks.append(sample)
@@ -141,7 +143,7 @@ def _measure_memory(together: _BoundedWaits, measures: RankMeasures) -> None:
     worker = together.topology.worker_comm
     memory = measures.attempt("memory", lambda: MemoryProbe(worker.size))
 
-    # A rank that could get no memory meets the others all the same.
+    # A rank that could get no memory still takes part in the barriers.
     def copy(busy: bool = False) -> float | None:
         return None if memory is None else memory.bytes_per_second(busy=busy)
 
@@ -154,12 +156,12 @@ def _measure_memory(together: _BoundedWaits, measures: RankMeasures) -> None:
 
 
 def _look(together: _BoundedWaits, folder: str, measures: RankMeasures) -> None:
-    """Look at the folder, on all hosts at the same time."""
+    """Examine the folder, on all hosts at the same time."""
     topology, token = together.topology, together.token()
     # Five such waits of one rank are less than the one wait of the others.
     held, limit = None, LIMIT_SECONDS / 6
     if topology.replica_id == 0:
-        # Why it fails, if it does, is found below.
+        # The cause of a failure is found below.
         with contextlib.suppress(OSError):
             held = within(limit, lambda: Locked(folder, token))
     try:
@@ -169,15 +171,15 @@ def _look(together: _BoundedWaits, folder: str, measures: RankMeasures) -> None:
             measures.folder = look_at_folder(folder, token, rank, limit)
         together.meet()
     finally:
-        # Only now, as the others look whether they see the lock.
+        # Removed only now, because the others check whether they see the lock.
         if held is not None:
             held.close()
 
 
 def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
-    """Return the answers of all ranks on rank 0, None of who gave none in time.
+    """Return the answers of all ranks on rank 0; None for ranks without one in time.
 
-    Collective over ``comm``. The others wait until theirs is on its way.
+    Collective over ``comm``. The others wait until their answer is on its way.
     """
     if comm.rank:
         request = comm.isend((comm.rank, answer), 0, tag)
@@ -199,7 +201,7 @@ def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
 
 
 def share(comm: Any, verdict: Any, limit_seconds: float) -> Any:
-    """Return rank 0's verdict on all ranks; None where it does not come in time.
+    """Return rank 0's verdict on all ranks; None if it does not arrive in time.
 
     Collective over ``comm``.
     """

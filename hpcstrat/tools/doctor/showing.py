@@ -41,7 +41,7 @@ _MOST_LINKS = 12
 
 @dataclass(slots=True)
 class DoctorReport:
-    """All that the doctor has to say.
+    """The content of the doctor's report.
 
     ``reduction`` is how arrays on GPUs are summed, ``probe`` what MPI can do with their
     memory.
@@ -58,7 +58,7 @@ class DoctorReport:
         click.echo(json.dumps(self.to_json(), indent=2))
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the module json takes."""
+        """Return a dict for the module json."""
         launch = launch_from_environment()
         return {
             "version": JSON_VERSION,
@@ -119,7 +119,7 @@ def _row(name: str, value: str, column: int = _COLUMN) -> None:
     start = f"  {name}".ljust(column)
     if len(start) > column or not start.endswith(" "):
         start += " "
-    # Words stay whole: paths and commands are to be copied.
+    # Words are not split: users copy paths and commands.
     lines = textwrap.wrap(
         " ".join(value.split()),
         _WIDTH,
@@ -165,7 +165,7 @@ def _show_probe(report: ProbeReport) -> None:
     if not report.answers:
         _row("not tried", report.how)
         if report.output:
-            # The end of it says why.
+            # The end of it has the reason.
             _row("it said", report.output[-400:])
         return
     for name in OPERATIONS:

@@ -1,4 +1,4 @@
-"""Job scripts for a project of the user's own."""
+"""Job scripts for a user's own project."""
 
 from hpcstrat.tools.job_scripts.commands import jobs
 

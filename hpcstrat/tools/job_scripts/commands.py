@@ -21,7 +21,7 @@ from hpcstrat.tools.terminal import UncutGroup
 
 __all__ = ["jobs"]
 
-# A command that a scheduler has, and no other. SGE and PBS share most.
+# A command that only this scheduler has. SGE and PBS share most commands.
 _COMMANDS = {
     "flux": "flux",
     "slurm": "sbatch",
@@ -39,25 +39,25 @@ _PAGES = {
 
 
 def _found() -> str | None:
-    """Return the scheduler whose commands are here."""
+    """Return the scheduler whose commands are installed."""
     here = [name for name, command in _COMMANDS.items() if shutil.which(command)]
     return here[0] if here else None
 
 
 def _is_answered() -> bool:
-    """Whether somebody is there to answer."""
+    """Whether a user can answer questions."""
     return sys.stdin.isatty()
 
 
 class _PromptedOption(click.Option):
-    """An option that is asked for where somebody is there to answer."""
+    """An option whose value is asked for if a user can answer."""
 
     def __init__(self, *words: Any, ask: str, **options: Any) -> None:
         super().__init__(*words, **options)
         self._ask = ask
 
     def consume_value(self, ctx: click.Context, opts: Any) -> Any:
-        """Take what was given, or an answer; else the default."""
+        """Use the given value, or an answer; otherwise the default."""
         value, source = super().consume_value(ctx, opts)
         by_default = source is click.core.ParameterSource.DEFAULT
         if by_default and not ctx.resilient_parsing and _is_answered():

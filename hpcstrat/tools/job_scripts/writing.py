@@ -1,7 +1,7 @@
-"""Makes a job script of a user's program out of one of hpcstrat's own scripts.
+"""Makes a job script for a user's program from one of hpcstrat's own scripts.
 
-Those are tested, each under its scheduler where there is one; what is written here
-differs from them by the values in its head, and by the program.
+Those are tested, each under its scheduler if it is available; the new script differs
+only by the values in its head, and by the program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READ_PROGRAM = '"${program[@]}"'
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """A job that is to be submitted; ``minutes`` is its time limit."""
+    """A job to be submitted; ``minutes`` is its time limit."""
 
     scheduler: str
     program: str
@@ -56,7 +56,7 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ScriptSyntax:
-    """A scheduler's syntax: changes of the head of a script, and more."""
+    """A scheduler's syntax: changes of a script's head, and more."""
 
     mark: str
     submit: str
@@ -128,7 +128,7 @@ SCHEDULERS = {
 
 
 def own_scripts() -> Path:
-    """Return the folder of hpcstrat's own scripts: of the wheel, or of a clone."""
+    """Return the folder of hpcstrat's own scripts, in the wheel or a clone."""
     packed = Path(__file__).parent / "scripts"
     return packed if packed.exists() else Path(__file__).parents[3] / "jobs"
 
@@ -145,12 +145,12 @@ def write(plan: JobPlan) -> str:
     scheduler = SCHEDULERS[plan.scheduler]
     head, body, source = _script(plan, "restart" if plan.restarts else plan.device)
     if plan.restarts and plan.device == "gpu":
-        # What asks for GPUs, and what a job needs to start again.
+        # The part that requests GPUs, and the part that a restart needs.
         cpu, gpu = _script(plan, "cpu")[0], _script(plan, "gpu")[0]
         more = [line for line in head if line.replace("restart", "cpu") not in cpu]
         head = gpu + more
         body = body.replace("srun ", "srun --gpu-bind=none ")
-        # A job without its GPUs would only be slow.
+        # Without its GPUs a job would only be slow.
         line = "export HPCSTRAT_DEVICE=gpu"
         body = body.replace("site_environment\n", f"site_environment\n{line}\n")
     for pattern, words in scheduler.changes(plan).items():
@@ -190,7 +190,7 @@ def _comment(plan: JobPlan) -> list[str]:
 
 
 def _program(plan: JobPlan, body: str) -> str:
-    """Put the program in the place of that which a script is given."""
+    """Replace the program that a script gets as an argument."""
     reads = _READ_PROGRAM in body
     if reads:
         body = re.sub(r"\$\{PROGRAM:\?[^}]*\}", f"${{PROGRAM:-{plan.program}}}", body)

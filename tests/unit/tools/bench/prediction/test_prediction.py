@@ -366,7 +366,7 @@ def test_a_doctor_gives_links_and_memory(tmp_path: Path) -> None:
     ("text", "said"),
     [
         (None, "cannot be read: No such file"),
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[1]", "another JSON"),
         ('{"links": {"between": [{}], "inside": []}}', "KeyError"),
         (json.dumps(scaling_run(parts=[{}])), "expected all fields"),
