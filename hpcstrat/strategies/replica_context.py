@@ -198,9 +198,8 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         if options is not None and self._strategy.logical:
             require_no_wire_dtype(options)
-        return self.collectives.reduce_in_call(
-            op, value, "all_reduce", options, out=out
-        )
+        reduce = self.collectives.reduce_in_call
+        return reduce(op, value, "all_reduce", options, out=out)
 
     @collective
     def start_all_reduce(

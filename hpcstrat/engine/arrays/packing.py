@@ -174,7 +174,7 @@ def side_by_side(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 def wire_dtype(dtype: np.dtype[Any], means: bool) -> tuple[np.dtype[Any], bool]:
     """Return the type in which values are added, and whether the sum is cast back."""
     # Half types have too few digits for sums.
-    if is_half(dtype):
+    if dtype.itemsize == 2 and is_half(dtype):
         return np.dtype(np.float32), True
     if dtype.kind in "iu" and means:
         return np.dtype(np.float64), False

@@ -44,11 +44,15 @@ def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
 
 
 def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
-    """Describe arrays, and their tree, such as ``float32[4, 2] on a GPU``."""
-    shapes = ", ".join(
+    """Describe arrays, and their tree, such as ``float32[4, 2] on a GPU``.
+
+    ``structure`` is None for a single array.
+    """
+    shown = [
         f"{a.dtype}{list(a.shape)}{' on a GPU' if is_device(a) else ''}"
         for a in arrays[:_SHOWN_ARRAYS]
-    )
+    ]
+    shapes = ", ".join(shown)
     if len(arrays) > _SHOWN_ARRAYS:
         rest = "".join(f"{a.dtype}{a.shape}" for a in arrays[_SHOWN_ARRAYS:])
         mark = hashlib.blake2b(rest.encode(), digest_size=4).hexdigest()

@@ -7,7 +7,7 @@ changes that, such as a failure, a signal, a started call or a timeline, raises
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 __all__ = ["CallState", "Watched"]
 
@@ -44,17 +44,13 @@ class Watched(Generic[_Value]):
     the attribute, leaves a value that has not been looked at behind a lowered flag.
     """
 
-    def __init__(self, value: _Value) -> None:
-        self._value, self._name = value, ""
-
     def __set_name__(self, owner: type, name: str) -> None:
         """Take note of the attribute's name."""
         self._name = name
 
-    def __get__(self, owner: Any, kind: type | None = None) -> _Value:
-        """Return the value."""
-        found: _Value = vars(owner).get(self._name, self._value)
-        return found
+    if TYPE_CHECKING:
+        # Reading it costs no call: it lies among the attributes of the object.
+        def __get__(self, owner: Any, kind: type | None = None) -> _Value: ...
 
     def __set__(self, owner: Any, value: _Value) -> None:
         """Store a value, then raise the flag."""

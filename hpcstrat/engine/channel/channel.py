@@ -54,14 +54,14 @@ class Channel:
     otherwise.
     """
 
-    closed = Watched(False)
+    closed = Watched[bool]()
     # Waits for calls that the program has made before, but that other threads, such as
     # XLA's, still carry out; they come first. None where there are no such.
-    elsewhere = Watched[Callable[[], None] | None](None)
+    elsewhere = Watched[Callable[[], None] | None]()
     # This rank's notice to the others, such as a signal that it got: the next header
     # of a call that waits carries it, and it ends nothing. The notices of all ranks are
     # the same on all after each call.
-    notice = Watched("")
+    notice = Watched[str]()
 
     def __init__(self, topology: Topology, *, native: bool = True) -> None:
         self.topology = topology
@@ -69,6 +69,7 @@ class Channel:
         # reads and writes the state of the calls.
         self.kernel = make_kernel(topology) if native else None
         self.state: Any = CallState() if self.kernel is None else self.kernel
+        self.closed, self.elsewhere, self.notice = False, None, ""
         active.channels.add(self)
         # The call whose data this rank moves now.
         self.exchanging: Call | None = None
@@ -113,20 +114,13 @@ class Channel:
         The flag is lowered before anything is looked at, see `Watched`: what changes
         meanwhile raises it again, and the next call looks once more.
         """
-        failures = self.failures
-        self.state.attention = False
-        if (
-            failures.broken
-            or self.closed
-            or self.pending
-            or self.notice
-            or failures.leaving is not None
-            or self.elsewhere is not None
-            or active.recorder is not None
-        ):
-            self.state.attention = True
-            return False
-        return True
+        state, failures = self.state, self.failures
+        state.attention = False
+        failed = failures.broken or failures.leaving is not None or self.closed
+        tells = self.notice or active.recorder is not None
+        if failed or tells or self.pending or self.elsewhere is not None:
+            state.attention = True
+        return not state.attention
 
     # Calls that wait: a header, then an exchange of data.
 

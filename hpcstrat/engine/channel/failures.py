@@ -121,13 +121,14 @@ class Failures:
     """
 
     # Why no call can be made any more; empty while all is well.
-    broken = Watched("")
+    broken = Watched[str]()
     # Why this rank is leaving sections: no call can be made meanwhile.
-    leaving = Watched[Failure | None](None)
+    leaving = Watched[Failure | None]()
 
     def __init__(self, channel: Any, comm: Any) -> None:
         self._channel, self._comm = channel, comm
         self.state = channel.state
+        self.broken, self.leaving = "", None
         self._rank: int = comm.rank
         # Whether the rank was in no call when it broke, so that it can still announce
         # its own end.

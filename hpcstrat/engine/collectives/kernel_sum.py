@@ -10,14 +10,13 @@ waits.
 from __future__ import annotations
 
 import functools
-import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hpcstrat.engine.arrays.packing import Signature
 from hpcstrat.engine.channel.call import Call
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.channel.waitable import HEADER, WaitSteps
@@ -26,7 +25,7 @@ from hpcstrat.engine.collectives.work import Choice, Work
 from hpcstrat.engine.native import load, type_codes
 from hpcstrat.engine.typing import Array
 
-__all__ = ["KernelSum", "serves"]
+__all__ = ["KernelSum", "kernel_codes"]
 
 # The kernel makes smaller results itself; larger ones lie in memory used again.
 _SMALL_BYTES = 32 << 10
@@ -35,9 +34,15 @@ _SMALL_BYTES = 32 << 10
 _DONE, _HEADER_AWAITED, _STEP_AWAITED, _DIFFERS, _STEP_DIFFERS = range(5)
 
 
-def serves(dtypes: Sequence[np.dtype[Any]], channel: Channel) -> bool:
-    """Whether the kernel can sum arrays of some types; the same on every rank."""
-    return channel.kernel is not None and type_codes(dtypes, means=False) is not None
+def kernel_codes(request: Request, channel: Channel) -> bytes | None:
+    """Return the kernel's codes of some arrays' types, the same on every rank.
+
+    None if it cannot sum them.
+    """
+    if channel.kernel is None:
+        return None
+    means = bool(request.divisor)
+    return type_codes([dtype for dtype, _ in request.signatures], means=means)
 
 
 class KernelSum(Plan):
@@ -46,25 +51,20 @@ class KernelSum(Plan):
     To run it is collective over ``topology.worker_comm``.
     """
 
-    def __init__(self, request: Request, choice: Choice, channel: Channel) -> None:
+    def __init__(
+        self, request: Request, choice: Choice, channel: Channel, codes: bytes
+    ) -> None:
         # Each of three and more ranks adds a segment, unless the values are few.
         scattered = channel.topology.num_replicas > 2 and not choice.small
-        algorithm = functools.partial(_reduce, scattered=scattered)
-        super().__init__(request, choice.replaced(algorithm), channel)
-        large = any(
-            math.prod(shape) * dtype.itemsize >= _SMALL_BYTES
-            for shape, dtype in self.results
-        )
-        self._sum = _make_sum(
-            self.signatures,
-            [dtype for _, dtype in self.results],
-            self.divisor,
-            choice.piece_bytes,
-            channel,
-            call=self.call,
-            scattered=scattered,
-            allocate=self._allocate if large else None,
-        )
+        algorithm = functools.partial(_reduce, codes=codes, scattered=scattered)
+        super().__init__(request, replace(choice, algorithm=algorithm), channel)
+        # Arrays without memory.
+        likes = [np.broadcast_to(np.empty((), d), s) for d, s in self.signatures]
+        result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in self.results]
+        large = max(like.nbytes for like in result_likes) >= _SMALL_BYTES
+        made = channel.kernel, codes, likes, result_likes, choice.piece_bytes
+        how = self.divisor, scattered, self.call, self.call.digest
+        self._sum = load().Sum(*made, *how, self._allocate if large else None)
 
     def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
         """Do as `Plan.keep`."""
@@ -136,41 +136,14 @@ def _finish(channel: Any, call: Call, one: Any) -> Any:
     return one.take_results()
 
 
-def _make_sum(
-    signatures: Sequence[Signature],
-    results: Sequence[np.dtype[Any]],
-    divisor: int,
-    piece_bytes: int,
-    channel: Channel,
-    *,
-    call: Call,
-    scattered: bool,
-    allocate: Callable[[], list[Array]] | None = None,
-) -> Any:
-    """Return the kernel's own object for sums of such arrays.
-
-    ``results`` are the types of their results, which ``allocate`` makes, or the kernel.
-    """
-    module, codes = load(), type_codes([d for d, _ in signatures], means=bool(divisor))
-    assert module is not None
-    # Arrays without memory.
-    likes = [np.broadcast_to(np.empty((), d), shape) for d, shape in signatures]
-    result_likes = [
-        np.broadcast_to(np.empty((), dtype), shape)
-        for dtype, (_, shape) in zip(results, signatures, strict=True)
-    ]
-    made = channel.kernel, codes, likes, result_likes, piece_bytes, divisor, scattered
-    return module.Sum(*made, call, call.digest, allocate)
-
-
-def _reduce(work: Work, channel: Channel, *, scattered: bool) -> WaitSteps:
+def _reduce(
+    work: Work, channel: Channel, *, codes: bytes, scattered: bool
+) -> WaitSteps:
     """Do the same in a call that others may come between, as an algorithm."""
-    signatures = [(source.dtype, source.shape) for source in work.sources]
-    made = signatures, [result.dtype for result in work.results], work.divisor
-    one = _make_sum(
-        *made, work.piece_bytes, channel, call=work.call, scattered=scattered
-    )
-    started = one.start(list(work.sources), list(work.results))
+    sources, results = list(work.sources), list(work.results)
+    made = channel.kernel, codes, sources, results, work.piece_bytes, work.divisor
+    one = load().Sum(*made, scattered, work.call, work.call.digest, None)
+    started = one.start(sources, results)
     assert started
     yield HEADER
     while one.go_on(0) != _DONE:

@@ -71,13 +71,9 @@ class Choice:
     # In words, for timelines and `hpcstrat info`.
     how: str = ""
 
-    def replaced(self, algorithm: Algorithm) -> Choice:
-        """Return the same choice with another algorithm."""
-        return replace(self, algorithm=algorithm)
-
     def with_options(self, **options: Any) -> Choice:
         """Return the same choice, whose algorithm gets more arguments."""
-        return self.replaced(functools.partial(self.algorithm, **options))
+        return replace(self, algorithm=functools.partial(self.algorithm, **options))
 
 
 def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:

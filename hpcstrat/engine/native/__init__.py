@@ -33,7 +33,8 @@ _MEAN_CODES = {"i1": 10, "u1": 11, "i2": 12, "u2": 13}
 _MEAN_CODES |= {"i4": 14, "u4": 15, "i8": 16, "u8": 17}
 
 
-def load() -> ModuleType | None:
+@functools.cache
+def load() -> Any:
     """Return the kernel's module; None where it was not built, or from other sources.
 
     Not collective.

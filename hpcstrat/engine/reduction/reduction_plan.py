@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat.engine.arrays.packing import cut, wire_dtype
+from hpcstrat.engine.arrays.recycling import Recycler
 from hpcstrat.engine.channel.call import describe_call, signature_text
 from hpcstrat.engine.channel.channel import Channel
 from hpcstrat.engine.collectives.header_sum import IN_HEADER, HeaderSum, fits_header
-from hpcstrat.engine.collectives.kernel_sum import KernelSum, serves
+from hpcstrat.engine.collectives.kernel_sum import KernelSum, kernel_codes
 from hpcstrat.engine.collectives.mapped_memory import (
     LEAST_MAPPED_BYTES,
     MappedMemory,
@@ -36,78 +37,84 @@ __all__ = ["marked", "plan_reduction", "result_dtype"]
 
 
 def plan_reduction(
+    kind: tuple[ReduceOp, str, Any],
     arrays: list[Array],
+    options: CommunicationOptions,
     channel: Channel | None,
     ops: CrossDeviceOps,
     *,
-    op: ReduceOp,
-    what: str,
-    structure: Any,
-    options: CommunicationOptions,
-    allocate: Callable[..., list[Array]],
+    recycler: Recycler,
     group: DeviceGroup | None = None,
     areas: MappedMemory | None = None,
 ) -> Plan:
     """Plan a reduction; the same on every rank.
 
-    ``structure`` holds the arrays; None for a single array. ``allocate`` makes the
-    arrays of the results. ``group`` moves them between GPUs of several replicas; the
-    memory of one array may lie in ``areas``. Raises ValueError on every rank, if the
-    algorithm does not serve the topology.
+    ``kind`` is the operation, the name of the call, and what holds the arrays: None for
+    a single array. ``recycler`` has memory for the results. ``group`` moves arrays
+    between GPUs of several replicas; the memory of one array may lie in ``areas``.
+    Raises ValueError on every rank, if the algorithm does not serve the topology.
     """
+    op, what, structure = kind
     means = op is ReduceOp.MEAN
-    # Whatever changes what is sent is in the text, so that headers tell it apart.
+    nbytes, signatures, results = 0, [], []
+    for array in arrays:
+        signatures.append((array.dtype, array.shape))
+        wire, narrows = wire_dtype(array.dtype, means)
+        nbytes += array.size * wire.itemsize
+        kept = array.dtype.newbyteorder("=") if narrows else wire
+        results.append((array.shape, kept))
+    details = _details(structure, arrays, ops, options, on_gpu=group is not None)
+    request = Request(
+        describe_call(f"{what}({op.name})", details, nbytes),
+        tuple(signatures),
+        tuple(results),
+        channel.topology.num_replicas if channel is not None and means else 0,
+        recycler.arrays,
+    )
+    # Nothing to move: results are the arrays, or empty. Other ranks have none, either.
+    if channel is None or not nbytes:
+        return Plan(request, None, channel)
+    if group is not None:
+        choice = ops.choose_on_gpu(nbytes, group, options)
+        return Plan(request.made(choice.how), choice, channel)
+    choice = ops.choose(nbytes, channel.topology, options)
+    plan = _kind_of_plan(request.made(choice.how), choice, channel)
+    if areas is None or not choice.in_worker or channel.topology.num_workers > 1:
+        return plan
+    if len(arrays) > 1 or nbytes < LEAST_MAPPED_BYTES or wire != arrays[0].dtype:
+        return plan
+    mapped = functools.partial(_in_mapped_memory, areas)
+    return Plan(request.made(choice.how), plan.choice, channel, mapped)
+
+
+def _details(
+    structure: Any,
+    arrays: list[Array],
+    ops: CrossDeviceOps,
+    options: CommunicationOptions,
+    *,
+    on_gpu: bool,
+) -> str:
+    """Return whatever changes what is sent, so that headers tell it apart."""
     details = signature_text(structure, arrays)
     if ops.describe():
         details += f" by {ops.describe()}"
-    automatic = CommunicationImplementation.AUTO
-    if group is not None and options.implementation is not automatic:
+    if on_gpu and options.implementation is not CommunicationImplementation.AUTO:
         details += f" by {options.implementation}"
     if options.bytes_per_pack:
         details += f" in pieces of {options.bytes_per_pack} bytes"
     if options.wire_dtype is not None:
         details += f" as {options.wire_dtype} between workers"
-    nbytes = sum(a.size * wire_dtype(a.dtype, means)[0].itemsize for a in arrays)
-    request = Request(
-        describe_call(f"{what}({op.name})", details, nbytes),
-        tuple((a.dtype, a.shape) for a in arrays),
-        tuple((a.shape, result_dtype(a.dtype, means)) for a in arrays),
-        channel.topology.num_replicas if channel is not None and means else 0,
-        allocate,
-    )
-    # Nothing to move: results are the arrays, or empty. Other ranks have none, either.
-    if channel is None or not nbytes:
-        return Plan(request, None, channel)
-    topology = channel.topology
-    if group is None:
-        choice = ops.choose(nbytes, topology, options)
-    else:
-        choice = ops.choose_on_gpu(nbytes, group, options)
-    request = request.made(choice.how)
-    in_mapped_memory = (
-        areas is not None
-        and len(arrays) == 1
-        and topology.num_workers == 1
-        and choice.in_worker
-        and nbytes >= LEAST_MAPPED_BYTES
-        and wire_dtype(arrays[0].dtype, means)[0] == arrays[0].dtype
-    )
-    plan = _kind_of_plan(request, choice, channel)
-    if in_mapped_memory:
-        usual = plan.choice
-        return Plan(
-            request, usual, channel, functools.partial(_in_mapped_memory, areas)
-        )
-    return plan
+    return details
 
 
 def _kind_of_plan(request: Request, choice: Choice, channel: Channel) -> Plan:
     """Return what makes the whole call at once, if anything does."""
-    topology, means = channel.topology, bool(request.divisor)
-    dtypes = [dtype for dtype, _ in request.signatures]
-    if choice.in_worker and serves(dtypes, channel):
-        return KernelSum(request, choice, channel)
-    if choice.small and topology.num_workers > 1:
+    codes = kernel_codes(request, channel) if choice.in_worker else None
+    if codes is not None:
+        return KernelSum(request, choice, channel, codes)
+    if choice.small and channel.topology.num_workers > 1:
+        means = bool(request.divisor)
         pieces = cut(request.signatures, means, choice.piece_bytes)
         first, *more = itertools.islice(pieces, 2)
         if not more and fits_header(first, channel):

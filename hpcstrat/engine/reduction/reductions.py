@@ -225,18 +225,19 @@ class Reductions:
     ) -> Plan:
         """Return the plan of a call, a new one or kept."""
         on_gpu = bool(arrays) and is_device(arrays[0])
+        kinds = [(array.dtype, array.shape) for array in arrays]
         # All that a plan depends on and that may differ between two calls.
-        key = (
-            *(request, options.bytes_per_pack, options.wire_dtype),
-            *(options.implementation, on_gpu),
-            *[(a.dtype, a.shape) for a in arrays],
-        )
+        key = request, options, on_gpu, *kinds
         planned = self._plans.get(key)
         if planned is None:
-            planned = self._plans[key] = self._plan(request, arrays, options)
-        if options is self._options and request[2] in (
-            None,
-            list_structure(len(arrays)),
+            group = self._group(request[1], options) if on_gpu else None
+            plan: Any = self._plan
+            if group is not None:
+                # Its making was a call of all replicas.
+                plan = functools.partial(self.collectives.call, request[1], plan)
+            planned = self._plans[key] = plan(request, arrays, options, group)
+        if options is self._options and (
+            request[2] is None or request[2] == list_structure(len(arrays))
         ):
             planned.keep(self.repeat, request, options.timeout_seconds)
         return planned
@@ -298,17 +299,6 @@ class Reductions:
         planned.run(arrays, results, options.timeout_seconds)
         return results
 
-    def _plan(
-        self, request: _Request, arrays: list[Array], options: CommunicationOptions
-    ) -> Plan:
-        on_gpu = bool(arrays) and is_device(arrays[0])
-        group = self._group(request[1], options) if on_gpu else None
-        if group is None:
-            return self._planned(request, arrays, options, None)
-        # Its making was a call of all replicas.
-        begin = self._planned, request, arrays, options, group
-        return cast("Plan", self.collectives.call(request[1], *begin))
-
     def _group(self, what: str, options: CommunicationOptions) -> DeviceGroup | None:
         from hpcstrat.engine.gpu.transports.device_group import device_group
 
@@ -316,14 +306,13 @@ class Reductions:
         seconds = options.timeout_seconds
         return None if channel is None else device_group(channel, what, seconds)
 
-    def _planned(
+    def _plan(
         self,
         request: _Request,
         arrays: list[Array],
         options: CommunicationOptions,
         group: DeviceGroup | None,
     ) -> Plan:
-        op, what, structure = request
         # Refused here, before the header, which then tells the other replicas.
         for array in arrays:
             to_reducible(array)
@@ -332,18 +321,9 @@ class Reductions:
         # A program of ever new shapes must not fill memory; the next calls plan anew.
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
-        return plan_reduction(
-            arrays,
-            cast("Channel | None", self.collectives.channel),
-            self._ops,
-            op=op,
-            what=what,
-            structure=structure,
-            options=options,
-            allocate=self._recycler.arrays,
-            group=group,
-            areas=self._areas,
-        )
+        channel = cast("Channel | None", self.collectives.channel)
+        how: Any = {"recycler": self._recycler, "areas": self._areas, "group": group}
+        return plan_reduction(request, arrays, options, channel, self._ops, **how)
 
     @without_fp_warnings
     def _reduce_rows(self, op: ReduceOp, rows: IndexedSlices, what: str) -> Any:

@@ -28,18 +28,13 @@ class _Active:
     """The recorder of this process; None where recording is off."""
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
         # The channels of this process, whose calls it is to see.
         self.channels: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.recorder: Recorder | None = None
 
-    @property
-    def recorder(self) -> Recorder | None:
-        """The recorder."""
-        return self._recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._recorder = recorder
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Store a value; then calls look at it, which the kernel makes alone."""
+        super().__setattr__(name, value)
         for channel in list(self.channels):
             channel.state.attention = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,7 @@ def _reduced(strategy: Any, op: str, arrays: list[Any], options: Any, way: int) 
 def test_results_without_memory_are_an_error_on_all(
     make_strategy: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faulty, made = job.size - 1, kernel_sum._make_sum
+    faulty, module = job.size - 1, kernel_sum.load()
 
     class NoMemory:
         """A sum whose results have no memory, once."""
@@ -100,9 +101,8 @@ def test_results_without_memory_are_an_error_on_all(
             raise MemoryError("no room for results")
 
     if job.rank == faulty:
-        monkeypatch.setattr(
-            kernel_sum, "_make_sum", lambda *a, **k: NoMemory(made(*a, **k))
-        )
+        failing = SimpleNamespace(Sum=lambda *args: NoMemory(module.Sum(*args)))
+        monkeypatch.setattr(kernel_sum, "load", lambda: failing)
     with make_strategy(comm=job) as strategy:
         channel = strategy.collectives.channel
         if channel is None or strategy.topology.num_workers > 1:
