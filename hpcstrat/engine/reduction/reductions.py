@@ -227,7 +227,7 @@ class Reductions:
         on_gpu = bool(arrays) and is_device(arrays[0])
         kinds = [(array.dtype, array.shape) for array in arrays]
         # All that a plan depends on and that may differ between two calls.
-        key = request, options, on_gpu, *kinds
+        key = request, None if options is self._options else options, on_gpu, *kinds
         planned = self._plans.get(key)
         if planned is None:
             group = self._group(request[1], options) if on_gpu else None

@@ -391,7 +391,7 @@ def test_a_start_that_one_rank_cannot_make_ready_is_an_error_on_all(
         with monkeypatch.context() as patch:
             if job.rank == faulty:
                 patch.setattr(shared_memory, "_lay_out", no_memory)
-                patch.setattr(kernel_sum, "_make_sum", no_memory)
+                patch.setattr(kernel_sum, "load", no_memory)
             error = outcome(reduce)
         if job.size > 1 and strategy.topology.num_workers == 1:
             assert_only_one_failed(error, MemoryError, faulty, job)
