@@ -58,7 +58,8 @@ class DeviceGroup:
         self.nccl: NcclTransport | None = None
         # Why the transport of the last choice was taken, as it was logged.
         self.reason = ""
-        self._made: dict[str, Transport | StagedMover] = {}
+        # The mover through the host is one of them.
+        self._transports: dict[str, Transport | StagedMover] = {}
 
     def try_nccl(self, limit_seconds: float) -> WaitSteps:
         """Make NCCL's communicator; where that fails, all ranks do without NCCL.
@@ -79,7 +80,7 @@ class DeviceGroup:
             if topology.replica_id == 0:
                 get_logger("device").warning("NCCL is left out: %s", error)
             return
-        self.nccl = self._made["nccl"] = NcclTransport(group, self.lane)
+        self.nccl = self._transports["nccl"] = NcclTransport(group, self.lane)
 
     def require_own(self, array: Array) -> None:
         """Demand an array on this rank's GPU, by a ValueError."""
@@ -94,9 +95,9 @@ class DeviceGroup:
 
     def transport(self, name: str, make: Callable[[], _Made]) -> _Made:
         """Return a transport or a mover, made by this rank alone at its first use."""
-        if name not in self._made:
-            self._made[name] = make()
-        found: _Made = self._made[name]  # type: ignore[assignment]
+        if name not in self._transports:
+            self._transports[name] = make()
+        found: _Made = self._transports[name]  # type: ignore[assignment]
         return found
 
     def explain(self, name: str, reason: str) -> None:
@@ -109,18 +110,18 @@ class DeviceGroup:
 
     def abandon(self) -> None:
         """Give up everything on this rank: another rank has died."""
-        for made in self._made.values():
+        for made in self._transports.values():
             made.abandon()
-        self._made.clear()
+        self._transports.clear()
 
     def close(self) -> None:
         """Free the memory of the transports; every rank must do it."""
         # Memory that goes back to CUDA, or to CuPy's pool, must not be written any
         # more.
         self.lane.synchronize()
-        for made in self._made.values():
+        for made in self._transports.values():
             made.close()
-        self._made.clear()
+        self._transports.clear()
 
 
 def device_group(
