@@ -250,8 +250,8 @@ def __dir__() -> list[str]:
 # This finder comes first: others would load the modules of a moved package twice.
 sys.meta_path.insert(0, OldPaths())
 
-# In a job of several ranks (the launcher's variables tell), the other ranks must see
-# that this one is there, and how it ends, before MPI runs.
+# In a job of several ranks, by the launcher's variables, the other ranks must see that
+# this one has started, and how it ends, before MPI runs.
 if "mpi4py.MPI" in sys.modules or any(
     os.environ.get(name, "1") != "1"
     for name in (

@@ -92,7 +92,8 @@ class AllocationClusterResolver(ClusterResolver):
                 f"expected at most {per_node} GPUs for the {count} tasks of a "
                 f"node, found {per_task} for each; lower gpus_per_task"
             )
-        self._gpus_per_task = per_task
+        if per_task:
+            self._accelerators = {"GPU": per_task}
         names = visible or [str(number) for number in range(per_node)]
         own = names[local * per_task : (local + 1) * per_task]
         self._own_gpus = ",".join(own if whole else visible)
@@ -132,11 +133,3 @@ class AllocationClusterResolver(ClusterResolver):
                 return job, self._rank - first
             first += count
         raise AssertionError("every rank belongs to a job")
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}

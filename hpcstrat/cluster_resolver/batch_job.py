@@ -59,8 +59,8 @@ class BatchJob:
         Raises
         ------
         RuntimeError
-            If the scheduler does not, with what it has said. PBS lets operators only,
-            and Flux nobody: there, a script submits itself again.
+            If the scheduler refuses, with its message. PBS allows it to operators only,
+            and Flux to no one: there, a script submits itself again.
         """
         command = _SCHEDULERS[self.scheduler].requeue
         if not command:
@@ -210,7 +210,7 @@ class _SchedulerVariables:
     any_of: bool = False
 
 
-# The innermost first: Flux runs inside of jobs of the others.
+# The innermost scheduler comes first: Flux runs inside of jobs of the others.
 _SCHEDULERS = {
     # Flux does not set the first variable in a batch script.
     "Flux": _SchedulerVariables(

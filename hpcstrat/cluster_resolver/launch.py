@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
 
 __all__ = ["Launch", "launch_from_environment"]
 
@@ -38,7 +40,7 @@ _LAUNCHERS = (
         "PMI_RANK",
         "PMI_SIZE",
         ("MPI_LOCALRANKID", "SLURM_LOCALID", "FLUX_TASK_LOCAL_ID", "PMI_LOCAL_RANK"),
-        ("MPI_LOCALNRANKS", _SLURM_TASKS, "PMI_LOCAL_SIZE"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", _SLURM_TASKS),
     ),
     ("flux run", _FLUX, "FLUX_JOB_SIZE", ("FLUX_TASK_LOCAL_ID",), ()),
     (
@@ -49,8 +51,6 @@ _LAUNCHERS = (
         (_SLURM_TASKS,),
     ),
 )
-# One number for all nodes, such as 2(x3).
-_EVERYWHERE = re.compile(r"(\d+)(?:\(x\d+\))?")
 # srun and flux run speak MPICH's protocol, too, but give none of these.
 _MPIEXEC_SIGNS = ("HYDI_CONTROL_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
@@ -98,17 +98,31 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     env = os.environ if environment is None else environment
     for name, rank, size, places, counts in _LAUNCHERS:
         if env.get(rank, "").isdecimal() and env.get(size, "").isdecimal():
-            local = (
-                int(env[place]) for place in places if env.get(place, "").isdecimal()
-            )
-            started = _speaker(env) if name == _MPIEXEC else name
-            # A count of unlike nodes, such as 2(x3),1, does not tell this node's.
-            found = (_EVERYWHERE.fullmatch(env.get(count, "")) for count in counts)
-            here = next((int(match[1]) for match in found if match), None)
             return Launch(
-                started, int(env[rank]), int(env[size]), next(local, None), here
+                _speaker(env) if name == _MPIEXEC else name,
+                int(env[rank]),
+                int(env[size]),
+                _first(_number(env, place) for place in places),
+                _first(_number(env, count) for count in counts),
             )
     return Launch()
+
+
+def _first(numbers: Iterable[int | None]) -> int | None:
+    return next((number for number in numbers if number is not None), None)
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    """Return the number in a variable; of tasks per node, that of this node."""
+    text = env.get(name, "")
+    if name != _SLURM_TASKS:
+        return int(text) if text.isdecimal() else None
+    with contextlib.suppress(IndexError, KeyError, ValueError):
+        counts = expand_tasks_per_node(text)
+        if "SLURM_NODEID" not in env and len(set(counts)) == 1:
+            return counts[0]
+        return counts[int(env["SLURM_NODEID"])]
+    return None
 
 
 def _speaker(env: Mapping[str, str]) -> str:

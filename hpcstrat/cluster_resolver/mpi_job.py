@@ -142,7 +142,7 @@ class PMIxClusterResolver(_MpiClusterResolver):
 
     _launcher = "a PMIx launcher, such as srun --mpi=pmix"
     _rank_names = ("PMIX_RANK",)
-    # The step before the job: a step may have fewer tasks than its job.
+    # A step, which comes before the job here, may have fewer tasks than its job.
     _size_names = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     _local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     _local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)

@@ -32,6 +32,8 @@ class ClusterResolver(ABC):
     task_type: str | None = None
     task_id: int | None = None
     rpc_layer: str | None = None
+    _accelerators: Mapping[str, int] = {}
+    _environment: str | None = ""
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -106,12 +108,12 @@ class ClusterResolver(ABC):
         dict of str to int
             Such as ``{"GPU": 2}``; empty where it is not known.
         """
-        return {}
+        return dict(self._accelerators)
 
     @property
     def environment(self) -> str:
         """Name of the environment; empty for one's own machines."""
-        return ""
+        return self._environment or ""
 
     def __repr__(self) -> str:
         number = "" if self.task_id is None else f" {self.task_id}"
@@ -181,18 +183,6 @@ class SimpleClusterResolver(ClusterResolver):
             return master_url(self._master, rpc_layer) if self._master else ""
         return super().master(task_type, task_id, rpc_layer)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: Any = None,
-    ) -> dict[str, int]:
-        return dict(self._accelerators)
-
-    @property
-    def environment(self) -> str:
-        return self._environment
-
 
 class UnionResolver(ClusterResolver):
     """Several clusters as one; the first resolver says who this process is.
@@ -257,7 +247,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: Any = None,
     ) -> dict[str, int]:
-        # As in tf.distribute: no sum over the clusters.
+        # As in tf.distribute, the clusters are not summed.
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property

@@ -11,6 +11,8 @@ __all__ = ["ClusterSpec"]
 class ClusterSpec:
     """Jobs, their tasks, and the tasks' addresses.
 
+    Methods raise a ValueError for a job or a task that does not exist.
+
     Parameters
     ----------
     cluster : ClusterSpec, or mapping of str to sequence or mapping
@@ -74,11 +76,6 @@ class ClusterSpec:
         -------
         int
             Missing numbers do not count.
-
-        Raises
-        ------
-        ValueError
-            If there is no such job.
         """
         return len(self._tasks(job_name))
 
@@ -96,11 +93,6 @@ class ClusterSpec:
         -------
         list of int
             In order.
-
-        Raises
-        ------
-        ValueError
-            If there is no such job.
         """
         return list(self._tasks(job_name))
 
@@ -120,11 +112,6 @@ class ClusterSpec:
         -------
         str
             Its address.
-
-        Raises
-        ------
-        ValueError
-            If there is no such task.
         """
         tasks = self._tasks(job_name)
         if task_index not in tasks:
@@ -148,11 +135,6 @@ class ClusterSpec:
         -------
         list of str or None
             By number; None for those that are missing.
-
-        Raises
-        ------
-        ValueError
-            If there is no such job.
         """
         tasks = self._tasks(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]

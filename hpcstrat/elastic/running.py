@@ -69,8 +69,8 @@ def run(
         A file that the first active rank writes when the function has returned on all;
         one that is there at the start is removed.
     partner_copies : bool
-        Whether each commit also sends what one replica alone has (SyncOnRead variables
-        and random streams) to a replica of another worker, so that it is not lost.
+        Whether each commit also sends the state that one replica alone has (SyncOnRead
+        variables and random streams) to a replica of another worker, which keeps it.
     **strategy_options : object
         Of `MultiWorkerMirroredStrategy`, without ``comm``, ``on_lost_rank`` and
         ``progress_thread``.
@@ -78,7 +78,7 @@ def run(
     Returns
     -------
     object
-        What the function returned; None on ranks that were spare to the end.
+        The result of the function; None on ranks that were spare to the end.
 
     Raises
     ------

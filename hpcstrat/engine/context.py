@@ -102,7 +102,7 @@ current = _stack.get
 
 
 def push(entry: ContextEntry | None) -> Token[ContextEntry | None]:
-    """Enter a level; None leaves everything. Returns what `pop` takes."""
+    """Enter a level; None leaves everything. Return the argument for `pop`."""
     return _stack.set(entry)
 
 
@@ -120,7 +120,7 @@ def own_index() -> int | None:
 class AnnouncesInitErrors:
     """Base class of objects made on all replicas in a scope: all learn if one fails.
 
-    Whatever ``__init__`` raises, a wrong argument too, is announced to the others.
+    Every error of ``__init__``, also of a wrong argument, is announced to the others.
     """
 
     __slots__ = ()

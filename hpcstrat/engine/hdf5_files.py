@@ -1,4 +1,4 @@
-"""Opens HDF5 files for reading, whoever else in this process has them open."""
+"""Opens HDF5 files for reading, also those that this process has open already."""
 
 from __future__ import annotations
 

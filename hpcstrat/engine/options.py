@@ -180,13 +180,13 @@ class CommunicationOptions:
     implementation : CommunicationImplementation or str
         A hint, as in tf.distribute.
     wire_dtype : str, optional
-        ``"float16"`` or ``"bfloat16"``: halves what float32 sends between workers, at
+        ``"float16"`` or ``"bfloat16"``: halves the bytes of float32 between workers, at
         the price of digits. Each worker's sums travel as numbers of this type with a
         common scale, are added as they were, and travel back in the same way. Every
         value ``x`` of a worker, and every sum, is then off by up to
         ``u |x| + 2**-39 M``, where ``u`` is 2**-11 for float16 and 2**-8 for bfloat16,
         and ``M`` is the largest absolute value in the same message. Integers, complex
-        numbers, and what stays inside a worker, are exact as ever. None sends full
+        numbers, and sums inside a worker, are exact as ever. None sends full
         precision.
 
     Raises

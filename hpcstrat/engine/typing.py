@@ -133,10 +133,10 @@ class SupportsCheckpoint(Protocol):
 class SupportsDeferredCheckpoint(SupportsCheckpoint, Protocol):
     """An object that makes variables later than it may be restored.
 
-    Such as an optimizer, whose momentum is there from the first step on. Such an object
-    must be given to the manager by itself, not in a dict or list of Variables. With a
-    method ``checkpoint_reset(names)`` it can go back to a checkpoint that was saved
-    before it made these variables.
+    An optimizer, for example, has momentum from the first step on. Such an object must
+    be given to the manager by itself, not in a dict or list of Variables. With a method
+    ``checkpoint_reset(names)`` it can go back to a checkpoint that was saved before it
+    made these variables.
     """
 
     def checkpoint_spellings(self, name: str) -> list[str]:
@@ -180,14 +180,14 @@ class SupportsDeferredCheckpoint(SupportsCheckpoint, Protocol):
         """
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Go on from what has been restored.
+        """Continue from the restored values.
 
         Not collective.
 
         Parameters
         ----------
         num_replicas : int
-            How many had parts in what was saved.
+            Number of replicas that had parts in the saved values.
         now : int
-            How many have restored it.
+            Number of replicas that have restored them.
         """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ ONE_OF_MANY = (
     "combine its parts with strategy.reduce, or take it with strategy.local_value "
     "where it is equal on all replicas already, as after all_reduce"
 )
-"""What to do with a PerReplica where one value is expected."""
+"""Advice for a PerReplica where one value is expected."""
 
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
@@ -171,6 +172,7 @@ def _operands(argument: Any) -> Any:
     return argument
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class HostValue:
     """An initial value that stays in host memory, whatever the setting ``device`` says.
 
@@ -179,24 +181,19 @@ class HostValue:
     replica 0's.
     """
 
-    __slots__ = ("array", "is_own")
-
-    def __init__(self, array: Array, *, is_own: bool = False) -> None:
-        self.array = array
-        self.is_own = is_own
+    array: Array
+    is_own: bool = field(default=False, kw_only=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Adopted:
     """An initial value whose memory becomes the component, without a copy.
 
     With ``is_equal`` it is equal on all replicas already, and nothing is sent.
     """
 
-    __slots__ = ("array", "is_equal")
-
-    def __init__(self, array: Array, *, is_equal: bool = False) -> None:
-        self.array = array
-        self.is_equal = is_equal
+    array: Array
+    is_equal: bool = field(default=False, kw_only=True)
 
 
 class DistributedValues:

@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat.cluster_resolver import launch_from_environment
+from hpcstrat.cluster_resolver import (
+    batch_job_from_environment,
+    launch_from_environment,
+)
 from hpcstrat.engine.logs import place
 
 __all__ = ["add_event", "keep_in", "path_of"]
 
 # A file server that does not answer must not keep a job from its end.
 _SECONDS = 2.0
-# Variables by which launchers and batch systems name a job, the same in all its ranks.
-_SCHEDULERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
+# Variables by which launchers name a job, the same in all its ranks.
 _STEPS = ("SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "PALS_APID")
 _OTHERS = ("PMI_JOBID", "HYDRA_JOBID")
 
@@ -37,13 +39,14 @@ class _Kept:
 
 def path_of(folder: str) -> str:
     """Return the file of this job in a folder."""
-    names = [os.environ[name] for name in _SCHEDULERS if os.environ.get(name)][:1]
+    job = batch_job_from_environment()
+    names = [] if job is None else [job.job_id]
     names += [os.environ[name] for name in _STEPS if os.environ.get(name)]
     names += [] if names else [os.environ[n] for n in _OTHERS if os.environ.get(n)]
     # A job without a name is named after the process that started this host's ranks.
     names = names or [f"{platform.node()}-{os.getppid()}"]
-    job = re.sub(r"[^\w.]+", "-", "-".join(names))
-    return os.path.join(os.path.abspath(folder), f"hpcstrat-hang-{job}.jsonl")
+    words = re.sub(r"[^\w.]+", "-", "-".join(names))
+    return os.path.join(os.path.abspath(folder), f"hpcstrat-hang-{words}.jsonl")
 
 
 def keep_in(folder: str, states: Callable[[], list[dict[str, Any]]]) -> None:

@@ -24,8 +24,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcstrat.cluster_resolver.launch import Launch, launch_from_environment
-from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
-from hpcstrat.engine.topology.process_stat import PARENT, START, process_stat
+from hpcstrat.engine.topology.process_stat import (
+    PARENT,
+    START,
+    pid_namespace,
+    process_stat,
+)
 
 __all__ = [
     "CREATES",
@@ -77,7 +81,7 @@ class LaunchRegistry:
 
     def __init__(self, launch: Launch, path: str) -> None:
         self.launch = launch
-        self.num_local = _num_local(launch)
+        self.num_local = launch.local_size
         self.process = os.getpid()
         self.page: dict[str, Any] = {}
         self._path = path
@@ -118,7 +122,7 @@ class LaunchRegistry:
             return False
         self.page = {"stage": IMPORTED, "since": time.monotonic(), "text": ""}
         self.page |= {"host": platform.node(), "pid": os.getpid(), "mpi": False}
-        self.page["pids"] = os.stat("/proc/self/ns/pid").st_ino
+        self.page["pids"] = pid_namespace()
         self.page["own"] = _daemon()[1]
         self._write(handle)
         self._handle = handle
@@ -299,25 +303,6 @@ def _sweep(own: str) -> None:
                 os.close(handle)
 
 
-def _num_local(launch: Launch) -> int | None:
-    """Return the number of ranks on this host; None where the launcher does not say."""
-    env = os.environ
-    for name in (
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "MPI_LOCALNRANKS",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-        "PMI_LOCAL_SIZE",
-    ):
-        if env.get(name, "").isdecimal():
-            return int(env[name])
-    if launch.launcher != "srun":
-        return None
-    with contextlib.suppress(KeyError, ValueError, IndexError):
-        each = expand_tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])
-        return each[int(env["SLURM_NODEID"])]
-    return None
-
-
 def _job_name(env: Mapping[str, str]) -> str:
     """Return a key that only the ranks of this job share; empty if unknown."""
     # A requeued job has the same name, and process numbers are used again. Number and
@@ -343,8 +328,8 @@ def _daemon() -> tuple[str, bool]:
         except OSError:
             break
         if name in _DAEMONS:
-            space = os.stat("/proc/self/ns/pid").st_ino
-            return f"{name} {pid} {fields[START]} {space}", pid == parent
+            place = f"{name} {pid} {fields[START]} {pid_namespace()}"
+            return place, pid == parent
         pid = int(fields[PARENT])
         if pid <= 1:
             break

@@ -96,7 +96,7 @@ def _end_job(
         _show(kind, error, trace)
         return
     _note(kind, error, mpi=True)
-    # The same error often ends all ranks: the first of them prints it and ends the job
+    # The same error often ends all ranks: the first rank prints it and ends the job
     # before the others mix in their lines. Errors that another rank caused are printed
     # last.
     time.sleep(min(mpi.COMM_WORLD.rank * _STAGGER_SECONDS, _SECONDARY_SECONDS))

@@ -48,7 +48,7 @@ _SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition, asking again and again; return what it returned last."""
+    """Wait for a condition, asking again and again; return its last result."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(_NAP_SECONDS)

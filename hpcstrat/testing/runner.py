@@ -41,7 +41,7 @@ class RankFailure(HpcstratError):
     returncode : int or None
         The launcher's exit code; None if it had to be ended.
     stdout, stderr : str
-        What launcher and ranks printed.
+        Output of launcher and ranks.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Finished:
     returncode : int
         The launcher's exit code, negative for a signal.
     stdout : str
-        What the ranks printed, in any order.
+        Output of the ranks, in any order.
     stderr : str
-        What the ranks and the launcher printed to standard error.
+        Standard error of the ranks and the launcher.
     """
 
     returncode: int
@@ -278,7 +278,7 @@ def run(
     Returns
     -------
     list
-        What the function returned, in the order of ranks. What the ranks printed is
+        The results of the function, in the order of ranks. The output of the ranks is
         printed here.
 
     Raises

@@ -170,12 +170,12 @@ class PreemptionCheckpointHandler:
             A step, on every rank; makes at least one collective call now and then,
             since that is how ranks learn of a notice.
         *args, **kwargs : object
-            What it is called with.
+            Arguments of the function.
 
         Returns
         -------
         object
-            What it returned.
+            The result of the function.
 
         Raises
         ------
@@ -200,7 +200,7 @@ class PreemptionCheckpointHandler:
         Parameters
         ----------
         *args, **kwargs : object
-            Of the manager's ``save``, or of ``save_fn``.
+            Arguments of the manager's ``save``, or of ``save_fn``.
         """
         # The call is counted before the save, unlike in tf.distribute: a loop that
         # starts at total_run_calls repeats no step.

@@ -68,9 +68,9 @@ atexit.register(_returned.clear)
 def borrow(array: Array) -> Array:
     """Return an array over memory of another library, which keeps it as long as needed.
 
-    Does not wait. Once nothing holds the result, nor a view of it, the memory is given
-    back when the current stream of this call has come to that point: then, or at the
-    next call.
+    Does not wait. The memory is given back once nothing refers to the result or a view
+    of it, and the stream that was current in this call has come to that point; at the
+    earliest then, at the latest at a later call of this kind.
     """
     import cupy
 

@@ -123,7 +123,7 @@ def cast(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array in a type, whatever that makes of its values.
+    """Return an array in a type, however that changes its values.
 
     The array itself where it has the type.
     """

@@ -180,7 +180,7 @@ class Meetings:
             pop(token)
 
     def _all_get(self, what: str, make: Callable[[list[Any]], Tree]) -> tuple[str, Act]:
-        """Return a call that gives each replica its own copy of what is made once."""
+        """Return a call that makes one result, and gives each replica its own copy."""
 
         def act(arguments: list[Any]) -> list[Any]:
             result = self._ranks.call(what, make, arguments)

@@ -143,7 +143,7 @@ class TreeOrder:
         return total
 
     def _add(self, node: _Node, known: dict[_Node, Array], out: Array) -> Array:
-        """Add the leaves of a node into ``out``, or return what is known of it."""
+        """Add the leaves of a node into ``out``, or return the node's known value."""
         if node in known:
             return known[node]
         level, number = node

@@ -223,7 +223,7 @@ class Turns:
             seat.error = error
 
     def _disagreement(self, seats: Sequence[_Seat]) -> BaseException:
-        """Return the error of replicas that wait for others in vain."""
+        """Return the error of replicas that wait for others that do not come."""
         doing = []
         for name, seat in zip(self._names, seats, strict=True):
             if seat.failure is not None:

@@ -216,9 +216,9 @@ class ArrivalReport:
         Returns
         -------
         str
-            Who was late, and what it cost.
+            The late replicas, and the cost of waiting.
         """
-        # Brings a tenth of what the library takes to load.
+        # The module statistics would add a tenth to the time of the library's import.
         from statistics import median
 
         waited = sorted(r.waited_seconds for r in self.replicas)

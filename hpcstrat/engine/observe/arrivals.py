@@ -10,6 +10,7 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpcstrat.engine.observe.arrival_report import (
@@ -32,17 +33,15 @@ _GATHER_SECONDS = 5.0
 _READ_ATTEMPTS = 50
 
 
+@dataclass(slots=True)
 class _Waits:
     """Waits of one kind."""
 
-    __slots__ = ("count", "histogram", "longest", "longest_call", "seconds")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.seconds = 0.0
-        self.longest = 0.0
-        self.longest_call = ""
-        self.histogram = [0] * BINS
+    count: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    longest_call: str = ""
+    histogram: list[int] = field(default_factory=lambda: [0] * BINS)
 
     def add(self, seconds: float, call: str) -> None:
         """Count a wait; not collective."""

@@ -1,8 +1,8 @@
-"""Requests of MPI that nobody waits for any more, kept with their memory.
+"""Requests of MPI that no part of the program waits for, kept with their memory.
 
 MPI reads and writes the memory of a request until the request is complete. An error, or
 a program that drops a handle, ends the wait and not the request: if its memory were
-freed, MPI would write into whatever the process puts there next.
+freed, MPI would write into the objects that come to lie there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["FLAGS", "PARENT", "START", "STATE", "process_stat"]
+import os
+
+__all__ = ["FLAGS", "PARENT", "START", "STATE", "pid_namespace", "process_stat"]
 
 # Places of fields behind the name: the numbers of proc_pid_stat(5) less three.
 STATE, PARENT, FLAGS, START = 0, 1, 6, 19
@@ -18,3 +20,8 @@ def process_stat(pid: int, proc: str = "/proc") -> tuple[str, list[str]]:
         # The name may hold blanks and brackets.
         front, _, rest = file.read().rpartition(")")
     return front.partition("(")[2], rest.split()
+
+
+def pid_namespace() -> int:
+    """Return the number of this process's namespace of process numbers."""
+    return os.stat("/proc/self/ns/pid").st_ino

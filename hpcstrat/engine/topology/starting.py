@@ -125,8 +125,8 @@ def _end_without_finalize() -> None:
     """Let the process end, with its exit status, before the MPI library notices."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):
-        # Called by exit(3) with the exit status, when Python has run all functions of
-        # atexit and has ended; before whatever MPI libraries do at that time.
+        # exit(3) calls it with the exit status, when Python has run all functions of
+        # atexit and has ended, before the functions of MPI libraries.
         libc.fflush(None)
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
@@ -169,7 +169,7 @@ def _check_protocol(mpi: Any) -> None:
     All ranks get the same result.
     """
     told = mpi.Get_library_version()
-    # The version text tells what it was configured with.
+    # The version text has the options of its configuration.
     if "MPICH Version" not in told or "pmix" in told:
         return
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):

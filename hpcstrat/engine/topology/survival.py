@@ -163,7 +163,7 @@ def revoke(comms: Sequence[Any]) -> None:
     Null communicators, and revoked ones, are passed over.
     """
     for comm in comms:
-        # A single rank has nobody to wake, and MPI may not know these calls.
+        # A single rank has no other to wake, and MPI may not know these calls.
         if comm and comm.size > 1 and not comm.Is_revoked():
             comm.Revoke()
 

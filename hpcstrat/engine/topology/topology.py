@@ -1,4 +1,4 @@
-"""The ranks of a job as replicas, workers and hosts; who frees what."""
+"""The ranks of a job as replicas, workers and hosts, and their communicators."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class Topology:
     cross_worker_comm: MPI.Intracomm
     worker_id: int
     num_workers: int
-    # Number of times that this rank has got on with an exchange of data: an exchange
-    # that takes long, but moves, is not stuck.
+    # Number of steps that this rank has made in exchanges of data: an exchange that
+    # takes long, but moves, is not stuck.
     moves = 0
     # This rank's GPU; None where it computes on the CPU. The strategy sets this
     # attribute and the next three.
@@ -194,7 +194,7 @@ class Topology:
     def world() -> MPI.Intracomm:
         """Return the communicator of all ranks of the job.
 
-        Collective over all ranks of the job when it is what initializes MPI.
+        Collective over all ranks of the job when it initializes MPI.
 
         Returns
         -------

@@ -75,7 +75,7 @@ class MirroredCopies:
 
     @property
     def num_slices(self) -> int:
-        """After how many entries into ``run`` all bytes have been hashed."""
+        """Number of entries into ``run`` in which all bytes are hashed."""
         if self._planned != self._changes:
             self._plan()
         lagging = self._on_device
@@ -121,7 +121,7 @@ class MirroredCopies:
                 yield number, variable
 
     def mark(self, run_index: int, mark: int) -> int:
-        """Return what the headers of the calls after an entry into ``run`` carry.
+        """Return the mark that headers of calls after an entry into ``run`` carry.
 
         Logically collective over the replicas; collective at every
         ``divergence_interval``-th full comparison with a tolerance.

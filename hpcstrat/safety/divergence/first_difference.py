@@ -30,7 +30,7 @@ ADVICE = (
     "in the strategy's scope; if it is a weight of a torch model, call "
     "hpcstrat.integrations.torch.replicate(model, strategy) before training"
 )
-"""What to do, at the end of a message."""
+"""Advice at the end of a message."""
 
 # Bytes that two ranks exchange at a time when they look for the first element.
 _BLOCK_BYTES = 1 << 16
@@ -181,7 +181,7 @@ def _distinct(own: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
 
 
 def replicas_text(ranks: Sequence[int]) -> str:
-    """Name replicas, the first few of many."""
+    """Name replicas; of many, only the first few."""
     if len(ranks) > _SHOWN_RANKS:
         shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
         return f"{len(ranks)} replicas ({shown}, ...)"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -39,15 +39,12 @@ NotFinite = tuple[MirroredVariable, int, Any]
 """A variable, the place of its first element that is NaN or infinite, its value."""
 
 
-class _HashedPiece:
+class _HashedPiece(NamedTuple):
     """Elements of a variable, from ``start`` on."""
 
-    __slots__ = ("array", "start", "variable")
-
-    def __init__(self, variable: MirroredVariable, start: int, array: Any) -> None:
-        self.variable = weakref.ref(variable)
-        self.start = start
-        self.array = array
+    variable: weakref.ref[MirroredVariable]
+    start: int
+    array: Any
 
 
 # A search for NaN: a variable, its first element that is searched, and the part of the
@@ -55,17 +52,12 @@ class _HashedPiece:
 _Look = tuple[weakref.ref[MirroredVariable], int, Array]
 
 
-class _CopyToHost:
-    """A slice under way to the host."""
+class _CopyToHost(NamedTuple):
+    """A slice under way to the host; without fields where no slice was due."""
 
-    __slots__ = ("data", "looks", "mark")
-
-    def __init__(
-        self, data: Array | None, mark: Mark | None, looks: list[_Look]
-    ) -> None:
-        self.data = data
-        self.mark = mark
-        self.looks = looks
+    data: Array | None = None
+    mark: Mark | None = None
+    looks: Sequence[_Look] = ()
 
 
 class DeviceCopies:
@@ -81,7 +73,7 @@ class DeviceCopies:
 
     @property
     def num_slices(self) -> int:
-        """After how many entries into ``run`` all bytes have been hashed."""
+        """Number of entries into ``run`` in which all bytes are hashed."""
         return LAG + len(self.slices) if self.slices else 0
 
     def plan(self, variables: Sequence[MirroredVariable]) -> None:
@@ -99,7 +91,8 @@ class DeviceCopies:
                     slices.append([])
                     left = budget
                 count = max(1, (left - _PIECE_BYTES) // width)
-                piece = _HashedPiece(variable, start, flat[start : start + count])
+                array = flat[start : start + count]
+                piece = _HashedPiece(weakref.ref(variable), start, array)
                 slices[-1].append(piece)
                 left -= piece.array.nbytes + _PIECE_BYTES
                 start += count
@@ -135,7 +128,7 @@ class DeviceCopies:
         # The garbage collector may take the slices away at any time.
         slices = self.slices
         if not slices:
-            return _CopyToHost(None, None, [])
+            return _CopyToHost()
         turn, index = divmod(run_index, len(slices))
         looking = not (turn + index) % _LOOKS_EVERY
         number = self._turn = (self._turn + 1) % len(self._slots)
@@ -158,8 +151,7 @@ class DeviceCopies:
         owner of the page-locked memory knows nothing of them.
         """
         self.finish()
-        count = len(self._under_way)
-        self._under_way = deque(_CopyToHost(None, None, []) for _ in range(count))
+        self._under_way = deque(_CopyToHost() for _ in self._under_way)
 
     def finish(self) -> None:
         """Wait for the copies that are under way."""

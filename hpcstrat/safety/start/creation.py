@@ -114,7 +114,7 @@ class Creation:
             self._board.show(stage=stage, reason=reason, made=made)
 
     def _step(self, stage: str) -> None:
-        """Note that this rank has got on, and show the step that it is in."""
+        """Note and show the step to which this rank has come."""
         self._since = self._reported_at = time.monotonic()
         self._hopeless_since = math.inf
         if self._board is not None:

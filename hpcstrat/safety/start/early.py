@@ -20,7 +20,8 @@ _SIGNAL = "HPCSTRAT_STACK_SIGNAL"
 def begin() -> None:
     """Take a page for this rank, and let an uncaught error end the job.
 
-    It also sets what MPI reads when it starts, which may be before the first strategy.
+    It also sets variables that MPI reads at its start, which may come before the first
+    strategy.
     """
     if is_of_multiprocessing():
         # A child inherits the rank of its parent in the environment.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcstrat.engine.topology.process_stat import STATE, process_stat
+from hpcstrat.engine.topology.process_stat import STATE, pid_namespace, process_stat
 from hpcstrat.safety.presence import CREATES, FAILED, LEFT, MADE, STARTS, LaunchRegistry
 from hpcstrat.safety.watchdog.late_ranks import LateRank
 from hpcstrat.safety.watchdog.stacks import HELD, Process, Stacks, look_at
@@ -43,7 +42,7 @@ class Missing:
         Takes up to half a second.
         """
         page, stacks = self.page, Stacks()
-        if "process" in page and not page["ended"] and page["pids"] == _pids():
+        if "process" in page and not page["ended"] and page["pids"] == pid_namespace():
             stacks = look_at(Process(*page["process"]))
         words = [self.words, "" if stacks.words == HELD else stacks.words]
         clause = ", ".join(filter(None, words))
@@ -132,13 +131,9 @@ def _words(page: dict[str, Any]) -> str:
 
 def _lives(page: dict[str, Any]) -> bool:
     """Return whether a process that has released its page lives, as after a restart."""
-    if page["pids"] != _pids():
+    if page["pids"] != pid_namespace():
         return False
     try:
         return process_stat(page["pid"])[1][STATE] not in "ZX"
     except OSError:
         return False
-
-
-def _pids() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino

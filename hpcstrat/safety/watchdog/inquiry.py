@@ -10,7 +10,6 @@ from hpcstrat.engine.channel.waiting import Waiting
 from hpcstrat.safety.watchdog.late_ranks import SHOWN_RANKS, LateRank, LateReport
 from hpcstrat.safety.watchdog.pages import EXCHANGES, STALE_SECONDS, RankState
 from hpcstrat.safety.watchdog.stacks import Stacks, site_of
-from hpcstrat.safety.watchdog.watch import Watch
 from hpcstrat.safety.watchdog.watchdog_messages import WatchdogMessages
 
 __all__ = ["Inquiry"]
@@ -32,14 +31,13 @@ class Inquiry:
 
     def __init__(
         self,
-        watch: Watch,
-        exchange: WatchdogMessages,
+        messages: WatchdogMessages,
         waiting: Waiting,
         serve: Callable[[float], None],
     ) -> None:
-        self._watch, self._exchange = watch, exchange
+        self._watch, self._messages = messages.watch, messages
         self._waiting, self._serve = waiting, serve
-        self._sequence = watch.channel.num_calls
+        self._sequence = self._watch.channel.num_calls
         self.late: list[RankState] = []
         self._reports = False
         self.states: list[RankState] = []
@@ -50,7 +48,7 @@ class Inquiry:
         """Whether the wait is over, or another rank asks instead."""
         watch = self._watch
         ended = watch.closed or watch.waiting() is not self._waiting
-        return ended or (self._exchange.yields and not self._reports)
+        return ended or (self._messages.yields and not self._reports)
 
     def run(self) -> bool:
         """Ask all workers, decide who is late (`late`), and tell all who have answered.
@@ -58,7 +56,7 @@ class Inquiry:
         False where the inquiry has become obsolete.
         """
         watch = self._watch
-        self._exchange.begin()
+        self._messages.begin()
         if not watch.begin_inquiry():
             return False
         self.states = watch.states()
@@ -70,7 +68,7 @@ class Inquiry:
         left = min((state.slow_left for state in self.late), default=-math.inf)
         late, now = [state.rank for state in self.late[:SHOWN_RANKS]], time.monotonic()
         watch.decide(now, late, now + left)
-        self._exchange.tell_verdict(late, left)
+        self._messages.tell_verdict(late, left)
         watch.adopt(self._waiting)
         return True
 
@@ -82,23 +80,23 @@ class Inquiry:
         for start in range(0, len(others), _WORKERS_AT_ONCE):
             self._ask(others[start : start + _WORKERS_AT_ONCE])
         notes: dict[int, float] = {}
-        answers = self._exchange.answers
+        answers = self._messages.answers
         for answer in answers.values():
             self.states += [RankState(*row) for row in answer["ranks"]]
             notes |= {int(rank): left for rank, left in answer["notes"].items()}
         for worker in set(others) - answers.keys():
             for rank in watch.peers.ranks(worker):
-                left = max(self._exchange.noted(rank), notes.get(rank, -math.inf))
+                left = max(self._messages.noted(rank), notes.get(rank, -math.inf))
                 self.states.append(RankState(rank, slow_left=left))
 
     def _ask(self, workers: list[int]) -> None:
-        watch, answers = self._watch, self._exchange.answers
+        watch, answers = self._watch, self._messages.answers
         if watch.mail is None:
             return
         for first, last, seconds in _ATTEMPTS:
             missing = [w for w in workers if w not in answers]
             asked = [r for w in missing for r in watch.peers.ranks(w)[first:last]]
-            self._exchange.ask(asked)
+            self._messages.ask(asked)
             deadline = time.monotonic() + (seconds if asked else 0)
             while time.monotonic() < deadline and not self.obsolete:
                 if all(w in answers for w in missing):
@@ -131,7 +129,7 @@ class Inquiry:
         # Other ranks are told that this one reports.
         self._reports = True
         watch.note_report()
-        self._exchange.tell_report()
+        self._messages.tell_report()
         shown = {state.rank: state for state in self.late[:SHOWN_RANKS]}
         stacks = self._collect(list(shown))
         # Some late ranks may have entered the call meanwhile.
@@ -212,14 +210,14 @@ class Inquiry:
         """Ask late ranks for their stacks: here by a mark, elsewhere by a message."""
         watch = self._watch
         watch.publish(wants_stacks=True)
-        for worker, answer in self._exchange.answers.items():
+        for worker, answer in self._messages.answers.items():
             ranks = [
                 state.rank
                 for state in self.late[:SHOWN_RANKS]
                 if state.rank not in found and watch.peers.worker(state.rank) == worker
             ]
             if ranks:
-                self._exchange.ask_stacks(answer["from"], ranks)
+                self._messages.ask_stacks(answer["from"], ranks)
 
     def _collect_one(self, rank: int, found: dict[int, Stacks]) -> None:
         watch = self._watch
@@ -227,7 +225,7 @@ class Inquiry:
             answer = watch.stacks_of(rank)
             if answer is not None:
                 found[rank], self._last_calls[rank] = answer
-        elif rank in self._exchange.found:
-            found[rank], self._last_calls[rank] = self._exchange.found[rank]
-        elif watch.peers.worker(rank) not in self._exchange.answers:
+        elif rank in self._messages.found:
+            found[rank], self._last_calls[rank] = self._messages.found[rank]
+        elif watch.peers.worker(rank) not in self._messages.answers:
             found[rank] = watch.look_at(rank)

@@ -171,7 +171,7 @@ def site_of(thread: int) -> str:
 
 
 def own_stacks() -> Stacks:
-    """Return what the threads of this process are doing, without the watchdog's."""
+    """Return the stacks of this process's threads, without the watchdog's."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     threads = {
@@ -199,7 +199,7 @@ def _frames(frame: FrameType | None) -> list[_Frame]:
 
 
 def look_at(process: Process) -> Stacks:
-    """Return what a process of this machine and this user is doing.
+    """Return the stacks of a process of this machine and this user.
 
     Takes up to half a second. Where the process is silent, the result says why.
     """

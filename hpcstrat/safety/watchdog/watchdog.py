@@ -49,20 +49,12 @@ EXIT_CODE = 75
 """Exit status of a process that the watchdog ends; EX_TEMPFAIL of sysexits.h."""
 
 
-class _WatchedChannel:
-    """A watch, its messages, and how often it has failed."""
-
-    def __init__(self, watch: Watch) -> None:
-        self.watch, self.exchange = watch, WatchdogMessages(watch)
-        self.failures = 0
-
-
 class _Watchdog:
     """The thread of this process."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.watched: list[_WatchedChannel] = []
+        self.watched: list[WatchdogMessages] = []
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = False
         self._gpu = GpuWatch()
@@ -94,7 +86,7 @@ class _Watchdog:
                 end_process(reason)
 
     def _guarded(
-        self, one: _WatchedChannel, act: Callable[[_WatchedChannel], None]
+        self, one: WatchdogMessages, act: Callable[[WatchdogMessages], None]
     ) -> None:
         """Call a function for a watch; an error in it must not harm the program."""
         watch = one.watch
@@ -134,22 +126,22 @@ class _Watchdog:
         for one in list(self.watched):
             one.watch.keep_alive()
 
-    def _receive(self, one: _WatchedChannel) -> None:
+    def _receive(self, one: WatchdogMessages) -> None:
         try:
-            one.exchange.receive()
+            one.receive()
         except Exception:
             # The main thread may close it meanwhile.
             if not one.watch.closed:
                 raise
 
-    def _turn(self, one: _WatchedChannel) -> None:
+    def _turn(self, one: WatchdogMessages) -> None:
         watch = one.watch
         waiting = watch.waiting()
         if waiting is None:
             return
         watch.adopt(waiting)
         now = time.monotonic()
-        if now >= one.exchange.held_until and self._is_due(watch, waiting, now):
+        if now >= one.held_until and self._is_due(watch, waiting, now):
             self._inquire(one, waiting)
         if _is_over(watch, waiting, time.monotonic()):
             end_process(_endless(watch, waiting))
@@ -184,9 +176,9 @@ class _Watchdog:
         index = watch.topology.worker_comm.rank
         return first >= index or now > due + _OVERDUE_SECONDS + index * _STAGGER_SECONDS
 
-    def _inquire(self, one: _WatchedChannel, waiting: Waiting) -> None:
+    def _inquire(self, one: WatchdogMessages, waiting: Waiting) -> None:
         watch = one.watch
-        inquiry = Inquiry(watch, one.exchange, waiting, self._serve)
+        inquiry = Inquiry(one, waiting, self._serve)
         if not inquiry.run():
             return
         now, slow_until = time.monotonic(), watch.channel.waiter.slow_until
@@ -290,7 +282,7 @@ def register(channel: Channel, settings: Settings) -> None:
         return
     _State.watchdog = watchdog
     channel.waiter.slow_until = max(_deadlines, default=-math.inf)
-    watchdog.watched.append(_WatchedChannel(watch))
+    watchdog.watched.append(WatchdogMessages(watch))
     channel.waiter.watched = True
     watchdog.wake()
 
@@ -336,7 +328,7 @@ def _tell_slow(slow_until: float) -> None:
     for one in [] if watchdog is None else list(watchdog.watched):
         one.watch.channel.waiter.slow_until = slow_until
         one.watch.publish()
-        one.exchange.tell_slow(slow_until)
+        one.tell_slow(slow_until)
 
 
 @contextmanager

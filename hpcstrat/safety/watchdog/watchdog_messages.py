@@ -32,7 +32,7 @@ class WatchdogMessages:
     """
 
     def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+        self.watch = watch
         self._mail = watch.mail
         self._rank = watch.topology.replica_id
         self._round = 0
@@ -41,6 +41,8 @@ class WatchdogMessages:
         self.yields = False
         self.answers: dict[int, dict[str, Any]] = {}
         self.found: dict[int, tuple[Stacks, str]] = {}
+        # How often the watchdog's thread has failed for this channel.
+        self.failures = 0
 
     def begin(self) -> None:
         """Begin a round: answers to earlier questions are ignored from here on."""
@@ -73,7 +75,7 @@ class WatchdogMessages:
         They answer for it where C code stops its watchdog and its worker has no other
         rank.
         """
-        topology, peers = self._watch.topology, self._watch.peers
+        topology, peers = self.watch.topology, self.watch.peers
         note = {"left": slow_until - time.monotonic()}
         for step in range(1, min(_WORKERS_TOLD, topology.num_workers - 1) + 1):
             worker = (topology.worker_id + step) % topology.num_workers
@@ -113,17 +115,17 @@ class WatchdogMessages:
         if message["from"] < self._rank:
             self.yields = True
         answer = {
-            "ranks": [_row(state) for state in self._watch.states()],
+            "ranks": [_row(state) for state in self.watch.states()],
             "notes": {rank: self.noted(rank) for rank in self._notes},
         }
         self._answer(message, "status", answer)
 
     def _take_status(self, message: dict[str, Any]) -> None:
         if message["round"] == self._round:
-            self.answers[self._watch.peers.worker(message["from"])] = message
+            self.answers[self.watch.peers.worker(message["from"])] = message
 
     def _answer_stacks(self, message: dict[str, Any]) -> None:
-        watch = self._watch
+        watch = self.watch
         watch.publish(wants_stacks=True)
         for rank in message["ranks"]:
             found = watch.stacks_of(rank) if rank in watch.indices else None
@@ -138,10 +140,10 @@ class WatchdogMessages:
 
     def _take_verdict(self, message: dict[str, Any]) -> None:
         now = time.monotonic()
-        self._watch.decide(now, message["late"], now + message["left"])
+        self.watch.decide(now, message["late"], now + message["left"])
 
     def _take_report(self, message: dict[str, Any]) -> None:
-        self._watch.note_report()
+        self.watch.note_report()
 
     def _take_note(self, message: dict[str, Any]) -> None:
         self._notes[message["from"]] = time.monotonic() + message["left"]

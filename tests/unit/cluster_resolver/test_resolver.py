@@ -579,6 +579,16 @@ def test_another_launcher_is_noticed(kind: Any, env: Any, missing: str) -> None:
         (OPEN_MPI, Launch("mpirun of Open MPI", 1, 2, 1, 2)),
         (MPICH, Launch("mpiexec of MPICH", 1, 2, 1, 2)),
         (SLURM, Launch("srun", 3, 4, 1, 2)),
+        # The numbers of tasks differ: that of this node counts, if it is known.
+        (
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"},
+            Launch("srun", 3, 4, 1, 1),
+        ),
+        (
+            {k: v for k, v in SLURM.items() if k != "SLURM_NODEID"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "3,1"},
+            Launch("srun", 3, 4, 1),
+        ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("mpiexec of MPICH", 1, 2)),
         # srun --mpi=pmi2.
         (

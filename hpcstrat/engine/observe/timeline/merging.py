@@ -27,7 +27,7 @@ class Timeline:
 
     def alignments(self) -> dict[int, Alignment]:
         """Return, by worker, how to translate the clocks."""
-        # The ranks of a worker have one clock, and share what was measured.
+        # The ranks of a worker have one clock, and share its measurements.
         samples: dict[int, list[Sample]] = {}
         for file in self.files:
             samples.setdefault(file.pid, []).extend(file.samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from hpcstrat.engine.observe.timeline.events import shown_text
@@ -17,29 +17,21 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+@dataclass(slots=True)
 class _Range:
     """A range of the program."""
 
-    __slots__ = ("_args", "_category", "_name", "_recorder", "_start")
-
-    def __init__(
-        self, recorder: Recorder, name: str, args: Any, category: str = "program"
-    ) -> None:
-        self._recorder = recorder
-        self._name = name
-        self._args = args
-        self._category = category
+    recorder: Recorder
+    name: str
+    args: Any
+    category: str = "program"
+    start: int = 0
 
     def __enter__(self) -> None:
-        self._start = self._recorder.enter(self._name)
+        self.start = self.recorder.enter(self.name)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._recorder.leave(self._name, self._category, self._start, self._args)
+    def __exit__(self, *_: object) -> None:
+        self.recorder.leave(self.name, self.category, self.start, self.args)
 
 
 _PLAIN = (bool, float, int, str, type(None))
@@ -88,11 +80,8 @@ def traced(name: str, category: str) -> Callable[[Callable[_P, _R]], Callable[_P
             recorder = active.recorder
             if recorder is None:
                 return function(*values, **named)
-            start = recorder.enter(name)
-            try:
+            with _Range(recorder, name, None, category):
                 return function(*values, **named)
-            finally:
-                recorder.leave(name, category, start)
 
         return _recorded
 
