@@ -44,14 +44,15 @@ MUTANTS = (
     _m(
         "repeated: a plan is repeated for arrays of another type",
         "2:repeats",
-        "if array.dtype != dtype or array.shape != shape:",
-        "if array.shape != shape:",
+        "kinds = [(array.dtype, array.shape) for array in arrays]\n        # All",
+        "kinds = [array.shape for array in arrays]\n        # All",
     ),
     _m(
         "repeated: results are written over values that are still to be read",
         "2:arrays",
-        "            arrays = copied_where_overwritten(arrays, results)\n",
-        "",
+        """            arrays = copied_where_overwritten(arrays, outs)
+        planned.run""",
+        "            pass\n        planned.run",
     ),
     _m(
         "areas: sums are written on one rank alone",
@@ -160,7 +161,7 @@ MUTANTS = (
     _m(
         "packing: half types are added in their own type",
         "2:reductions",
-        """    if is_half(dtype):
+        """    if dtype.itemsize == 2 and is_half(dtype):
         return np.dtype(np.float32), True
     if dtype.kind in "iu" and means:""",
         '    if dtype.kind in "iu" and means:',
@@ -282,8 +283,10 @@ MUTANTS = (
     _m(
         "dealing: the error of one replica's part is kept to itself",
         "3:data_failures 3:data_workers",
-        "with self._strategy.together(_NEXT), collectives.all_raise(_NEXT):",
-        "with collectives.all_raise(_NEXT):",
+        """        with collectives.all_raise(_NEXT):
+            found: Tree =""",
+        """        if True:
+            found: Tree =""",
     ),
     _m(
         "watchdog: nobody asks where the others are",
