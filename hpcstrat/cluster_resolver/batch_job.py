@@ -140,7 +140,7 @@ def _slurm_end(job: str) -> float | None:
 def _pbs_end(job: str) -> float | None:
     said = output_of(["qstat", "-f", job])
     fields = dict(re.findall(r"^\s+(\S+) = (.*)$", said, re.MULTILINE))
-    # Torque says how much is left; PBS Pro and OpenPBS when the job has begun.
+    # Torque reports the remaining time; PBS Pro and OpenPBS report the start time.
     left = fields.get("Walltime.Remaining", "")
     if left.isdecimal():
         return time.time() + float(left)

@@ -110,7 +110,7 @@ def shard(parent: Stage, num_shards: int, index: int) -> Stage:
 
 
 def repeat(parent: Stage, count: int) -> Stage:
-    """Return the elements ``count`` times, without an end for -1."""
+    """Repeat the elements ``count`` times, or forever if it is -1."""
     if not count and not isinstance(parent, (Rows, Batched)):
         return streams.strided(parent, 0, 1, 0, 0)
     if not parent.cardinality or not count:

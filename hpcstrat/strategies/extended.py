@@ -116,7 +116,7 @@ class StrategyExtended:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Combine several values at once, in as few messages as fit.
+        """Combine several values at once, in as few messages as possible.
 
         Collective over the strategy's replicas.
 

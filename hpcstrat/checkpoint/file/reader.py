@@ -166,7 +166,7 @@ def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
 def read_contents(
     file: h5py.File, header: Header, vouched: Vouched | None
 ) -> dict[str, Extent]:
-    """Add entries and states to a header; return the places of values, by path."""
+    """Read entries and states into a header; return where values are, by path."""
     start, stop = 0, os.path.getsize(file.filename)
     if vouched is not None:
         # The hashes of blocks cover values between these places only.

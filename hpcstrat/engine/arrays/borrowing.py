@@ -61,7 +61,7 @@ def _give_back() -> None:
         _giving_back.release()
 
 
-# Let go while the libraries that own the memory are still loaded.
+# Drop the arrays while the libraries that own the memory are still loaded.
 atexit.register(_returned.clear)
 
 

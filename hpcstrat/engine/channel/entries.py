@@ -1,10 +1,10 @@
-"""The one way into the library's collective calls, and the ways out of it by an error.
+"""The decorator of methods that make collective calls, which tells others of errors.
 
-A rank that leaves a call by an error leaves the other ranks there, and would take part
-in that call with its next one. So it tells them: in the header for which they wait,
-where it has come to no header of the call itself; else by ending all calls, since
-nobody knows how far the others are. Calls of two threads at the same time have no
-order in common with those of other ranks, and are refused.
+If an error ends a call on one rank, the other ranks still wait in it, and the rank's
+next call would be matched with it by mistake. So the rank tells them: if it has posted
+no header of the call, its next header says so; otherwise all calls end, because it does
+not know how far the others are. If two threads make calls at the same time, their order
+may differ from that on other ranks, so the second is refused.
 """
 
 from __future__ import annotations

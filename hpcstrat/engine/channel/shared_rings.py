@@ -94,7 +94,7 @@ class SharedRings:
         return typed
 
     def rows(self, run: Run, place: int) -> list[Array]:
-        """Return the memory of a run of a piece in a place, for each rank."""
+        """Return each rank's shared memory for the values of a `Run`, in a place."""
         key = run.dtype, place, run.start, run.size
         rows = self._rows.get(key)
         if rows is None:

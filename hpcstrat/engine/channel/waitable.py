@@ -82,7 +82,7 @@ HEADER: Final = HeaderStep()
 
 
 def exhaust(steps: WaitSteps) -> None:
-    """Take a call of a single replica to its end: nobody is awaited there."""
+    """Run the call of a single replica to its end; it never has to wait."""
     for awaited in steps:
         assert awaited is HEADER
 

@@ -80,7 +80,8 @@ def reduce_in_memory(
                 steps = _over_workers(run, sums, work, channel, wire_dtype)
                 flows.append(pipeline.begin(steps))
         behind.append((piece, place, own, flows))
-        # Over a wire, one stays behind the next; else it is still in the cache.
+        # Between workers, a piece ends after the next has begun, so that messages of
+        # both are on the network; otherwise it ends at once, while it is in the cache.
         num_stay = int(crosses and bool(following))
         ended = [behind.popleft() for _ in range(len(behind) - num_stay)]
         for _, _, segments, its_flows in ended:

@@ -47,7 +47,7 @@ class Mark:
         return self
 
     def join(self, stream: Any = None) -> None:
-        """Let the work of a stream from here on run after the mark."""
+        """Make all later work of a stream wait for the mark."""
         (stream or self._cuda.get_current_stream()).wait_event(self.event)
 
     def passed(self) -> bool:
@@ -102,16 +102,16 @@ class Lane:
         self._kept: deque[tuple[Mark, Any]] = deque()
 
     def enter(self, mark: Mark | None = None) -> None:
-        """Let the lane's work from here on run after the program's so far.
+        """Make later work of the lane wait for earlier work of the program.
 
-        So far is up to ``mark``, by default the end of this thread's current stream.
+        That is work up to ``mark``; by default, all in this thread's current stream.
         """
         if mark is None:
             mark = self._entered.record()
         mark.join(self.stream)
 
     def leave(self, mark: Mark | None = None) -> None:
-        """Let the program's work from here on run after the lane's so far.
+        """Make later work of the program wait for earlier work of the lane.
 
         A ``mark`` is recorded at the end of the lane, for the program to join; by
         default this thread's current stream joins at once.

@@ -257,7 +257,7 @@ class Meetings:
         out: Tree = None,
         part: bool = False,
     ) -> EndedReduction:
-        """Reduce at once: replicas that take turns have nothing to do meanwhile."""
+        """Reduce without delay: replicas take turns, so no work could overlap."""
         return EndedReduction(self.reduce_in_call(op, trees, what, options, out=out))
 
     start_reduce = start_in_call

@@ -92,7 +92,7 @@ class Arrivals:
         return now
 
     def end(self, start: float, call: str, late: Sequence[int]) -> None:
-        """Count a wait; the last ranks to come were ``late``."""
+        """Count a wait that has ended; ``late`` are the ranks that came last."""
         self._waiting, seconds = None, time.perf_counter() - start
         self._header.add(seconds, call)
         if self._knows:

@@ -46,4 +46,4 @@ class Server(_Absent):
 
 
 class Client(_Absent):
-    """Calls functions of a server: an error that says what to use instead."""
+    """Refuses to call functions of a server, and says what to use instead."""

@@ -94,8 +94,8 @@ class Replicated:
         self._expected: list[int] = []
         overlaps = strategy.collectives.overlaps and not strategy.logical
         self._bucket_bytes = bucket_bytes if overlaps else 0
-        # Dense gradients that all replicas had the last time, and their buckets, all
-        # but the last one, which are started during a backward.
+        # Dense gradients that all replicas had in the last backward pass, and their
+        # buckets. All buckets but the last start during the backward pass.
         self._planned_for: list[int] = []
         self._plan: list[Bucket] = []
         # Buckets of the current backward, the parameters whose sums were taken from

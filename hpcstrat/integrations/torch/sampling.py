@@ -96,7 +96,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         )
         self._batch_size = batch_size
         self._epoch = self._position = 0
-        # Whether the program has got a batch of the latest iteration, and not all.
+        # Whether the program has taken some batches of the latest iteration, not all.
         self._is_begun = False
         self._is_known = True
 

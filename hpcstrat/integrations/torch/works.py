@@ -138,7 +138,8 @@ class Postponed:
         caller: FrameType | None = sys._getframe(1)
         while caller is not None and caller.f_globals["__name__"].startswith(_PASSED):
             caller = caller.f_back
-        # A thread of the engine's own, as for GPUs, has no frame below the hook.
+        # If the engine runs the hook in its own thread, as it does for GPUs, no Python
+        # frame called it.
         return caller is None or caller.f_code is getattr(_ENGINE, "__code__", None)
 
     def add(

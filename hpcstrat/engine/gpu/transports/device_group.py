@@ -94,7 +94,10 @@ class DeviceGroup:
             )
 
     def transport(self, name: str, make: Callable[[], _Made]) -> _Made:
-        """Return a transport or a mover, made by this rank alone at its first use."""
+        """Return a transport or a mover; not collective.
+
+        It is made at its first use.
+        """
         if name not in self._transports:
             self._transports[name] = make()
         found: _Made = self._transports[name]  # type: ignore[assignment]

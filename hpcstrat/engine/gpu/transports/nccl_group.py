@@ -277,9 +277,9 @@ class NcclGroup:
         self.waits_since = math.inf
 
     def ended(self) -> WaitSteps:
-        """Wait for the end of the calls so far, where ranks may be lost.
+        """Wait until all earlier calls have ended, if ranks may be lost.
 
-        Does nothing elsewhere: streams wait, not hosts.
+        Otherwise it does nothing: streams wait, and the host does not.
         """
         if self.survives:
             yield NcclEnding(self._lane.done(), self._check)

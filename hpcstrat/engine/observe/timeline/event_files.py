@@ -67,8 +67,8 @@ class EventFile:
     def put(self, event: Any) -> None:
         """Take an event, to be written soon, from any thread.
 
-        It is the argument of `events.complete` or `events.asynchronous`, or a line of
-        JSON, which is also written when the file is full.
+        ``event`` is an argument of `events.complete` or `events.asynchronous`, or a
+        line of JSON. Lines of JSON are written even if the file has its largest size.
         """
         waiting = len(self._queue)
         if waiting > _MOST_QUEUED or (not self.accepts and type(event) is not str):
