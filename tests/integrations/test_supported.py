@@ -24,8 +24,11 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "`gpt_torch.py`": [("test_examples", "gpt")],
     "`digits_ddp.py`": [("test_examples", "ddp_digits")],
     "`digits_jax.py`": [("test_examples", "jax_digits")],
-    "batches that leave": [(GRADIENTS, "ragged_batches"), (TRAINING, "one_process")],
-    "several backwards": [(GRADIENTS, "several_backwards_add_up")],
+    "batches with few or no rows": [
+        (GRADIENTS, "ragged_batches"),
+        (TRAINING, "one_process"),
+    ],
+    "several backward passes": [(GRADIENTS, "several_backwards_add_up")],
     "unused, frozen": [
         (GRADIENTS, "some_replicas_do_not_use"),
         (GRADIENTS, "frozen_and_thawed"),
@@ -63,7 +66,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         (BUILT, "ddp_join_lets_ranks_have_fewer_batches"),
         (BUILT, "ddp_compiled"),
     ],
-    "DDP's hooks of Python": [(BUILT, "ddp_hooks_of_python_compress")],
+    "DDP's Python hooks": [(BUILT, "ddp_hooks_of_python_compress")],
     "FSDP2, FSDP1": [
         (GROUP, "fsdp2_and_dtensor_train"),
         ("check_fsdp", "it_trains_as_on_gloo"),
@@ -119,7 +122,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
     "`clipnorm`": [(FIT, "optimizers_see_the_gradient")],
     "`gradient_accumulation_steps`": [(FIT, "optimizers_see_the_gradient")],
     "`LossScaleOptimizer`": [(FIT, "infinite_gradients_of_one_replica")],
-    "`train_step`": [(FIT, "steps_of_the_programs_own")],
+    "custom `train_step`": [(FIT, "steps_of_the_programs_own")],
     "`steps_per_epoch`": [(FIT, "steps_of_an_epoch")],
     "`Dropout`": [(FIT, "dropout_differs_and_its_state_does_not")],
     "`BatchNormalization`": [
@@ -131,7 +134,7 @@ TESTED: dict[str, list[tuple[str, str]]] = {
         (CALLBACKS, "backup_on_replica_0"),
     ],
     "`EarlyStopping`": [(CALLBACKS, "callbacks_write_once_and_decide_alike")],
-    "callbacks of one's own": [
+    "custom callbacks": [
         (CALLBACKS, "callbacks_write_once_and_decide_alike"),
         (CALLBACKS, "error_of_one_replica"),
     ],
