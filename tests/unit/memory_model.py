@@ -24,9 +24,7 @@ _State = tuple[tuple["_Rank", ...], tuple[tuple[Any, Any], ...]]
 class Design:
     """What is tried: the way of the kernel, or one that is planted.
 
-    ``scattered`` says that each rank adds a segment, and all copy the sums out. With
-    ``in_record`` each piece is a call of its own, whose few values lie in one of two
-    records, as in places that are taken in turn.
+    ``scattered`` says that each rank adds a segment, and all copy the sums out.
     """
 
     ranks: int
@@ -35,7 +33,6 @@ class Design:
     places: int = 4
     releases: bool = True
     waits: bool = True
-    in_record: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +55,7 @@ def _program(design: Design, me: int) -> list[tuple[Any, ...]]:
     def lay_out(piece: int) -> list[tuple[Any, ...]]:
         return [("store", place(me, piece, s), (piece, me)) for s in segments]
 
-    lines: list[tuple[Any, ...]] = []
-    for call in range(design.pieces if design.in_record else 0):
-        tick = call + 1
-        lines += [*lay_out(call), ("post", tick), ("wait", tick)]
-        lines += [("load", place(rank, call, 0), (call, rank)) for rank in others]
-    if design.in_record:
-        return [line for line in lines if design.waits or line[0] != "wait"]
-    lines += [*lay_out(0), ("post", 1), ("wait", 1)]
+    lines: list[tuple[Any, ...]] = [*lay_out(0), ("post", 1), ("wait", 1)]
     for piece in range(design.pieces):
         if follows := piece + 1 < design.pieces:
             lines += lay_out(piece + 1)

@@ -19,7 +19,7 @@ import numpy as np
 
 __all__ = ["VERSION", "load", "load_reader", "load_update_rules", "type_codes"]
 
-VERSION = 3
+VERSION = 4
 """Of the kernel that this package knows: one built from another version is not used."""
 
 _READER_VERSION = 2

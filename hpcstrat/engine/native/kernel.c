@@ -90,8 +90,7 @@ typedef struct {
     _Atomic uint64_t digest, flags;
     /* How often this rank wants copies to have been tried; not compared. */
     _Atomic uint64_t trials;
-    /* A sum that is no larger lies here, and takes no line of its own to come. */
-    char values[24];
+    char unused[24];
 } record;
 _Static_assert(sizeof(record) == LINE, "a record fills a cache line");
 
@@ -239,11 +238,9 @@ struct sum {
     size_t lap;
 };
 
-/* Return the next place of rank 0: see `SharedRings.take`, or in the next record. The header of
- * the call after that is in the other half, and a rank posts it when it has added these values. */
+/* Return the next place of rank 0: see `SharedRings.take`. */
 static char *take(sum *s) {
     kernel *k = s->kernel;
-    if (!s->place_bytes) return k->records[((k->tick + 1) & 1) * (size_t)k->size].values;
     size_t start = (k->next + s->place_bytes - 1) / s->place_bytes * s->place_bytes;
     if (start >= k->ring) start = 0;
     k->next = start + s->place_bytes;
@@ -858,9 +855,6 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
     size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
     s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
     s->stride = k->room;
-    /* Few values of one type fit into the record, unless sums are written into places. */
-    if (s->nbytes <= sizeof k->records->values && s->num_buckets == 1 && !s->scattered)
-        s->place_bytes = 0, s->stride = LINE;
     return 0;
 }
 
@@ -980,7 +974,7 @@ PyMODINIT_FUNC PyInit_kernel(void) {
     int good = made && kernel_type && sum_type &&
                !PyModule_AddObjectRef(made, "Kernel", kernel_type) &&
                !PyModule_AddObjectRef(made, "Sum", sum_type) &&
-               !PyModule_AddIntConstant(made, "VERSION", 3);
+               !PyModule_AddIntConstant(made, "VERSION", 4);
     if (!good) Py_CLEAR(made);
     return made;
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.unit.memory_model import Design, find_error
@@ -16,8 +14,6 @@ from tests.unit.memory_model import Design, find_error
         Design(2, 5, scattered=True),
         Design(3, 2),
         Design(3, 1, scattered=True),
-        Design(2, 5, in_record=True, places=2),
-        Design(3, 3, in_record=True, places=2),
         pytest.param(Design(3, 2, scattered=True), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -33,11 +29,3 @@ def test_no_order_reads_a_stale_piece(design: Design) -> None:
 def test_wrong_designs_are_found(wrong: dict[str, int], scattered: bool) -> None:
     error = find_error(Design(2, 5, scattered=scattered, **wrong))  # type: ignore[arg-type]
     assert "wants" in error
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"releases": False}, {"waits": False}, {"places": 1}]
-)
-def test_wrong_designs_of_values_in_records_are_found(wrong: dict[str, int]) -> None:
-    options: dict[str, Any] = {"in_record": True, "places": 2} | wrong
-    assert "wants" in find_error(Design(2, 5, **options))

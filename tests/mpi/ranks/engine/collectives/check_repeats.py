@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,28 @@ def test_what_is_out_of_the_ordinary_is_looked_at(
     for _ in range(2):
         strategy.reduce("sum", own, axis=None)
     assert repeated[-1]
+
+
+def test_a_notice_before_a_late_rank_has_read_the_values_loses_none(
+    strategy: Any, job: Any
+) -> None:
+    """All agree once more after a notice; the next sum must not reuse the memory."""
+    channel, last = strategy.collectives.channel, job.size - 1
+    if channel is None:
+        pytest.skip("one replica makes no calls")
+    for step in range(30):
+        # Another rank tells something each time, and another one is late.
+        if strategy.replica_id == step % job.size:
+            channel.notice = "planted"
+        if strategy.replica_id == (step + 1) % job.size:
+            time.sleep(1e-4)
+        mine = strategy.replica_id + 10 * step
+        first = strategy.reduce("sum", np.float64(mine), axis=None)
+        second = strategy.reduce("sum", np.ones(3), axis=None)
+        assert first == last * job.size / 2 + 10 * step * job.size
+        assert (second == job.size).all()
+    # Other tests use the same channel.
+    channel.noticed = {}
 
 
 def test_results_that_lie_over_other_values_are_right(strategy: Any, job: Any) -> None:
