@@ -53,8 +53,8 @@ class DealtDataset(ReducibleDataset):
 
     An error of any pipeline is raised by ``next()`` on all replicas, which are then at
     the same place: the next one gives what the pipelines give next. A generator ends
-    with the error that it raises; any other iterator may go on. So it is where a
-    replica has its part and cannot place it.
+    with the error that it raises; any other iterator may go on. All replicas also raise
+    if one of them cannot place its part on its device.
 
     Parameters
     ----------

@@ -101,7 +101,7 @@ class Placer:
         )
 
     def wrap(self, parts: list[Tree]) -> Tree:
-        """Return parts, which are placed, as one distributed element."""
+        """Combine parts on their devices into one distributed element."""
         if len(parts) > 1:
             return self._strategy.replicas.joined(parts, "a batch")
         several = self._strategy.num_replicas_in_sync > 1

@@ -83,7 +83,7 @@ def take(parent: Stage, count: int) -> Stage:
 
 
 def skip(parent: Stage, count: int) -> Stage:
-    """Return all but the first elements; none for -1."""
+    """Skip the first ``count`` elements; -1 skips all of them."""
     if count < 0:
         return take(parent, 0)
     cardinality = _less(parent.cardinality, count)

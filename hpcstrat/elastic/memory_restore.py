@@ -260,7 +260,7 @@ def _fill_newcomers(
     values: dict[str, Array],
     without: list[int],
 ) -> None:
-    """Give newcomers parts that change no total, where the lost parts have no copy."""
+    """Give newcomers neutral values if no copy of the lost values exists."""
     for path in commit.on_read():
         rule = rule_of(commit.entries[path].aggregation)
         if rule is None:

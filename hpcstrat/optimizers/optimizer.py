@@ -187,7 +187,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         """
 
     def _is_marked(self, name: str) -> bool:
-        """Whether a variable is updated in another way than the rest."""
+        """Whether the rule updates this variable differently from the others."""
         return False
 
     @property

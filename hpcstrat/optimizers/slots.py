@@ -77,7 +77,7 @@ class Slots:
                 full = array_module(component).full
                 array = full(variable.shape, initial, variable.dtype)
             else:
-                # A view of one element: only the variable itself takes memory.
+                # One element, broadcast, so that the initial value takes no memory.
                 element = np.full((), initial, variable.dtype)
                 array = np.broadcast_to(element, variable.shape)
             slot = self.make(kind, variable, array, sharded=sharded)

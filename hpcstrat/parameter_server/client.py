@@ -183,7 +183,7 @@ class Client:
     def _check_one(self, server: int, last: int) -> None:
         """Raise the first error of the updates up to a number.
 
-        Waits for a server of another node.
+        It waits for the reply if the server is on another node.
         """
         self._require(server)
         counts = self._counts.get(server)

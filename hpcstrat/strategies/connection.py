@@ -303,7 +303,7 @@ def _meet(
     if problem is not None:
         channel.failures.fail(call.text, problem)
         raise problem
-    # An open channel also shows which rank is at another call.
+    # With an open channel, a rank that makes another call is noticed, too.
     channel.failures.meet()
     channel.agree(call)
     creation.pause(False)

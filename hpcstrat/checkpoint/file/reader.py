@@ -415,7 +415,7 @@ def map_values(file: CheckpointFile) -> dict[str, Array]:
 
 
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
-    """Read data of format version 1, without hashes; fresh arrays in native order.
+    """Return values of format version 1, which has no hashes, in native byte order.
 
     ``wanted`` are the types that were saved, by path. Raises CorruptCheckpointError.
     """

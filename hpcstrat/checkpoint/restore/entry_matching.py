@@ -276,7 +276,7 @@ def is_wanted(path: str, only: Collection[str] | None) -> bool:
 
 
 def renamed(header: Header, names: Mapping[str, str]) -> Header:
-    """Return a header under the names that a program has today; the same on every rank.
+    """Return a header with the names of this program; the same on every rank.
 
     Entries keep their path in the file. CheckpointMismatchError if a name is not in the
     checkpoint, or two values get one.

@@ -18,7 +18,7 @@ __all__ = ["copied_where_overwritten", "lies_apart", "overlap"]
 
 # Steps in which NumPy finds whether two arrays share memory.
 _MOST_WORK = 10_000
-# Up to this number of arrays, every two are compared.
+# With at most this many arrays, every pair is compared.
 _FEW = 8
 
 _Place = tuple[int, int, int]

@@ -55,7 +55,7 @@ class Section:
         tells = error is None or isinstance(error, Exception)
         try:
             if tells and channel.pending and not failures.broken:
-                # Here, where a failure of other ranks still ends this section.
+                # Drain here, while a failure of other ranks still ends this section.
                 channel.pending.drain()
         finally:
             failures.depth -= 1

@@ -99,7 +99,7 @@ class MappedMemory:
         )
 
     def map(self, rows: Array, me: int) -> bool:
-        """Map what the other ranks offer; whether that could be done."""
+        """Map the memory that other ranks offer; return whether this succeeded."""
         for rank, number in list(self._others):
             if number < rows[rank, _FIRST]:
                 del self._others[rank, number]

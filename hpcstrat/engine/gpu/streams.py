@@ -1,4 +1,4 @@
-"""The order of work on a GPU: a stream of the library beside the program's.
+"""Orders GPU work between the library's own stream and the program's.
 
 The work of the program's current stream so far runs before the work of a lane after
 `Lane.enter`, and its work after `Lane.leave` runs after the lane's. The device keeps

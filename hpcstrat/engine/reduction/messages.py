@@ -5,11 +5,11 @@ sender tells size and type ahead of the data, and the receiver compares them bef
 uses any of the data.
 
 The receives of the data are started before the header has come, because the sender may
-wait for nothing else. So they need room for whatever comes: an MPI library may write a
-message that is longer than its receive past the end of the memory (Open MPI 5.0 does
-where it copies straight from the memory of the sender). All data are therefore cut at
-the same places, and the tag of a part says how long it may be, which is how much room
-each receive with that tag has; for the last part of an array that is other memory.
+wait for nothing else. So each receive buffer needs room for any message: an MPI library
+may write a longer message past the end of the buffer (Open MPI 5.0 does if it copies
+directly from the sender's memory). All data are therefore cut at the same places, and
+the tag of a part says how long it may be. Each receive with that tag has a buffer of
+that length; for the last part of an array it is a separate buffer.
 """
 
 from __future__ import annotations

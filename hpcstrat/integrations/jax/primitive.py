@@ -149,7 +149,7 @@ class TreeOperation:
         meetings.meet_later(*call, argument, then)
 
     def _call(self, leaves: list[Array]) -> str:
-        # A program knows its shapes beforehand, so all must be equal.
+        # A compiled program has fixed shapes, so they must be equal on all ranks.
         return f"{self.what} of {', '.join(str(leaf.shape) for leaf in leaves)}"
 
     @property

@@ -16,7 +16,7 @@ __all__ = ["read_torch", "write_torch"]
 def write_torch(
     path: str, values: Mapping[str, Array], tick: Callable[[int], None]
 ) -> None:
-    """Write values as ``load_state_dict`` takes them, one after the other."""
+    """Write values into one file, as a dict that ``load_state_dict`` accepts."""
     torch.save({name: as_tensor(value) for name, value in values.items()}, path)
     tick(sum(value.nbytes for value in values.values()))
 

@@ -46,7 +46,8 @@ class Server:
 
     Use it instead of a ParameterServerStrategy, which ends the program of such a rank
     after the coordinator; `join` returns then. The first arguments are those of
-    tf.distribute, or a resolver only; the others those of ParameterServerStrategy.
+    ``tf.distribute.Server``, or only a resolver; the others are those of
+    ParameterServerStrategy.
 
     Parameters
     ----------

@@ -3,8 +3,8 @@
 At each entry into ``run`` the slice that is due is copied to page-locked memory of the
 host, in the order of the program's current stream. The host does not wait: it hashes
 the copy that was begun a fixed number of entries before, which has long been made
-unless the host is as far ahead of the GPU as that. So all ranks hash the same bytes, as
-they were at the same point of the program, at the same call.
+unless the host is as far ahead of the GPU as that. So at each
+call all ranks hash the same slice, as it was at the same point of the program.
 """
 
 from __future__ import annotations

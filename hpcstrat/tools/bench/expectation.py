@@ -142,7 +142,7 @@ class Expectation:
         return 0.0
 
     def _sum(self, nbytes: int, run: MeasuredRun) -> float | None:
-        """Return the time of the bytes of a sum; None if no link is known."""
+        """Return the time to send the data of a sum; None if no link was measured."""
         seconds = 0.0
         if max(run.replicas_per_worker) > 1:
             link = self._link("inside")
