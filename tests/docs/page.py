@@ -40,6 +40,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """Return the fenced blocks of a page."""
+    """Return the fenced blocks of a page; those inside lists lose their indentation."""
     found: list[Block] = []
     opened: tuple[int, str, str] | None = None
     lines: list[str] = []
@@ -104,7 +105,8 @@ def blocks(text: str) -> list[Block]:
             language, _, where = fence.group(2).strip().partition(" ")
             opened, lines = (number + 1, language, where.strip()), []
         elif fence and opened is not None:
-            found.append(Block(*opened, "\n".join(lines) + "\n"))
+            code = textwrap.dedent("\n".join(lines)) + "\n"
+            found.append(Block(*opened, code))
             opened = None
         elif opened is not None:
             lines.append(line)
