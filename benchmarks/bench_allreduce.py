@@ -298,7 +298,8 @@ def measure_sizes(
     pieces : dict of int to str
         For each size, mpi4py's best pieces.
     """
-    gloo, watch = start_gloo(strategy), CoreWatch(strategy.topology.replica_comm)
+    topology = strategy.topology
+    gloo, watch = start_gloo(strategy), CoreWatch(topology.replica_comm, topology.mpi)
     times, pieces = {}, {}
     for size in options.sizes:
         case = Case(strategy, size, options, watch)
@@ -312,6 +313,7 @@ def measure_sizes(
             )
     if gloo is not None:
         gloo.destroy_process_group()
+    watch.close()
     return times, pieces
 
 

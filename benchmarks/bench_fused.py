@@ -226,7 +226,8 @@ def measure_lists(
     dict of str to tuple of int and dict
         For each list its size in bytes, and its times, from `Case.run`.
     """
-    watch, found = CoreWatch(strategy.topology.replica_comm), {}
+    topology, found = strategy.topology, {}
+    watch = CoreWatch(topology.replica_comm, topology.mpi)
     for what, shapes in LISTS.items():
         case = Case(strategy, shapes, watch)
         times = case.run(seconds)
@@ -237,6 +238,7 @@ def measure_lists(
                 f"{describe_cores(state, by_name)}; faster: than {PACKED}\n"
                 + table(by_name, PACKED, FLOOR)
             )
+    watch.close()
     return found
 
 

@@ -1,13 +1,18 @@
-"""The distance between the cores of two ranks while they are measured.
+"""The latency between the cores of two ranks, measured between the timed calls.
 
 On a virtual machine, and where ranks are not bound, cores move while a program runs:
 two that shared a cache may share none a second later, and a sum through shared memory
 then takes several times as long. So the latency between the ranks is measured before
 each call and after the last one of a round, and rounds are told apart by it.
+
+The ranks measure it, and wait for each other, by flags in shared memory, and make no
+MPI call: MPI calls right before a timed call would leave MPI's own code in the caches,
+and so favor the alternatives that use MPI.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,10 +28,15 @@ LATENCY = "latency between the cores"
 """Stands beside the times of alternatives."""
 
 # A latency above so many times the least one is that of cores that lie apart. On AMD's
-# EPYC 9004 a message takes 0.56 us between cores of one cache, and 0.8 between others.
-_APART = 1.25
+# EPYC 9004 a flag takes 0.10 to 0.20 us between cores of one cache, by their clock, and
+# 0.26 to 0.40 us between others; those of MPI messages overlap.
+_APART = 2.2
 _TRIPS = 40
 _LEAST_ROUNDS = 20
+# Flags are so far apart, in numbers of 8 bytes, that each has a cache line of its own,
+# also where the processor fetches two lines at once.
+_APART_NUMBERS = 16
+_LOOKS_BEFORE_YIELD = 10_000
 
 
 class CoreWatch:
@@ -36,31 +46,63 @@ class CoreWatch:
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks, of one machine; alone, nothing is measured.
+    mpi : module
+        ``mpi4py.MPI``.
     """
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, mpi: Any) -> None:
         self._comm = comm
-        self._buffer = np.zeros(1, np.uint8)
+        nbytes = (comm.size + 1) * _APART_NUMBERS * 8 if comm.rank == 0 else 0
+        self._window = mpi.Win.Allocate_shared(nbytes, 1, comm=comm)
+        memory = memoryview(self._window.Shared_query(0)[0]).cast("B").cast("q")
+        # The first flag lets all ranks go on; each rank has one more.
+        self._flags = memory[::_APART_NUMBERS]
+        comm.Barrier()
+        self._number = 0
         self._round: list[float] = []
         self._rounds: list[list[float]] = []
         self._least = np.inf
 
     def look(self) -> None:
-        """Measure once; collective over the communicator."""
-        comm, buffer = self._comm, self._buffer
-        if comm.size < 2 or comm.rank > 1:
+        """Measure once, and let all ranks leave at the same time.
+
+        Collective over the communicator.
+        """
+        rank, size, flags = self._comm.rank, self._comm.size, self._flags
+        trips = range(self._number + 1, self._number + _TRIPS + 1)
+        self._number += _TRIPS + 1
+        if size < 2:
             return
-        best, other = np.inf, 1 - comm.rank
-        for _ in range(_TRIPS):
-            start = time.perf_counter()
-            if comm.rank == 0:
-                comm.Send(buffer, other)
-                comm.Recv(buffer, other)
-            else:
-                comm.Recv(buffer, other)
-                comm.Send(buffer, other)
-            best = min(best, (time.perf_counter() - start) / 2)
-        self._round.append(best)
+        best = np.inf
+        if rank == 0:
+            for number in trips:
+                start = time.perf_counter()
+                flags[1] = number
+                self._await(2, number)
+                best = min(best, (time.perf_counter() - start) / 2)
+            for other in range(2, size):
+                self._await(1 + other, self._number)
+            flags[0] = self._number
+        else:
+            for number in trips if rank == 1 else ():
+                self._await(1, number)
+                flags[2] = number
+            flags[1 + rank] = self._number
+            self._await(0, self._number)
+        if rank == 0:
+            self._round.append(best)
+
+    def _await(self, flag: int, number: int) -> None:
+        """Wait until a flag has at least a number."""
+        flags, looks = self._flags, 0
+        while flags[flag] < number:
+            looks += 1
+            if looks % _LOOKS_BEFORE_YIELD == 0:
+                os.sched_yield()
+
+    def close(self) -> None:
+        """Free the flags; collective over the communicator."""
+        self._window.Free()
 
     def end_round(self, *, counted: bool) -> None:
         """Take note of the end of a round, and of whether it counts; not collective."""

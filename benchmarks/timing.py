@@ -2,10 +2,11 @@
 
 The time of a call is the longest of the ranks', as in the OSU micro-benchmarks
 (https://mvapich.cse.ohio-state.edu/benchmarks/). Each round times every alternative
-once, after a barrier, so that a machine that slows down slows all of them. The order
-is drawn anew for each round: no alternative always finds what the same other one has
-left in the caches. Inputs can be written anew before each call, as training does: what
-another rank has read, and nobody has written since, is faster than any real step.
+once, after a barrier, so that a machine that slows down slows all of them; with a
+`CoreWatch` that is a barrier without MPI calls. The order is drawn anew for each round:
+no alternative always finds what the same other one has left in the caches. Inputs can
+be written anew before each call, as training does: what another rank has read, and
+nobody has written since, is faster than any real step.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def measure(
     rewrite : callable, optional
         Writes the inputs of all calls; called before each of them.
     watch : CoreWatch, optional
-        Looks where the cores lie before each call, and after the last of a round.
+        Lets the ranks begin each call together, instead of a barrier of MPI, and
+        measures the latency between them there, and after the last call of a round.
 
     Returns
     -------
@@ -85,9 +87,10 @@ def measure(
                 rewrite()
             if hot:
                 call()
-            if watch is not None:
+            if watch is None:
+                comm.Barrier()
+            else:
                 watch.look()
-            comm.Barrier()
             start = time.perf_counter()
             call()
             seconds = time.perf_counter() - start
