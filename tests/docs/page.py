@@ -40,7 +40,6 @@ import json
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,17 +98,18 @@ def blocks(text: str) -> list[Block]:
     found: list[Block] = []
     opened: tuple[int, str, str] | None = None
     lines: list[str] = []
+    indentation = ""
     for number, line in enumerate(text.splitlines(), 1):
         fence = _FENCE.match(line)
         if fence and opened is None:
             language, _, where = fence.group(2).strip().partition(" ")
             opened, lines = (number + 1, language, where.strip()), []
+            indentation = fence.group(1)
         elif fence and opened is not None:
-            code = textwrap.dedent("\n".join(lines)) + "\n"
-            found.append(Block(*opened, code))
+            found.append(Block(*opened, "\n".join(lines) + "\n"))
             opened = None
         elif opened is not None:
-            lines.append(line)
+            lines.append(line.removeprefix(indentation))
         elif compared := _COMPARED.match(line):
             tree = ast.parse(f"[{compared.group(1)}]", mode="eval").body
             expressions = tuple(map(ast.unparse, getattr(tree, "elts", ())))
