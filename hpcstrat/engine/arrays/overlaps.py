@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import types
 from typing import Any
 
@@ -155,8 +156,11 @@ def lies_apart(array: Any) -> bool:
 def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
     """Copy the arrays over which another array's result would be written.
 
-    ``outs`` are the places of the results, in the same order.
+    ``outs`` are the places of the results, in the same order, which lie apart.
     """
+    # Most calls reduce in place; to find addresses takes longer than a small sum.
+    if all(map(operator.is_, arrays, outs)):
+        return arrays
     extents = [_extent(array) for array in arrays]
     ends = [(start, end, -1 - i) for i, (start, end) in enumerate(extents)]
     for index, out in enumerate(outs):

@@ -236,10 +236,10 @@ class Reductions:
                 # Its making was a call of all replicas.
                 plan = functools.partial(self.collectives.call, request[1], plan)
             planned = self._plans[key] = plan(request, arrays, options, group)
-        if options is self._options and (
-            request[2] is None or request[2] == list_structure(len(arrays))
-        ):
-            planned.keep(self.repeat, request, options.timeout_seconds)
+            structure = request[2]
+            plain = structure is None or structure == list_structure(len(arrays))
+            if plain and options is self._options:
+                planned.keep(self.repeat, request, options.timeout_seconds)
         return planned
 
     def _results(
