@@ -1,1 +1,1 @@
-"""Logical replicas: more replicas than ranks, with results that are the same bits."""
+"""Logical replicas: more replicas than ranks, with bitwise reproducible results."""

@@ -24,29 +24,29 @@ __all__ = ["EndedReduction", "Listener", "Meetings", "joined", "run_listened"]
 
 
 class Listener(Protocol):
-    """An object that has a state for each replica, and follows their turns.
+    """An object that is notified when a logical replica starts, pauses and resumes.
 
-    ``index`` counts the replicas of this rank.
+    ``index`` is the position of the replica among the replicas of this rank.
     """
 
     def start(self) -> None:
-        """Begin a run, in the thread that has called it."""
+        """Begin a run; called in the thread that called `run_listened`."""
 
     def begin(self, index: int) -> None:
-        """Begin a replica's function, in its thread."""
+        """Begin a replica's function; called in the replica's thread."""
 
     def pause(self, index: int) -> None:
-        """Leave the turn to others, in the replica's thread."""
+        """Pause, because another replica runs next; called in the replica's thread."""
 
     def resume(self, index: int) -> None:
-        """Have the turn again, in the replica's thread."""
+        """Resume after `pause`; called in the replica's thread."""
 
     def end(self) -> None:
         """End a run."""
 
 
 class EndedReduction:
-    """A reduction that has ended, where a `PendingCall` is expected."""
+    """A finished reduction, with the methods of `PendingCall`."""
 
     def __init__(self, result: Tree) -> None:
         self._result = result
@@ -61,11 +61,12 @@ class EndedReduction:
 
 
 class Meetings:
-    """Calls of the replicas of one rank, which the rank makes for all of them at once.
+    """Collective calls of a rank's logical replicas, which the rank makes once for all.
 
-    It has the methods of `Collectives`, for code in replica context: each replica of
-    this rank comes to the call, and gets a result of its own. ``ranks`` are the calls
-    between ranks, and ``cross_entry`` is the context in which they are made.
+    The class has the methods of `Collectives`, for code in replica context: each
+    replica of this rank makes the call, and gets a result of its own. ``ranks`` makes
+    the calls between ranks, and ``cross_entry`` is the cross-replica context in which
+    ``ranks`` makes them.
     """
 
     # Channels belong to ranks, not to replicas.
@@ -84,17 +85,17 @@ class Meetings:
         self._cross_entry = cross_entry
         self.block = sums.block
         self.size = sums.order.num_replicas
-        # Turns of nested runs, such as a run in a merged function of another run; the
-        # last is the innermost one.
+        # One `Turns` per nested run, such as a run in a merged function of another run.
+        # The last entry is the innermost run.
         self._running: list[Turns] = []
         self._kept: list[Turns] = []
         self._listeners = listeners
-        # The number of runs under way; those of a single replica count, too.
+        # The number of runs in progress, including runs of a single replica.
         self.runs = 0
 
     @property
     def collectives(self) -> Meetings:
-        """Itself, as entries of the library look for it."""
+        """Return this object: entries look for an attribute ``collectives``."""
         return self
 
     @property
@@ -103,7 +104,7 @@ class Meetings:
         return self._ranks.timeout_seconds
 
     def take_turns(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call a function for each replica of this rank; return their results."""
+        """Call one function for each replica of this rank, and return the results."""
         self.runs += 1
         try:
             if len(self.block) == 1:
@@ -120,16 +121,17 @@ class Meetings:
             self.runs -= 1
 
     def close(self) -> None:
-        """End the threads of the replicas."""
+        """Stop the threads of the replicas."""
         for turns in self._kept:
             turns.close()
 
     def meet(self, what: str, act: Act, argument: Any) -> Any:
-        """Make a call once, for all replicas of this rank; return this one's result.
+        """Make one call for all replicas of this rank; return this replica's result.
 
-        Collective over the strategy's replicas. ``act`` takes the arguments of the
-        replicas of this rank, in their order, and returns a result for each; it is
-        called in cross-replica context. CollectiveError if replicas make another call.
+        Collective over the strategy's replicas. ``act`` takes the arguments of this
+        rank's replicas, in replica order, and returns one result for each replica; it
+        is called in cross-replica context. Raises CollectiveError if another replica
+        makes a different call.
         """
         entry = current()
         number = 0 if entry is None or entry.index is None else entry.index
@@ -146,7 +148,7 @@ class Meetings:
 
     @property
     def running_replica(self) -> int:
-        """The replica of this rank whose turn it is, as any thread sees it."""
+        """The replica of this rank that runs now; can be read in any thread."""
         return self.block[self._running[-1].current if self._running else 0]
 
     def meet_later(
@@ -156,10 +158,10 @@ class Meetings:
         argument: Any,
         then: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Come to a call for the replica whose turn it is, in any thread; do not wait.
+        """Make a call for the replica that runs now, in any thread, without waiting.
 
-        As `meet`; ``then`` is called with the replica's result, or an error, once it
-        has its turn again.
+        The arguments are the same as for `meet`. ``then`` is called with the replica's
+        result, or an error, when the replica runs again.
         """
         inside = functools.partial(self._in_cross_context, act)
         if self._running:
@@ -180,7 +182,7 @@ class Meetings:
             pop(token)
 
     def _all_get(self, what: str, make: Callable[[list[Any]], Tree]) -> tuple[str, Act]:
-        """Return a call that makes one result, and gives each replica its own copy."""
+        """Return the name and act of a call that copies one result to each replica."""
 
         def act(arguments: list[Any]) -> list[Any]:
             result = self._ranks.call(what, make, arguments)
@@ -190,11 +192,11 @@ class Meetings:
         return what, act
 
     def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function in which the replicas make calls."""
+        """Call a function that makes collective calls between replicas."""
         return function(*args)
 
     def barrier(self, what: str = "barrier") -> None:
-        """Wait for all replicas."""
+        """Wait until all replicas have made this call."""
 
         def act(arguments: list[Any]) -> list[Any]:
             self._ranks.barrier(what)
@@ -203,7 +205,7 @@ class Meetings:
         self.meet(what, act, None)
 
     def repeat(self, what: str, op: Any, value: Any, out: Any = None) -> None:
-        """Return None: calls of replicas are not repeated by a plan of ranks."""
+        """Return None: calls between replicas cannot use a rank's cached plan."""
 
     def reduce_in_call(
         self,
@@ -214,7 +216,7 @@ class Meetings:
         *,
         out: Tree = None,
     ) -> Tree:
-        """Combine the arrays of all replicas, in the order of their tree."""
+        """Sum or average the arrays of all replicas, in the order of `TreeOrder`."""
         if out is None:
             return self.meet(*self.reducing(op, what, options), trees)
         label = f"{what}({op.name})"
@@ -240,7 +242,7 @@ class Meetings:
     def reducing(
         self, op: ReduceOp, what: str, options: CommunicationOptions | None
     ) -> tuple[str, Act]:
-        """Return name and act of a call that combines arrays."""
+        """Return the name and act of a call that sums or averages arrays."""
 
         def make(trees: list[Tree]) -> Tree:
             return self._sums.reduce(op, trees, what, options)
@@ -257,7 +259,7 @@ class Meetings:
         out: Tree = None,
         part: bool = False,
     ) -> EndedReduction:
-        """Reduce without delay: replicas take turns, so no work could overlap."""
+        """Reduce at once: as replicas run in turns, no computation could overlap."""
         return EndedReduction(self.reduce_in_call(op, trees, what, options, out=out))
 
     start_reduce = start_in_call
@@ -267,7 +269,7 @@ class Meetings:
         return self.meet(*self.gathering(axis, what), tree)
 
     def gathering(self, axis: int, what: str) -> tuple[str, Act]:
-        """Return name and act of a call that concatenates arrays."""
+        """Return the name and act of a call that concatenates arrays."""
 
         def make(trees: list[Tree]) -> Tree:
             return self._ranks.all_gather(
@@ -277,11 +279,12 @@ class Meetings:
         return self._all_get(f"{what}(axis={axis})", make)
 
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
-        """Give every replica the arrays of one."""
+        """Return the arrays of replica ``root`` on every replica."""
         return self.meet(*self.broadcasting(root, what), tree)
 
     def broadcasting(self, root: int, what: str) -> tuple[str, Act]:
-        """Return name and act of a call that gives the arrays of one replica to all."""
+        """Return the name and act of a call that broadcasts replica ``root``'s
+        arrays."""
 
         def make(trees: list[Tree]) -> Tree:
             rank = self._sums.order.owner(root)
@@ -291,7 +294,7 @@ class Meetings:
         return self._all_get(f"{what}(root={root})", make)
 
     def broadcast_object(self, value: Any, root: int, what: str) -> Any:
-        """Give every replica the object of one: the same object on a rank."""
+        """Return the object of replica ``root``; a rank's replicas share one object."""
 
         def act(values: list[Any]) -> list[Any]:
             rank = self._sums.order.owner(root)
@@ -302,7 +305,7 @@ class Meetings:
         return self.meet(f"{what}(root={root})", act, value)
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Give every replica the objects of all, in replica order."""
+        """Return the objects of all replicas, in replica order, on every replica."""
 
         def act(values: list[Any]) -> list[Any]:
             found = self._ranks.all_gather_object(values, what)
@@ -312,19 +315,19 @@ class Meetings:
         return result
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Do nothing: the other replicas get the error where they wait for this one."""
+        """Do nothing: `Turns` raises the error in the other, waiting replicas."""
 
     @contextmanager
     def all_raise(self, what: str) -> Iterator[None]:
-        """Do nothing, as `fail`."""
+        """Do nothing, for the same reason as `fail`."""
         yield
 
     def section(self, what: str) -> AbstractContextManager[None]:
-        """Return a context that does nothing: `run` ends in the section of its rank."""
+        """Return an empty context: `run` is already inside of a section of its rank."""
         return nullcontext()
 
     def moving(self, what: str) -> NoReturn:
-        """Refuse a call that needs one rank per replica."""
+        """Raise NotImplementedError, because the call needs one rank per replica."""
         raise NotImplementedError(
             f"expected one rank for each replica in {what}, found logical replicas, "
             "which have no communicator; make the call outside of run"
@@ -336,13 +339,13 @@ def run_listened(
     listeners: Sequence[Listener],
     run: Callable[[Sequence[Callable[[], Any]]], list[Any]] | None,
 ) -> list[Any]:
-    """Call functions of replicas by ``run``, and tell listeners which of them runs.
+    """Call the functions of replicas by ``run``; notify listeners which replica runs.
 
-    A ``run`` of None calls one after the other.
+    If ``run`` is None, the functions are called one after the other.
     """
     if not listeners and run is None:
         return [function() for function in functions]
-    # A replica may add a listener, which is told of the replicas after it.
+    # A replica may add a listener, which is notified of the replicas after this one.
     told = [
         functools.partial(_listened, listeners, index, function)
         for index, function in enumerate(functions)
@@ -384,7 +387,7 @@ def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:
     results = []
     for leaves in zip(*(leaves for leaves, _ in flats), strict=True):
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-            # The call that gets this value refuses it.
+            # The gather that gets this value raises an error for IndexedSlices.
             results.append(leaves[0])
             continue
         arrays = [as_array(leaf) for leaf in leaves]
@@ -406,7 +409,7 @@ def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:
 
 
 def _apart(array: Array, axis: int) -> Any:
-    """Return the properties that arrays must share to be concatenated."""
+    """Return the properties that must be equal for arrays to be concatenated."""
     shape = array.shape
     return array.dtype, shape[:axis], shape[axis + 1 :]
 

@@ -1,4 +1,4 @@
-"""Sums over logical replicas, made by the ranks."""
+"""Sums over logical replicas, computed by the ranks."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["ReplicaSums", "require_no_wire_dtype"]
 
 _PIECE_BYTES = 4 << 20
-# Arrays up to a size are copied side by side, so that NumPy is called once for many.
+# Arrays up to _SMALL_BYTES are copied into one buffer of at most _PACK_BYTES, so that
+# one NumPy call adds many of them.
 _SMALL_BYTES = 32 << 10
 _PACK_BYTES = 256 << 10
-# Up to this size, every rank adds all roots itself.
+# For runs up to this size, every rank gathers all roots and adds them itself.
 _GATHERED_BYTES = 8 << 10
 
 
 class ReplicaSums:
     """Sums over logical replicas in the order of their tree.
 
-    ``ranks`` are the calls between the ranks; this rank has the number ``rank``.
+    ``ranks`` makes the calls between ranks, and ``rank`` is this rank's number.
     """
 
     def __init__(self, ranks: Collectives, order: TreeOrder, rank: int) -> None:
@@ -60,13 +61,13 @@ class ReplicaSums:
         out: Tree = None,
         are_roots: bool = False,
     ) -> Tree:
-        """Combine one tree of arrays of each replica of this rank over all replicas.
+        """Sum or average trees of arrays over all replicas; ``trees`` has this rank's.
 
-        Collective over ``topology.replica_comm``; arguments as of
-        ``Collectives.reduce_in_call``. With ``are_roots`` the trees are sums, one for
-        each of `TreeOrder.roots`, which may be overwritten. The results have the same
-        bits on any number of ranks. CollectiveError, on all ranks, if replicas disagree
-        on structure, shape or dtype.
+        Collective over ``topology.replica_comm``; the arguments are those of
+        ``Collectives.reduce_in_call``. With ``are_roots``, ``trees`` are partial sums,
+        one for each of `TreeOrder.roots`, and may be overwritten. The results have the
+        same bits on any number of ranks. Raises CollectiveError on all ranks if
+        replicas disagree on structure, shape or dtype.
         """
         how = {"out": out, "are_roots": are_roots}
         reduce = functools.partial(self._reduce, op, trees, what, options, **how)
@@ -112,7 +113,7 @@ class ReplicaSums:
         return out
 
     def _columns(self, flats: Sequence[tuple[list[Any], Any]], what: str) -> list[Any]:
-        """Return the arrays of all replicas for each leaf, once they are alike."""
+        """Return the arrays of this rank's replicas, grouped by leaf of the tree."""
         rows, kinds = [], []
         for number, (leaves, structure) in enumerate(flats):
             if structure != flats[0][1]:
@@ -140,7 +141,7 @@ class ReplicaSums:
 
     @without_fp_warnings
     def _rows(self, op: ReduceOp, rows: Sequence[IndexedSlices], what: str) -> Any:
-        """Put the rows of all replicas one behind the other."""
+        """Concatenate the sparse rows of all replicas."""
         values = array_module(rows[0].values).concatenate([r.values for r in rows])
         indices = np.concatenate([r.indices for r in rows])
         shape = rows[0].dense_shape
@@ -159,7 +160,8 @@ class ReplicaSums:
         what: str,
         are_roots: bool,
     ) -> list[Array]:
-        """Return the sums or means of arrays: of each replica one in every column."""
+        """Return one sum or mean for each column; a column has one array per
+        replica."""
         means = op is ReduceOp.MEAN
         if not columns:
             return []
@@ -191,13 +193,14 @@ class ReplicaSums:
         return results
 
     def _totals(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
-        """Add the roots of all ranks; returns arrays of their own."""
+        """Return the partial sums of all ranks, added up."""
         if self.order.num_ranks == 1:
-            # The sum of a rank without others is the whole sum.
+            # With a single rank, its only root is the whole sum.
             return [found[0] for found in roots]
         if self.order.is_pair:
             firsts = [found[0] for found in roots]
-            # Sums that were made here may be overwritten, a replica's own array not.
+            # A partial sum computed here may be overwritten, but a replica's own array
+            # may not.
             out = firsts if len(self.block) > 1 else None
             totals: list[Array] = self._ranks.reduce_in_call(
                 ReduceOp.SUM, firsts, what, out=out
@@ -206,7 +209,8 @@ class ReplicaSums:
         return self._exchanged(roots, what)
 
     def _exchanged(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
-        """Let each rank add a part of the roots of all, and give it to all."""
+        """Add partial sums: each rank adds one slice, and all ranks exchange the
+        results."""
         firsts = [found[0] for found in roots]
         sources = [
             [found[k].reshape(-1) for found in roots]
@@ -230,7 +234,7 @@ class ReplicaSums:
         return totals
 
     def _added(self, comm: Any, run: Run, rows: Array) -> Array:
-        """Return the sum of a run over the rows that the ranks have of it."""
+        """Return the sum of a run; ``rows`` has one row for each root of this rank."""
         size, counts = run.size, self._num_roots
         if size * run.dtype.itemsize <= _GATHERED_BYTES:
             return self.order.sum_all(_given(comm, rows, [n * size for n in counts]))
@@ -253,7 +257,7 @@ class ReplicaSums:
 
 
 def require_no_wire_dtype(options: CommunicationOptions) -> None:
-    """Refuse sums that are rounded between workers, with logical replicas."""
+    """Raise ValueError if the options have a ``wire_dtype``."""
     if options.wire_dtype is not None:
         raise ValueError(
             "expected no wire_dtype with logical replicas, found "
@@ -263,7 +267,7 @@ def require_no_wire_dtype(options: CommunicationOptions) -> None:
 
 
 def _given(comm: Any, rows: Array, sizes: Sequence[int]) -> list[Array]:
-    """Return the rows of all ranks."""
+    """Gather the rows of all ranks."""
     whole = np.empty(sum(sizes), rows.dtype)
     counts = [size * rows.itemsize for size in sizes]
     byte = comm.mpi.BYTE
@@ -276,9 +280,9 @@ def _bytes(array: Array) -> Array:
 
 
 class _SumPack(NamedTuple):
-    """Arrays of one type that are added side by side; a large one is alone.
+    """Arrays of one type that are added in one buffer; a large array has its own.
 
-    ``wire`` is the type in which they are added; with ``narrows`` sums are cast back.
+    ``wire`` is the type of the sums; with ``narrows`` the sums are cast back.
     """
 
     indices: list[int]
@@ -292,7 +296,7 @@ class _SumPack(NamedTuple):
 def _planned(
     kinds: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...], means: bool
 ) -> list[_SumPack]:
-    """Return which arrays of these types and shapes are added side by side."""
+    """Group arrays of these types and shapes into packs, each added in one buffer."""
     groups: list[list[int]] = []
     filled: dict[np.dtype[Any], list[int]] = {}
     left: dict[np.dtype[Any], int] = {}
@@ -319,10 +323,10 @@ def _planned(
 def _side_by_side(
     arrays: Sequence[Array], pack: _SumPack, empty: Callable[..., Array]
 ) -> Array:
-    """Return one array itself, contiguous and of a type, or several in a flat one."""
+    """Return a pack's arrays as one contiguous array of the pack's wire type."""
     if len(arrays) == 1:
         array = rounded(to_host(arrays[0]), pack.wire)
-        # NumPy's ascontiguousarray gives scalars a dimension.
+        # ascontiguousarray would turn a scalar (0-d array) into a 1-d array.
         return array if array.flags.c_contiguous else array.copy("C")
     flat = empty((pack.size,), pack.wire)
     flats = [to_host(array).reshape(-1) for array in arrays]
@@ -331,7 +335,7 @@ def _side_by_side(
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
-    """Return the properties of arrays that must be equal on all replicas."""
+    """Return the properties of an array that must be equal on all replicas."""
     if isinstance(value, IndexedSlices):
         return value.values.dtype, value.values.shape[1:], "rows"
     return value.dtype, value.shape

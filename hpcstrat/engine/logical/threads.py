@@ -1,4 +1,4 @@
-"""The threads of numerical libraries, which change the bits of their results."""
+"""Thread counts of numerical libraries, which affect the bits of their results."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ __all__ = ["fix_threads", "let_xla_wait", "xla_problem"]
 _XLA = "NPROC"
 _TENSORFLOW = "TF_NUM_INTRAOP_THREADS"
 _DEVICES = "jax_num_cpu_devices"
-# Value of the variable that XLA reads when it begins to compute.
+# The value of NPROC that XLA reads when it begins to compute.
 _of_xla = [os.environ.get(_XLA, "")]
-# The most replicas of a strategy that was made before XLA began to compute.
+# The largest number of replicas of a strategy made before XLA began to compute.
 _most_replicas = [0]
 
 
 def fix_threads(count: int, num_replicas: int) -> Any:
     """Let BLAS, OpenMP, PyTorch, XLA and TensorFlow compute with ``count`` threads.
 
-    Sums inside a matrix product are made in parts, one for each thread, so that their
-    bits depend on the number. Returns an object that keeps the limit. RuntimeError
-    where JAX or TensorFlow has begun to compute with another number, which it keeps.
+    The sums of a matrix product are split over the threads, so that the bits of the
+    results depend on the number of threads. Returns an object that keeps the limit.
+    Raises RuntimeError if JAX or TensorFlow has already begun to compute with another
+    number of threads, because these libraries cannot change it afterwards.
     """
     from threadpoolctl import threadpool_limits
 
     if not _xla_has_begun():
-        # XLA looks at this when it first computes, and then never again.
+        # XLA reads this variable once, when it first computes.
         os.environ[_XLA] = str(count)
         _of_xla[:] = [str(count)]
         _most_replicas[0] = max(_most_replicas[0], num_replicas)
@@ -43,7 +44,7 @@ def fix_threads(count: int, num_replicas: int) -> Any:
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "set_num_threads"):
         torch.set_num_threads(count)
-    # Libraries that are loaded later read these variables.
+    # Libraries that are loaded after this call read these variables.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(count)
     return threadpool_limits(limits=count)
@@ -52,7 +53,7 @@ def fix_threads(count: int, num_replicas: int) -> Any:
 def _fix_tensorflow(count: int) -> None:
     tensorflow: Any = sys.modules.get("tensorflow")
     try:
-        # It looks at the variable when it first computes.
+        # TensorFlow reads the variable when it first computes.
         if tensorflow is not None and os.environ.get(_TENSORFLOW) != str(count):
             tensorflow.config.threading.set_intra_op_parallelism_threads(count)
     except RuntimeError as error:
@@ -70,11 +71,12 @@ def _xla_has_begun() -> bool:
 
 
 def let_xla_wait() -> None:
-    """Give XLA threads in which the programs of logical replicas wait for each other.
+    """Give XLA enough threads for logical replicas' programs to wait for each other.
 
-    Does nothing once JAX has computed. A program that waits keeps one thread of XLA's
-    that computes nothing. XLA has one such thread for each CPU device, and as many
-    devices as it is asked for; the threads that compute are shared.
+    Does nothing once JAX has computed. An XLA program that waits blocks one of XLA's
+    launch threads. XLA has one launch thread per CPU device, and
+    ``jax_num_cpu_devices`` sets the number of devices; all devices share the threads
+    that compute.
     """
     jax: Any = sys.modules.get("jax")
     if not _most_replicas[0] or jax is None or _xla_has_begun():
@@ -84,7 +86,7 @@ def let_xla_wait() -> None:
 
 
 def xla_problem(num_replicas: int) -> str:
-    """Return why this many replicas of a rank cannot wait in XLA; empty if they can."""
+    """Return why this many replicas of a rank cannot wait in XLA, or an empty text."""
     jax: Any = sys.modules["jax"]
     found = len(jax.local_devices(backend="cpu"))
     if num_replicas == 1 or found > num_replicas:

@@ -1,9 +1,10 @@
-"""The order in which values of logical replicas are added: one tree, for any ranks.
+"""The summation tree of logical replicas: the same for any number of ranks.
 
-The replicas are the leaves of a balanced binary tree, cut off behind the last of them.
-A sum is that of the tree, so that its bits depend on the number of replicas alone. Each
-rank has a block of consecutive replicas; it adds up the largest whole subtrees of its
-block, whose roots are all that the other ranks need of it.
+The replicas are the leaves of a balanced binary tree, cut off after the last replica.
+Every sum is computed in the order of this tree, so that its bits depend only on the
+number of replicas. Each rank has a block of consecutive replicas. It adds up the
+largest complete subtrees of its block, and sends only the sums at their roots to the
+other ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["TreeOrder"]
 
-# Elements that are added at a time, so that intermediate sums stay in a cache.
+# Number of elements added at a time, so that intermediate sums stay in cache.
 _BLOCK = 1 << 15
 
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]
@@ -31,17 +32,18 @@ _Node = tuple[int, int]
 
 @dataclass(frozen=True)
 class TreeOrder:
-    """The tree over ``num_replicas`` leaves, dealt to ``num_ranks`` ranks in blocks.
+    """A tree of ``num_replicas`` leaves, split into blocks for ``num_ranks`` ranks.
 
-    There are at least as many replicas as ranks. Sums that overflow warn, unless the
-    caller uses `hpcstrat.engine.arrays.casting.without_fp_warnings`.
+    There are at least as many replicas as ranks. A sum that overflows gives a NumPy
+    warning, unless the caller uses
+    `hpcstrat.engine.arrays.casting.without_fp_warnings`.
     """
 
     num_replicas: int
     num_ranks: int
 
     def block(self, rank: int) -> range:
-        """Return the replicas of a rank."""
+        """Return the range of replicas that a rank has."""
         count, ranks = self.num_replicas, self.num_ranks
         return range(rank * count // ranks, (rank + 1) * count // ranks)
 
@@ -76,10 +78,11 @@ class TreeOrder:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 - as above
     def merges(self, rank: int) -> list[int]:
-        """Return how many pairs to add when each replica of a rank has come, in order.
+        """Return how many pairs to add after each replica of a rank, in replica order.
 
-        The values are on a stack: a replica's value is put on top, then the upper two
-        are added this many times. The roots are left.
+        The sum is computed on a stack: the value of each replica is pushed, then the
+        two topmost values are replaced by their sum this many times. At the end the
+        stack holds the rank's roots.
         """
         found: list[int] = []
 
@@ -99,36 +102,36 @@ class TreeOrder:
 
     @property
     def is_pair(self) -> bool:
-        """Whether the sum is that of one root of each of two ranks, in any order."""
+        """Whether the sum has two terms: one root on each of two ranks."""
         return self.num_ranks == 2 and all(len(self.roots(r)) == 1 for r in (0, 1))
 
     def sum_roots(
         self, rank: int, values: Sequence[Array], empty: Empty = np.empty
     ) -> list[Array]:
-        """Add up the values of a rank's replicas, to one array for each of its roots.
+        """Add the values of a rank's replicas; return one array for each of its roots.
 
-        ``values`` has a contiguous array of each replica, of one type and shape, not
-        modified. The result of a root that is a single replica is that replica's array
-        itself; ``empty`` makes the others.
+        ``values`` has one contiguous array per replica, all of one type and shape; they
+        are not modified. If a root is a single replica, its result is that replica's
+        array itself. ``empty`` allocates the other results.
         """
         first = self.block(rank).start
         leaves = {(0, first + i): value for i, value in enumerate(values)}
         return [self._added(node, leaves, empty) for node in self.roots(rank)]
 
     def sum_all(self, roots: Sequence[Array]) -> Array:
-        """Add the roots of all ranks, rank after rank."""
+        """Add the values at the roots of all ranks, given in rank order."""
         nodes = [n for rank in range(self.num_ranks) for n in self.roots(rank)]
         known = dict(zip(nodes, roots, strict=True))
         return self._added(self.top, known, np.empty)
 
     def _added(self, node: _Node, known: dict[_Node, Array], empty: Empty) -> Array:
-        """Return the value of a node, from those of subtrees that hold its leaves."""
+        """Return the sum at a node, computed from the known sums of its subtrees."""
         if node in known:
             return known[node]
         level, number = node
         left, right = (level - 1, 2 * number), (level - 1, 2 * number + 1)
         if right[1] << right[0] >= self.num_replicas:
-            # The right subtree lies beyond the last replica: there is nothing to add.
+            # The right subtree has no replicas: there is nothing to add.
             return self._added(left, known, empty)
         like = next(iter(known.values()))
         total = empty(like.shape, like.dtype)
@@ -143,7 +146,7 @@ class TreeOrder:
         return total
 
     def _add(self, node: _Node, known: dict[_Node, Array], out: Array) -> Array:
-        """Add the leaves of a node into ``out``, or return the node's known value."""
+        """Add a node's leaves into ``out``, or return the node's value if known."""
         if node in known:
             return known[node]
         level, number = node

@@ -1,9 +1,10 @@
 """Threads in which the replicas of one rank take turns.
 
-A replica runs until it comes to a call between replicas, or to the end of its function;
-then the next one runs. Once all have come to the call, the thread that had called
-`Turns.run` makes it for all of them: only that thread calls MPI. So there is no moment
-at which two replicas run, and the order in which they do is always the same.
+A replica runs until it makes a call between replicas, or its function ends; then the
+next replica runs. When all replicas have made the call, the thread that called
+`Turns.run` executes the call for all of them, because only that thread calls MPI. Two
+replicas never run at the same time, and the order in which replicas run is always the
+same.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ Act = Callable[[list[Any]], Sequence[Any]]
 
 
 class _Stopped(BaseException):
-    """Ends the replicas of a run that the program has left."""
+    """Ends the replicas' threads after the program has left the run."""
 
 
 class _Seat:
-    """A replica's thread, and how far it has come."""
+    """The thread of a replica, and the state of that thread."""
 
     def __init__(self) -> None:
-        # Held while it is another's turn.
+        # Held while another replica runs.
         self.turn = allocate_lock()
         self.turn.acquire()
         self.thread = 0
-        # Between the beginning of its function and the end.
+        # True between the start and the end of the replica's function.
         self.running = False
         self.job: Callable[[], Any] | None = None
-        # Name of the call that it waits in; None once its function has ended.
+        # Name of the call in which the replica waits; None once its function has ended.
         self.what: str | None = None
         self.act: Act | None = None
         self.argument: Any = None
@@ -54,11 +55,11 @@ class _Seat:
 
 
 class Turns:
-    """Threads for the replicas of a rank, which are kept from run to run.
+    """Threads for the replicas of a rank, which are reused from run to run.
 
-    ``names`` are those of the replicas, in their order. Where only some replicas have
-    come to a call, ``tell`` is called with the name of the call and an error, to tell
-    the other ranks, which wait in it.
+    ``names`` are the names of the replicas, in replica order. If only some replicas
+    make a call, ``tell`` is called with the name of the call and an error, to notify
+    the other ranks, which would otherwise wait in that call forever.
     """
 
     def __init__(
@@ -69,16 +70,16 @@ class Turns:
         self._seats: list[_Seat] = []
         self._ended = allocate_lock()
         self._ended.acquire()
-        # Number of the one whose turn it is.
+        # Index of the replica that runs now.
         self.current = 0
-        # The first error: the others may follow from it.
+        # The first error of a run, because later errors may be consequences of it.
         self._first: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call a function for each replica, in turns; return their results.
+        """Call one function for each replica, in turns, and return the results.
 
-        Each runs in a copy of the caller's context. Once all have ended, the error of
-        the first replica that failed is raised here.
+        Each function runs in a copy of the caller's context. After all functions have
+        ended, `run` raises the first error of a replica.
         """
         seats = self._seats or self._start()
         self._first = None
@@ -91,23 +92,27 @@ class Turns:
                 self._answer(seats)
                 self._go_round([seat for seat in seats if seat.job is not None])
         except BaseException:
-            # After Ctrl-C and the like, the results of the replicas are not needed.
+            # After an interrupt such as Ctrl-C, the results of the replicas are not
+            # needed.
             self.close()
             raise
         answers = [seat.answer for seat in seats]
         first, self._first = self._first, None
         for seat in seats:
-            # Neither results nor the frames of an error are kept until the next run.
+            # Drop results and errors, so that results and the frames of tracebacks do
+            # not stay in memory until the next run.
             seat.answer = seat.failure = seat.error = None
         if first is not None:
             raise first
         return answers
 
     def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
-        """Wait, in a replica's thread, until all make this call; return its result.
+        """Wait in a replica's thread until all replicas make this call; return the
+        result.
 
-        ``number`` is the replica's, ``argument`` its argument. The ``act`` of the first
-        replica is called once, in the thread that called `run`.
+        ``number`` is the index of the replica, and ``argument`` is its argument of the
+        call. Only the ``act`` of the first replica is called, in the thread that called
+        `run`.
         """
         seat = self._seats[number]
         if seat.thread != get_ident():
@@ -132,10 +137,10 @@ class Turns:
         argument: Any,
         then: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Come to a call for the replica whose turn it is, in any thread; do not wait.
+        """Make a call for the replica that runs now, in any thread, without waiting.
 
-        For a replica whose own thread waits elsewhere, such as in a compiled function:
-        ``then`` is called with the answer, or an error, when the replica has its turn
+        This is for a replica whose own thread is blocked, such as in a compiled
+        function. ``then`` is called with the result, or an error, when the replica runs
         again.
         """
         seat = self._seats[self.current]
@@ -154,7 +159,7 @@ class Turns:
         return seats
 
     def _serve(self, seats: list[_Seat], seat: _Seat) -> None:
-        """Run a replica's functions, one for each run."""
+        """Run the body of a replica's thread: one function for each run."""
         seat.thread = get_ident()
         while True:
             seat.turn.acquire()
@@ -174,7 +179,7 @@ class Turns:
             self._pass_on(seat)
 
     def _go_round(self, seats: Sequence[_Seat]) -> None:
-        """Give each replica its turn, and wait until all have come to a call."""
+        """Let each replica run in turn until its next call or its end."""
         if seats:
             self._round = iter(seats)
             self._give_turn(next(self._round))
@@ -200,7 +205,7 @@ class Turns:
         then(answer, error)
 
     def _answer(self, seats: Sequence[_Seat]) -> None:
-        """Make the call that all replicas wait for, or say why it cannot be made."""
+        """Make the call in which all replicas wait, or set an error in their seats."""
         waiting = [seat for seat in seats if seat.what is not None]
         first = waiting[0]
         what, act = first.what, first.act
@@ -223,7 +228,7 @@ class Turns:
             seat.error = error
 
     def _disagreement(self, seats: Sequence[_Seat]) -> BaseException:
-        """Return the error of replicas that wait for others that do not come."""
+        """Return the error for replicas whose call the other replicas do not make."""
         doing = []
         for name, seat in zip(self._names, seats, strict=True):
             if seat.failure is not None:
@@ -240,12 +245,12 @@ class Turns:
         )
 
     def close(self) -> None:
-        """Let the threads end, each when its turn would come."""
+        """Stop the threads: waiting ones now, the running one at its next call."""
         seats, self._seats = self._seats, []
         self._ended = allocate_lock()
         self._ended.acquire()
         for seat in seats:
-            # The replica whose turn it is stops at its next call.
+            # The replica that runs now stops at its next call.
             if seat.what is not None or not seat.running:
                 seat.error = _Stopped()
                 seat.what = None
