@@ -1,1 +1,1 @@
-"""Arrays: their kinds and libraries, shared memory between them, and packing."""
+"""Arrays: conversion between libraries, tests for shared memory, and packing."""

@@ -1,8 +1,8 @@
 """Memory of other libraries, kept until the GPU has read it.
 
-CuPy's pool reuses memory in the order of the stream. Other libraries, such as JAX,
-reuse it on streams of their own, as soon as nothing holds the array, while work that
-was given to the GPU here has still to read it.
+CuPy's pool reuses memory in the order of the stream. Another library, such as JAX,
+reuses memory on its own streams as soon as nothing refers to the array, although a
+kernel that hpcstrat has launched may not have read that memory yet.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ __all__ = ["borrow"]
 # Released arrays, each with the event after which it may be freed.
 _returned: deque[tuple[Any, Array]] = deque()
 _giving_back = threading.Lock()
-# Released arrays whose event failed with the GPU: they are never freed.
+# Released arrays whose event could not be recorded, because the GPU has failed. These
+# arrays are never freed.
 _never_returned: list[Array] = []
 
 
 class _Borrowed:
-    """The owner of memory of another library, to which arrays over it refer."""
+    """The owner object of another library's memory, to which CuPy's arrays refer."""
 
     __slots__ = ("_array", "_device", "_event", "_stream")
 
@@ -36,9 +37,9 @@ class _Borrowed:
         self._event = cuda.Event(disable_timing=True)
 
     def __del__(self) -> None:
-        """Note how far the stream is; any thread may collect arrays."""
+        """Record an event in the stream; any thread may run this method."""
         try:
-            # The null stream is that of the thread's device.
+            # The null stream belongs to the thread's current device.
             with self._device:
                 self._event.record(self._stream)
         except Exception:
@@ -50,8 +51,8 @@ class _Borrowed:
 
 
 def _give_back() -> None:
-    """Let go of the memory that has been read."""
-    # Letting go may run other finalizers, and so come here again.
+    """Drop the released arrays whose memory the GPU has read."""
+    # Dropping an array may run finalizers, which may call this function again.
     if not _giving_back.acquire(blocking=False):
         return
     try:
@@ -66,11 +67,11 @@ atexit.register(_returned.clear)
 
 
 def borrow(array: Array) -> Array:
-    """Return an array over memory of another library, which keeps it as long as needed.
+    """Return an array over another library's memory, and keep that memory while in use.
 
-    Does not wait. The memory is given back once nothing refers to the result or a view
-    of it, and the stream that was current in this call has come to that point; at the
-    earliest then, at the latest at a later call of this kind.
+    Does not wait. The memory can be released when nothing refers to the result or its
+    views, and the stream that was current in this call has done its work up to that
+    point. It is released then, or at a later call of `borrow`.
     """
     import cupy
 

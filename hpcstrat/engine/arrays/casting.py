@@ -1,8 +1,9 @@
-"""Casts of values to a type, by one rule and without floating-point warnings.
+"""Casts of values to a dtype, by one rule and without floating-point warnings.
 
-A value takes another type only where it is a plain number, or where that type was asked
-for; and only if the type holds it. Integers and text stay what they are, finite numbers
-stay finite, fractions do not become integers. Rounding is no loss.
+A value is cast only if it is a plain Python number, or the caller requested the dtype;
+and only if the dtype can hold the value. Integers stay integers of the same value, text
+stays text, finite numbers stay finite, and fractions do not become integers. Rounding
+is allowed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 PLAIN = (bool, int, float, complex)
 # NumPy numbers its own types below this; ml_dtypes' eight-bit floats lie above.
 FIRST_FOREIGN_TYPE = 256
-# Numbers of a kind become numbers of the same kind, or of a later one.
+# A number may be cast to its own kind, or to a kind with a higher rank here.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 _DEFAULTS = (
     ("integers", np.dtype(np.int32), "int64"),
@@ -52,19 +53,20 @@ A sum that overflows to infinity is a value like any other: with warnings as err
 numpy.seterr, it would take one rank out of a call that the others are in. Do not call
 functions of the program inside: they keep the program's settings.
 """
-# NumPy's own frames call the functions that it decorates.
+# Functions decorated by numpy.errstate are called from NumPy's frames, which are not
+# the program's call site.
 pass_over(os.path.dirname(np.__file__))
 
 
 def make_quiet() -> Callable[..., Any]:
-    """Return a `call_without_fp_warnings` for one thread, in a third of the time."""
+    """Return a three times faster `call_without_fp_warnings` for one thread only."""
     context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return context.run
 
 
 class _Quiet(threading.local):
-    """A context of each thread in which single calls give no warnings."""
+    """A context per thread, in which NumPy calls give no floating-point warnings."""
 
     def __init__(self) -> None:
         self.run = make_quiet()
@@ -76,11 +78,12 @@ _quiet = _Quiet()
 def call_without_fp_warnings(
     function: Callable[..., Any], *args: Any, **named: Any
 ) -> Any:
-    """Make one call of NumPy as `without_fp_warnings` would: for the hot path.
+    """Call a NumPy function without floating-point warnings; for the hot path.
 
-    The function calls no Python code, which would find no context of the strategy.
+    The function must not call Python code, because the strategy's context variables are
+    not set during this call.
     """
-    # This costs less than half of setting numpy.errstate and taking it back.
+    # This costs less than half of entering and leaving numpy.errstate.
     return _quiet.run(function, *args, **named)
 
 
@@ -92,15 +95,15 @@ def is_half(dtype: np.dtype[Any]) -> bool:
     """Return whether a type is a half-precision float: float16 or bfloat16."""
     if dtype.num < FIRST_FOREIGN_TYPE:
         return dtype.char == "e"
-    # The name is slow to find.
+    # Reading dtype.name is slow.
     return dtype.name == "bfloat16"
 
 
 def cast(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array in a type that holds its values; ValueError if it does not.
+    """Cast an array to a dtype; raise ValueError if the dtype cannot hold its values.
 
-    The array itself where it has the type. Values on a GPU are not checked, as the host
-    would have to wait for them.
+    Returns the array itself if it already has the dtype. Values on a GPU are not
+    checked, because the host would have to wait for the GPU.
     """
     if array.dtype == dtype:
         return array
@@ -123,14 +126,14 @@ def cast(array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array in a type, however that changes its values.
+    """Cast an array to a dtype, even if that changes its values.
 
-    The array itself where it has the type.
+    Returns the array itself if it already has the dtype.
     """
     if array.dtype == dtype:
         return array
     convert: Any = array.astype
-    # CuPy's calls Python code, and gives no warnings.
+    # CuPy's astype calls Python code, and gives no warnings.
     on_host = isinstance(array, np.ndarray)
     result: Array = (
         call_without_fp_warnings(convert, dtype) if on_host else convert(dtype)
@@ -145,13 +148,13 @@ def _kind(dtype: np.dtype[Any]) -> str:
 def _holds(result: Array, array: Array, kind: str) -> bool:
     if kind in ("f", "c"):
         return bool((np.isfinite(result) == np.isfinite(array)).all())
-    # Limits of other libraries' types are unknown.
+    # The limits of other libraries' dtypes are unknown.
     foreign = result.dtype.num >= FIRST_FOREIGN_TYPE
     return foreign or bool((result == array).all())
 
 
 def unmasked(value: Any) -> Any:
-    """Refuse masked arrays, whose masks would be lost between replicas."""
+    """Return the value; raise ValueError if it is an array with a mask."""
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(
             "expected an array without a mask, found a masked array, whose mask does "
@@ -161,11 +164,12 @@ def unmasked(value: Any) -> Any:
 
 
 def from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
-    """Convert Python numbers or nested sequences of them.
+    """Convert Python numbers, or nested sequences of numbers, to an array.
 
-    By default floats become float32 and integers int32; arrays among them keep their
-    type. ValueError if the default type does not hold a number; TypeError or
-    OverflowError if the given type does not hold one, or it is not a number.
+    By default, floats become float32 and integers int32; if arrays are among the
+    numbers, the result has NumPy's common dtype. Raises ValueError if the default dtype
+    cannot hold a number. Raises TypeError or OverflowError if the given dtype cannot
+    hold a number, or a value is not a number.
     """
     try:
         array = np.asarray(value)
@@ -177,7 +181,7 @@ def from_python(value: Any, dtype: np.dtype[Any] | None) -> Array:
         for leaf in leaves:
             typed = typed or hasattr(unmasked(leaf), "dtype")
         if array.dtype.kind == "f" and leaves and all(type(n) is int for n in leaves):
-            # NumPy makes floats of integers if some do not fit int64.
+            # NumPy converts integers to floats if some do not fit int64.
             array = np.asarray(value, object)
     if dtype is not None:
         try:

@@ -1,9 +1,10 @@
-"""Numbers in half precision, made of float32 by instructions that take many at once.
+"""Conversion from float32 to half precision and back, by vectorized integer arithmetic.
 
-NumPy converts them one by one, which takes longer than they save on a wire of 1 Gbit/s.
-A float32 is multiplied by a power of two, so that its exponent has the bias of the
-narrow type. Its bits are then those of the narrow number and some more digits, by which
-it is rounded to nearest, ties to even; this holds for subnormal numbers, too.
+NumPy converts one number at a time, which takes longer than half precision saves on a
+network of 1 Gbit/s. Here, a float32 is multiplied by a power of two, so that its
+exponent has the bias of the narrow type. Its leading bits are then the bits of the
+narrow number, and its remaining bits round that number to nearest, ties to even. This
+is correct for subnormal numbers, too.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["narrowed", "widened"]
 
-# For each type by name: how many fewer digits it has, and how much smaller the bias of
-# its exponents is.
+# For each narrow type: how many bits fewer its significand has than float32's, and how
+# much smaller its exponent bias is.
 _KINDS = {"float16": (13, 112), "bfloat16": (16, 0)}
 _SIGN, _REST = np.uint32(0x8000), np.uint32(0x7FFF)
 
@@ -27,9 +28,9 @@ def narrowed(
 ) -> Array:
     """Return the bits of ``values * 2**exponent`` as uint16.
 
-    The values are float32, all finite, and their products are less than the largest of
-    ``dtype``, which is float16 or bfloat16. ``magnitudes``, the values without signs,
-    are overwritten.
+    The bits encode numbers of ``dtype``, which is float16 or bfloat16. The values are
+    finite float32 numbers, and ``values * 2**exponent`` is less than the largest number
+    of ``dtype``. ``magnitudes`` has the absolute values, and is overwritten.
     """
     digits, bias = _KINDS[dtype.name]
     _scale(magnitudes, exponent - bias)
@@ -45,9 +46,9 @@ def narrowed(
 
 
 def widened(bits: Array, exponent: int, dtype: np.dtype[Any]) -> Array:
-    """Return the float32 values that `narrowed` was given, rounded.
+    """Return float32 values from the bits that `narrowed` returned.
 
-    Numbers that were not finite become wrong ones.
+    Bits of infinities and NaNs give wrong numbers.
     """
     digits, bias = _KINDS[dtype.name]
     wide = bits.astype(np.uint32)
@@ -61,6 +62,6 @@ def widened(bits: Array, exponent: int, dtype: np.dtype[Any]) -> Array:
 
 
 def _scale(values: Array, exponent: int) -> None:
-    """Multiply by a power of two, in two factors, each of which float32 has."""
+    """Multiply by a power of two, in two factors that float32 can represent."""
     for part in (exponent // 2, exponent - exponent // 2):
         values *= np.float32(2.0**part)

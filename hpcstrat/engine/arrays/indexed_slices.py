@@ -1,4 +1,4 @@
-"""Sparse rows of an array, as gradients of embeddings have them."""
+"""Sparse rows of an array, such as the gradient of an embedding."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class IndexedSlices:
     Parameters
     ----------
     values : array_like of shape (n, ...)
-        The rows. Python numbers are float32 or int32 here, and take the type of the
-        variable that they update.
+        The rows. Python numbers become float32 or int32; in an update of a variable,
+        they are cast to the variable's dtype.
     indices : array_like of int of shape (n,)
-        Which rows; the same one may come several times and then counts several times.
-        Kept in the memory of the rows.
+        Row number of each row in ``values``; repeated row numbers are added up. The
+        indices are stored on the same device as ``values``.
     dense_shape : sequence of int, optional
         Shape of the whole array.
 
     Raises
     ------
     ValueError
-        If there are not as many rows as indices, or indices are no integers.
+        If the numbers of rows and indices differ, or the indices are not integers.
     """
 
     __slots__ = ("_given", "dense_shape", "indices", "values")
@@ -44,7 +44,7 @@ class IndexedSlices:
     def __init__(self, values: Any, indices: Any, dense_shape: Any = None) -> None:
         self._given = values
         self.values: Array = as_array(values)
-        # An empty list has no type of its own.
+        # NumPy would make a float array of an empty list.
         untyped = not hasattr(indices, "dtype") and not np.size(indices)
         self.indices: Array = as_array(indices, np.int32 if untyped else None)
         if is_device(self.values) != is_device(self.indices):
@@ -67,7 +67,7 @@ class IndexedSlices:
 
     @property
     def given(self) -> Any:
-        """The rows as they were given: an array, or numbers of Python.
+        """The ``values`` argument as passed: an array, or Python numbers.
 
         For the library's own modules.
         """
@@ -75,23 +75,23 @@ class IndexedSlices:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the rows."""
+        """The dtype of the rows."""
         return self.values.dtype
 
     def to_dense(self) -> Array:
-        """Return the whole array, rows that come several times added up.
+        """Return the whole array, with the rows of repeated indices added up.
 
         Not collective.
 
         Returns
         -------
         ndarray of shape dense_shape
-            A fresh array.
+            A new array.
 
         Raises
         ------
         ValueError
-            If the shape is not known, or an index lies outside of it.
+            If ``dense_shape`` is None, or an index lies outside of it.
         """
         if self.dense_shape is None:
             raise ValueError(

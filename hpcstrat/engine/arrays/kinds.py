@@ -1,7 +1,7 @@
-"""Arrays by library, and the conversion of plain values to arrays.
+"""Conversion of values to NumPy or CuPy arrays, and tests of which an array is.
 
-Arrays are NumPy's in host memory, and CuPy's in the memory of a GPU. Device arrays of
-other libraries become CuPy's without a copy.
+Arrays in host memory are NumPy arrays, and arrays in GPU memory are CuPy arrays. Device
+arrays of other libraries become CuPy arrays without a copy.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ __all__ = [
     "to_reducible",
 ]
 
-# Memory that CUDA kernels read, in DLPack's numbers: kDLCUDA, kDLCUDAManaged.
+# DLPack's device types whose memory CUDA kernels can read: kDLCUDA, kDLCUDAManaged.
 _DLPACK_GPU = (2, 13)
-# Errors that libraries raise for arrays that they do not share, or of unknown types.
+# Errors that libraries raise for arrays that they cannot share, or unknown dtypes.
 _REFUSALS = (BufferError, RuntimeError, TypeError)
 
 
 def is_device(value: Any) -> bool:
-    """Return whether a value is an array in the memory of a GPU: one of CuPy's.
+    """Return whether a value is a CuPy array, so in the memory of a GPU.
 
-    Costs little, and never loads CuPy. False for the device arrays of other libraries,
-    which `as_array` converts.
+    The test is cheap, and never loads CuPy. Returns False for device arrays of other
+    libraries, which `as_array` converts.
     """
-    # A module that is being imported by another thread has no ndarray yet.
+    # While another thread is importing CuPy, the module has no ndarray yet.
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, getattr(cupy, "ndarray", ()))
 
 
 def array_module(value: Any) -> Any:
-    """Return the library of an array: ``cupy`` for those on a GPU, else ``numpy``."""
+    """Return the module of an array: ``cupy`` if it is on a GPU, else ``numpy``."""
     return sys.modules["cupy"] if is_device(value) else np
 
 
 def place_of(array: Array) -> str:
-    """Return the name of the memory that an array is in: ``GPU:0`` or ``CPU:0``.
+    """Return the name of the device whose memory has the array, such as ``GPU:0``.
 
-    The number of a GPU is that of CUDA in this process.
+    A GPU's number is its CUDA device number in this process; the host is ``CPU:0``.
     """
     device: Any = array.device
     return f"GPU:{device.id}" if is_device(array) else "CPU:0"
 
 
 def to_host(array: Array) -> Array:
-    """Return an array in host memory, waiting for its GPU; one of NumPy as it is."""
+    """Return a NumPy array unchanged, or wait for and copy a CuPy array to the host."""
     if not is_device(array):
         return array
     host: Array = sys.modules["cupy"].asnumpy(array)
@@ -75,9 +75,9 @@ def to_host(array: Array) -> Array:
 
 
 def to_device(array: Array) -> Array:
-    """Return an array on this thread's current GPU; one of CuPy as it is.
+    """Return a CuPy array unchanged, or a NumPy array copied to this thread's GPU.
 
-    Copies are made in the order of the program's current stream. Loads CuPy.
+    The copy runs in the program's current stream. Loads CuPy.
     """
     if is_device(array):
         return array
@@ -88,7 +88,7 @@ def to_device(array: Array) -> Array:
 
 
 def _as_foreign(value: Any) -> Array | None:
-    """Return a device array of another library as one of CuPy's; None for all else."""
+    """Return another library's device array as a CuPy array; None for other values."""
     if type(value) is np.ndarray or isinstance(value, (np.generic, *PLAIN)):
         return None
     where = getattr(type(value), "__dlpack_device__", None)
@@ -106,9 +106,9 @@ def _as_foreign(value: Any) -> Array | None:
 
 
 def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
-    """Return the error for an array that another library does not share.
+    """Return the ValueError for an array that NumPy or CuPy cannot read.
 
-    Errors of a GPU, and hpcstrat's own, are raised as they are.
+    Errors of a GPU, and hpcstrat's own errors, are re-raised unchanged.
     """
     if isinstance(error, HpcstratError) or hasattr(error, "status"):
         raise error
@@ -121,9 +121,9 @@ def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
 
 
 def _from_list(value: Any) -> Array | None:
-    """Return a list that begins with an array on a GPU as one array; None for all else.
+    """Convert a list that begins with a CuPy array to one array; None for other values.
 
-    For example rows of a data set that are read one by one.
+    Such a list has, for example, the rows of a dataset, read one by one.
     """
     first = value
     while isinstance(first, (list, tuple)) and first:
@@ -139,11 +139,11 @@ def _from_list(value: Any) -> Array | None:
 def as_array(value: ArrayLike, dtype: Any = None) -> Array:
     """Return a value as an array, without a copy where that is possible.
 
-    Arrays on a GPU, of any library, become CuPy's; all else becomes NumPy's own class,
-    in native byte order. Arrays keep their type, Python floats become float32, Python
-    integers int32; a given type must hold the values. ValueError where it does not, for
-    values that are no numbers, and for a mask; TypeError for types that hold
-    references, which mean nothing to another process.
+    GPU arrays of any library become CuPy arrays; other values become plain NumPy arrays
+    in native byte order. Arrays keep their dtype; Python floats become float32, and
+    Python integers int32. Raises ValueError if ``dtype`` cannot hold the values, for
+    values that are not numbers, and for masked arrays. Raises TypeError for dtypes that
+    contain object references, which are meaningless in another process.
     """
     wanted = None if dtype is None else np.dtype(dtype)
     device = value if is_device(value) else _as_foreign(value)
@@ -170,9 +170,9 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
 
 
 def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
-    """Return an object in host memory as an array; plain numbers in the wanted type."""
+    """Return a host value as a NumPy array; Python numbers get the wanted dtype."""
     if isinstance(value, np.ndarray):
-        # Subclasses, such as matrices, become plain arrays.
+        # Subclasses, such as numpy.matrix, become plain arrays.
         return np.asarray(unmasked(value))
     if isinstance(value, np.generic) or hasattr(value, "__array__"):
         try:
@@ -191,7 +191,7 @@ def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
 
 
 def to_reducible(value: ArrayLike) -> Array:
-    """Return a value as an array that can be summed; ValueError for other types."""
+    """Return a value as an array that can be summed; ValueError for other dtypes."""
     array = value if type(value) is np.ndarray else as_array(value)
     dtype = array.dtype
     # CUDA has no long double.
@@ -215,7 +215,7 @@ def to_reducible(value: ArrayLike) -> Array:
 
 
 def nvtx_ranges() -> Any:
-    """Return ``cupy.cuda.nvtx``, which marks ranges for NVIDIA's profilers, or None.
+    """Return ``cupy.cuda.nvtx``, which marks ranges for Nsight, or None if missing.
 
     Loads CuPy.
     """

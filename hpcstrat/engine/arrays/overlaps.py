@@ -1,4 +1,4 @@
-"""Tests whether arrays of a reduction share memory with each other."""
+"""Tests whether the input and output arrays of a reduction share memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["copied_where_overwritten", "lies_apart", "overlap"]
 
-# Steps in which NumPy finds whether two arrays share memory.
+# Limit of numpy.shares_memory's search (``max_work``).
 _MOST_WORK = 10_000
-# With at most this many arrays, every pair is compared.
+# With at most this many arrays, every pair of arrays is compared.
 _FEW = 8
 
 _Place = tuple[int, int, int]
@@ -27,12 +27,12 @@ _Place = tuple[int, int, int]
 
 
 def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
-    """Find two outs that share memory, in which a result would be lost; or None.
+    """Return two outs that share memory, so that a result would be lost, or None.
 
-    Outs of the same array, reduced twice, may be one array, too.
+    Two outs may be the same array if their inputs are also the same array.
     """
     places = [(*_extent(outs[index]), index) for index in _not_surely_apart(outs)]
-    # The last one ends the group before it.
+    # The last place is a sentinel: it ends the last group of overlapping extents.
     end_of_all = max((end for _, end, _ in places), default=0)
     group: list[_Place] = []
     until = 0
@@ -50,7 +50,7 @@ def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
 def _shared(
     group: list[_Place], outs: list[Any], arrays: list[Array]
 ) -> tuple[int, int] | None:
-    """Find two arrays that share memory, in a group of outs whose extents meet."""
+    """Return two outs that share memory, in a group with overlapping extents."""
     single: dict[Any, _Place] = {}
     for place in group:
         index = place[2]
@@ -70,10 +70,10 @@ def _shared(
 
 
 def _first_again(group: list[_Place], outs: list[Any]) -> int | None:
-    """Return the first array of a group that shares memory with another before.
+    """Return the first array of a group that shares memory with an earlier array.
 
-    Each piece of memory is marked once: comparing every two of many arrays, such as the
-    columns of a matrix, would take too long.
+    The function marks each piece of memory that an array uses, because comparing all
+    pairs of many arrays, such as the columns of a matrix, would take too long.
     """
     low, high = group[0][0], max(end for _, end, _ in group)
     views = [_in_host_terms(outs[index]) for _, _, index in group]
@@ -96,10 +96,10 @@ def _place(array: Any) -> tuple[Any, ...]:
 
 
 def _not_surely_apart(outs: list[Any]) -> list[int]:
-    """Return which outs need a closer look: addresses are slow to find."""
+    """Return the outs that may share memory, without their addresses (slow to read)."""
     owners: dict[int, list[int]] = {}
     for index, out in enumerate(outs if len(outs) > 1 else ()):
-        # Two arrays never own the same memory, and NumPy's views keep its owner.
+        # Two arrays never own the same memory, and a NumPy view refers to its owner.
         owner = out
         if type(out) is np.ndarray and not out.flags.owndata:
             owner = out.base
@@ -112,18 +112,18 @@ def _not_surely_apart(outs: list[Any]) -> list[int]:
 
 def _share(one: Any, other: Any) -> bool:
     """Return whether two arrays share memory."""
-    # NumPy's stub knows two values of it only.
+    # NumPy's type stub accepts only two values of max_work.
     exactly: Any = np.shares_memory
     views = _in_host_terms(one), _in_host_terms(other)
     try:
         return bool(exactly(*views, max_work=_MOST_WORK))
     except TooHardError:
-        # Strides that only as_strided makes.
+        # Only strides from as_strided are too hard to analyze.
         return True
 
 
 def _in_host_terms(array: Any) -> Array:
-    """Return an array of NumPy with the same addresses, never to be read."""
+    """Return a NumPy array with the same addresses; its content must not be read."""
     if not is_device(array):
         host: Array = array
         return host
@@ -140,7 +140,7 @@ def _in_host_terms(array: Any) -> Array:
 def lies_apart(array: Any) -> bool:
     """Return whether no two elements of an array share memory.
 
-    True for all arrays but those of functions such as ``as_strided``.
+    False only for arrays from functions such as ``as_strided``.
     """
     if array.flags.c_contiguous or not array.size:
         return True
@@ -154,11 +154,12 @@ def lies_apart(array: Any) -> bool:
 
 
 def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Array]:
-    """Copy the arrays over which another array's result would be written.
+    """Copy each array that the result of another array would overwrite.
 
-    ``outs`` are the places of the results, in the same order, which lie apart.
+    ``outs`` are the arrays for the results, in the same order as ``arrays``; they share
+    no memory with each other.
     """
-    # Most calls reduce in place; to find addresses takes longer than a small sum.
+    # Most calls reduce in place, and finding addresses takes longer than a small sum.
     if all(map(operator.is_, arrays, outs)):
         return arrays
     extents = [_extent(array) for array in arrays]

@@ -1,7 +1,8 @@
-"""Plans that group arrays into pieces, and the copies that follow them.
+"""Plans that group arrays into buffers or pieces, and the copies by these plans.
 
-A broadcast packs the arrays of one type into one buffer. A reduction never holds such a
-buffer: it cuts the arrays, one behind the other, into pieces that fit a cache.
+A broadcast packs all arrays of one dtype into one buffer. A reduction needs no such
+buffer: it treats the arrays as concatenated, and cuts them into pieces that fit a
+cache.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Signature = tuple[np.dtype[Any], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The arrays of one type, laid out one behind the other."""
+    """The arrays of one dtype, laid out one after the other."""
 
     dtype: np.dtype[Any]
     # Indices of the arrays, in order.
@@ -49,10 +50,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A plan for arrays of these signatures."""
+    """A plan that groups arrays of these signatures (dtype and shape) into buckets."""
 
     signatures: tuple[Signature, ...]
-    # One for each type, in the order in which the types appear.
+    # One bucket for each dtype, in the order of first appearance.
     buckets: tuple[Bucket, ...]
 
 
@@ -62,16 +63,17 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements of one type that lie one behind the other in a piece.
+    """Consecutive elements of one dtype in a piece.
 
-    ``start`` is counted in elements of the type in which they are added.
+    ``start`` is counted in elements of ``dtype``, the type in which the sum is
+    computed.
     """
 
     dtype: np.dtype[Any]
     start: int
     size: int
-    # Index of the array; its first element and the one behind its last, in C order; the
-    # place of the first in the piece. All in elements.
+    # For each array: its index; the first element and the end (exclusive) of the range,
+    # in C order; the position of the first element in the piece. All in elements.
     spans: tuple[tuple[int, int, int, int], ...]
 
 
@@ -81,10 +83,10 @@ Piece = tuple[Run, ...]
 def cut(
     signatures: Sequence[Signature], means: bool, piece_bytes: int
 ) -> Iterator[Piece]:
-    """Cut arrays, laid one behind the other by type, into pieces.
+    """Cut arrays, concatenated by dtype, into pieces.
 
-    The same on every rank for the same arrays. ``piece_bytes``, at least 64, is the
-    most that a piece holds in the types of the wire.
+    The result is the same on every rank for the same signatures. A piece has at most
+    ``piece_bytes`` (at least 64), measured in the types of `wire_dtype`.
     """
     runs: list[Run] = []
     used = 0
@@ -111,9 +113,9 @@ def cut(
 def spans_of(
     bucket: Bucket, low: int, high: int, shift: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the spans, as `Run` has them, of a bucket's arrays between two elements.
+    """Return the spans (as in `Run`) of a bucket's elements from ``low`` to ``high``.
 
-    An element of the bucket, plus ``shift``, is its place.
+    The position of an element is its index in the bucket plus ``shift``.
     """
     starts = [start for start, _, _ in bucket.parts]
     spans = []
@@ -130,8 +132,9 @@ def spans_of(
 
 @functools.lru_cache(maxsize=1024)
 def plan(signatures: tuple[Signature, ...]) -> Pack:
-    """Plan which arrays share a buffer; the same on every rank for the same arrays."""
-    # The order of first appearance: the same on all ranks, unlike that of hashes.
+    """Plan which arrays share a buffer; equal on all ranks for equal signatures."""
+    # A dict keeps the order of first appearance, which is the same on all ranks; a
+    # set's order would depend on hashes.
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for index, (dtype, _) in enumerate(signatures):
         by_dtype.setdefault(dtype, []).append(index)
@@ -147,9 +150,9 @@ def plan(signatures: tuple[Signature, ...]) -> Pack:
 
 
 def pack(bucket: Bucket, arrays: Sequence[Array], flat: Array) -> Array:
-    """Copy a bucket's arrays into one flat, contiguous buffer, cast to its type.
+    """Copy a bucket's arrays into a flat, contiguous buffer, cast to its dtype.
 
-    ``arrays`` are all those of the plan, in any memory order.
+    ``arrays`` are all arrays of the plan, in any memory layout.
     """
     for index, (start, end, shape) in zip(bucket.indices, bucket.parts, strict=True):
         np.copyto(flat[start:end].reshape(shape), arrays[index], casting="unsafe")
@@ -157,12 +160,12 @@ def pack(bucket: Bucket, arrays: Sequence[Array], flat: Array) -> Array:
 
 
 def unpack(bucket: Bucket, flat: Array) -> list[Array]:
-    """Return the parts of a flat buffer in their own shapes: views of the buffer."""
+    """Return the arrays of a packed buffer as views of the buffer, in their shapes."""
     return [flat[start:end].reshape(shape) for start, end, shape in bucket.parts]
 
 
 def side_by_side(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Return views of a flat buffer, one behind the other."""
+    """Return consecutive views of a flat buffer, in these shapes."""
     views, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)
@@ -172,13 +175,13 @@ def side_by_side(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 
 def wire_dtype(dtype: np.dtype[Any], means: bool) -> tuple[np.dtype[Any], bool]:
-    """Return the type in which values are added, and whether the sum is cast back."""
-    # Half types have too few digits for sums.
+    """Return the dtype in which values are added, and whether the sum is cast back."""
+    # Half-precision types have too few bits for sums.
     if dtype.itemsize == 2 and is_half(dtype):
         return np.dtype(np.float32), True
     if dtype.kind in "iu" and means:
         return np.dtype(np.float64), False
-    # Some MPI libraries add narrow integers with saturation; NumPy wraps around.
+    # Some MPI libraries saturate sums of narrow integers, but NumPy wraps around.
     if dtype.kind in "iu" and dtype.itemsize < np.dtype(np.int32).itemsize:
         return np.dtype(np.int32), True
     return dtype.newbyteorder("="), False

@@ -1,8 +1,8 @@
-"""Arrays for results, in memory that is used again once nobody holds the old result.
+"""Arrays for results, in memory that is reused once nothing refers to the old result.
 
-Fresh memory of more than a few pages costs more, in page faults, than the sum that is
-written into it. A program that drops its gradients before the next step, as training
-loops do, gets the same memory every time.
+The page faults of newly allocated memory take longer than the sum that is written into
+it, from a few pages on. A program that drops its gradients before the next step, as
+training loops do, gets the same memory in every step.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ _ALIGNMENT_BYTES = 64
 
 
 class Recycler:
-    """Makes arrays, and keeps hold of up to ``limit_bytes`` of their memory."""
+    """Allocates arrays, and keeps up to ``limit_bytes`` of their memory for reuse."""
 
     def __init__(self, limit_bytes: int = _LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        # Without the interpreter lock reference counts say less.
+        # Without the interpreter lock, reference counts do not show that memory is
+        # unused.
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             self._limit_bytes = 0
-        # Blocks by their size; the sizes asked for last at the end.
+        # Blocks by size; the most recently requested size is last.
         self._blocks: OrderedDict[int, list[Array]] = OrderedDict()
         self._kept_bytes = 0
         self._unused = _holders([np.empty(1, np.uint8)], 0)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array with any content, in C order.
+        """Return an uninitialized array in C order.
 
-        No other caller gets its memory while a view of it lives.
+        The array's memory is not reused while the array or a view of it exists.
         """
         array: Array
         nbytes = math.prod(shape) * dtype.itemsize
@@ -57,7 +58,7 @@ class Recycler:
     def arrays(
         self, kinds: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
     ) -> list[Array]:
-        """Return several arrays as from `empty`, of these shapes and types."""
+        """Return several uninitialized arrays of these shapes and dtypes."""
         arrays = []
         for shape, dtype in kinds:
             nbytes = math.prod(shape) * dtype.itemsize
@@ -71,10 +72,11 @@ class Recycler:
         blocks = self._blocks.setdefault(nbytes, [])
         self._blocks.move_to_end(nbytes)
         for _ in range(len(blocks)):
-            # All views of a block's memory count as references to the block.
+            # Every view of a block's memory holds a reference to the block.
             if _holders(blocks, 0) == self._unused:
                 return blocks[0]
-            # Blocks in use go to the end, so that the next search does not begin there.
+            # Move blocks in use to the end, so that the next search does not begin with
+            # them.
             blocks.append(blocks.pop(0))
         block = np.empty(nbytes + _ALIGNMENT_BYTES, np.uint8)
         while self._kept_bytes + nbytes > self._limit_bytes and len(self._blocks) > 1:
@@ -87,26 +89,28 @@ class Recycler:
 
 
 def _holders(blocks: list[Array], index: int) -> int:
-    """Count the references to a block."""
+    """Return the reference count of a block."""
     return sys.getrefcount(blocks[index])
 
 
 class DeviceRecycler:
-    """Makes arrays on this thread's GPU, and keeps hold of up to ``limit_bytes``.
+    """Allocates arrays on this thread's GPU, and keeps up to ``limit_bytes`` for reuse.
 
-    CuPy's pool has memory at hand, but making an array takes a microsecond or two, and
-    a model has hundreds of gradients. Arrays of a call that nobody holds any longer
-    become the results of its next repetition. They are written in the order of the
-    program's stream, after all earlier work on them.
+    CuPy's pool keeps memory ready, but creating an array takes a microsecond or two,
+    and a model has hundreds of gradients. When nothing refers to the arrays of a call
+    any longer, the next repetition of the call returns the same arrays. New results are
+    written in the order of the program's stream, after all earlier work on these
+    arrays.
     """
 
     def __init__(self, limit_bytes: int = _LIMIT_DEVICE_BYTES) -> None:
         self._limit_bytes = limit_bytes
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             self._limit_bytes = 0
-        # The calls made last at the end.
+        # Arrays by call; the most recent call is last.
         self._kept: OrderedDict[Hashable, list[Array]] = OrderedDict()
-        # Reference counts of an array that only this object uses, once known.
+        # Reference counts of an array that only this object refers to; None until
+        # measured.
         self._unused: tuple[int, int, int] | None = None
 
     def arrays(
@@ -115,18 +119,19 @@ class DeviceRecycler:
         kinds: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
         module: Any,
     ) -> list[Array]:
-        """Return arrays with any content, in C order, for the call that ``key`` names.
+        """Return uninitialized arrays, in C order, for the call with this key.
 
-        The kinds are the same for the same key. The arrays belong to their caller alone
-        as long as it, or a view, holds them. ``module`` is ``cupy``.
+        The same key must always have the same kinds. The arrays are not reused while
+        the caller holds an array or a view. ``module`` is ``cupy``.
         """
-        # Memory is used again in the order of the stream that used it before.
+        # Memory is only reused on the stream that used it before, so in that stream's
+        # order.
         key = key, module.cuda.get_current_stream().ptr
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
             for index, (shape, _) in enumerate(kinds):
-                # A program can change the shape of an array.
+                # The program may have changed the shape of an array in place.
                 whole = kept[index].shape == shape and kept[index].flags.c_contiguous
                 if not whole or _device_holders(kept, index) != self._unused:
                     break
@@ -138,7 +143,7 @@ class DeviceRecycler:
         with contextlib.suppress(MemoryError):
             made = [module.empty(shape, dtype) for shape, dtype in kinds]
         if len(made) < len(kinds):
-            # The memory that is missing may be kept here.
+            # This object may hold the memory that is missing.
             kept = None
             self.clear()
             made = [module.empty(shape, dtype) for shape, dtype in kinds]
@@ -151,14 +156,14 @@ class DeviceRecycler:
         return made
 
     def clear(self) -> None:
-        """Let go of all arrays."""
+        """Drop all kept arrays."""
         self._kept.clear()
 
 
 def _device_holders(arrays: list[Any], index: int) -> tuple[int, int, int]:
-    """Count the references to an array of CuPy, to its pointer, and to its memory.
+    """Return the reference counts of a CuPy array, of its pointer, and of its memory.
 
-    Some views, such as those of ``as_strided``, hold the pointer, not the array.
+    Some views, such as views from ``as_strided``, refer to the pointer, not the array.
     """
     return (
         sys.getrefcount(arrays[index]),

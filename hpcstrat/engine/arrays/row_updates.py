@@ -1,4 +1,4 @@
-"""Rows of arrays written in place, the same way on a GPU as in host memory."""
+"""In-place updates of array rows, with the same semantics on a GPU and on the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["apply_at", "replace_at", "summed_rows"]
 
 
 def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
-    """Add up the rows that come several times, in their order; fresh, and ascending.
+    """Return the unique indices, ascending, and the sum of the rows of each index.
 
-    Rows on a GPU go through host memory: CuPy adds them in any order, with other bits
-    each time. NumPy's addition at indices is slow, so that only repeated rows take it.
+    The rows are added in their order. Rows on a GPU are copied to the host for the sum,
+    because CuPy adds in any order, so that the bits would differ from run to run.
+    ``numpy.add.at`` is slow, so that it is called for repeated rows only.
     """
     if is_device(values):
         own = summed_rows(to_host(indices), to_host(values))
@@ -30,11 +31,12 @@ def summed_rows(indices: Array, values: Array) -> tuple[Array, Array]:
 
 
 def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
-    """Apply a function of NumPy to rows in place; several times to rows that recur.
+    """Apply a NumPy function to rows in place, once for each time that a row occurs.
 
-    On a GPU in the order of the rows, as in host memory, so that all replicas get the
-    same bits, which CuPy's own form does not give; waits for the indices, and takes a
-    step for each time that the most frequent row comes. All arrays are of one library.
+    On a GPU, repeated rows are applied in their order, as on the host, so that all
+    replicas get the same bits; CuPy's own ``at`` functions do not guarantee that order.
+    On a GPU, the function waits for the indices, and makes as many passes as the most
+    frequent row occurs. All arrays are of one library.
     """
     if not is_device(array):
         call_without_fp_warnings(getattr(np, name).at, array, indices, values)
@@ -42,7 +44,7 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
     rows = to_host(indices)
     order = np.argsort(rows, kind="stable")
     ascending = rows[order]
-    # Number of times that each row has come before: one round for each.
+    # How often each row has occurred before; one pass for each number.
     times = np.arange(rows.size) - np.searchsorted(ascending, ascending)
     operation = getattr(array_module(array), name)
     for time in range(times.max(initial=-1) + 1):
@@ -52,14 +54,14 @@ def apply_at(name: str, array: Array, indices: Array, values: Array) -> None:
 
 
 def replace_at(array: Array, indices: Array, values: Array) -> None:
-    """Replace rows in place; the last of several values of a row counts.
+    """Replace rows in place; if a row has several values, the last one is kept.
 
-    On a GPU it waits for the indices. All arrays are of one library.
+    On a GPU, the function waits for the indices. All arrays are of one library.
     """
     if not is_device(array):
         array[indices] = values
         return
     rows = to_host(indices)
-    # CuPy leaves open which of several writes to one row is the last.
+    # CuPy does not define which of several writes to one row is the last.
     last = rows.size - 1 - np.unique(rows[::-1], return_index=True)[1]
     array[to_device(rows[last])] = values[to_device(last)]

@@ -283,8 +283,7 @@ class Meetings:
         return self.meet(*self.broadcasting(root, what), tree)
 
     def broadcasting(self, root: int, what: str) -> tuple[str, Act]:
-        """Return the name and act of a call that broadcasts replica ``root``'s
-        arrays."""
+        """Return the name and act of a call that broadcasts one replica's arrays."""
 
         def make(trees: list[Tree]) -> Tree:
             rank = self._sums.order.owner(root)

@@ -160,8 +160,7 @@ class ReplicaSums:
         what: str,
         are_roots: bool,
     ) -> list[Array]:
-        """Return one sum or mean for each column; a column has one array per
-        replica."""
+        """Return one sum or mean per column; a column has one array per replica."""
         means = op is ReduceOp.MEAN
         if not columns:
             return []
@@ -209,8 +208,7 @@ class ReplicaSums:
         return self._exchanged(roots, what)
 
     def _exchanged(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
-        """Add partial sums: each rank adds one slice, and all ranks exchange the
-        results."""
+        """Add partial sums: each rank adds one slice, then all exchange the sums."""
         firsts = [found[0] for found in roots]
         sources = [
             [found[k].reshape(-1) for found in roots]

@@ -59,7 +59,7 @@ class Turns:
 
     ``names`` are the names of the replicas, in replica order. If only some replicas
     make a call, ``tell`` is called with the name of the call and an error, to notify
-    the other ranks, which would otherwise wait in that call forever.
+    the other ranks, which wait in that call.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Turns:
         return answers
 
     def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
-        """Wait in a replica's thread until all replicas make this call; return the
+        """Wait in a replica's thread for all replicas to make a call; return its
         result.
 
         ``number`` is the index of the replica, and ``argument`` is its argument of the
