@@ -1,1 +1,1 @@
-"""The ranks of a job as replicas, workers and hosts, and the start and end of MPI."""
+"""The ranks of a job as replicas, workers and hosts; the start and the end of MPI."""

@@ -1,4 +1,4 @@
-"""Ranks that their launcher has bound to fewer cores than there are ranks."""
+"""Finds ranks that the launcher has bound to too few cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CoreMasks", "CrowdedRanks", "crowded_ranks", "own_masks"]
 
 @dataclass(frozen=True, slots=True)
 class CoreMasks:
-    """The cores that a rank may use, and those of the process that started it."""
+    """The cores that a rank may use, and the cores that its parent process may use."""
 
     own: frozenset[int]
     launcher: frozenset[int]
@@ -19,14 +19,14 @@ class CoreMasks:
 
 @dataclass(frozen=True, slots=True)
 class CrowdedRanks:
-    """Ranks of a host that share too few cores, while it has others."""
+    """Ranks of a host that share too few cores, although the host has more cores."""
 
     ranks: tuple[int, ...]
     cores: frozenset[int]
     num_others: int
 
     def text(self, host: str, rank_words: str) -> str:
-        """Return a sentence about these ranks, with advice."""
+        """Return a warning about these ranks, with advice."""
         numbers = ", ".join(map(str, sorted(self.cores)))
         cores = f"core{'s' * (len(self.cores) > 1)} {numbers}"
         others = f"{self.num_others} other core{'s' * (self.num_others > 1)}"
@@ -39,21 +39,21 @@ class CrowdedRanks:
 
 
 def own_masks() -> CoreMasks:
-    """Return the cores of this process, and of its parent."""
-    # Not os.cpu_count(), which counts cores that the launcher has not given.
+    """Return the cores that this process, and its parent process, may use."""
+    # os.cpu_count() would also count cores that the launcher has not assigned.
     own = frozenset(os.sched_getaffinity(0))
     try:
-        # The launcher's mask shows the cores that the rank was bound away from.
+        # The launcher's mask includes the cores that the binding excludes.
         return CoreMasks(own, frozenset(os.sched_getaffinity(os.getppid())))
     except OSError:
         return CoreMasks(own, own)
 
 
 def crowded_ranks(masks: Sequence[CoreMasks]) -> Iterator[CrowdedRanks]:
-    """Yield the ranks, numbered as the masks of one host, that share too few cores."""
+    """Yield groups of ranks that share too few cores; ``masks`` has one per rank."""
     every = set().union(*(mask.launcher for mask in masks))
     for cores in dict.fromkeys(mask.own for mask in masks):
         ranks = tuple(rank for rank, mask in enumerate(masks) if mask.own <= cores)
-        # Where the launcher has no other cores, binding is not the cause.
+        # If the launcher has no other cores, the binding is not the cause.
         if len(ranks) > len(cores) and every - cores:
             yield CrowdedRanks(ranks, cores, len(every - cores))

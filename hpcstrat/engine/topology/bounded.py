@@ -1,4 +1,4 @@
-"""Waits for messages of MPI, with a limit of time."""
+"""Waits for MPI requests, with a timeout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _NAP_SECONDS = 0.001
 
 
 def finish(requests: Iterable[Any], deadline: float, *, naps: bool = False) -> bool:
-    """Wait for requests until a time of ``time.monotonic``; return if all were done.
+    """Wait for requests until a time of ``time.monotonic``; return whether all are
+    done.
 
-    Those that were not are kept, with their memory: MPI may still write there. With
-    ``naps`` the wait leaves the core to others; without, it ends within microseconds.
+    Requests that did not complete are kept alive with their buffers, because MPI may
+    still write into the buffers. With ``naps`` the wait sleeps between tests, so that
+    other processes can use the core. Without ``naps`` the wait returns within
+    microseconds after the last request completes.
     """
     left = [request for request in requests if not request.Test()]
     while left:

@@ -1,4 +1,4 @@
-"""Processes that a rank has made: workers of data loaders, pools, forks."""
+"""Detects processes that a rank has created: data loader workers, pools, forks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from hpcstrat.errors import TopologyError
 
 __all__ = ["is_of_multiprocessing", "refuse_children"]
 
-# A fork inherits this number, and has another one itself.
+# A forked process inherits this process number, but has another number itself.
 _imported_by = os.getpid()
 
 
 def is_of_multiprocessing() -> bool:
-    """Return whether the program made this process by multiprocessing, in any way."""
+    """Return whether multiprocessing has created this process, by any start method."""
     module = sys.modules.get("multiprocessing.process")
     if module is None:
         return False
-    # A child that still imports its parent's program does not know its parent yet:
-    # `spawn` and `forkserver` of the standard library set this mark meanwhile.
+    # While a child imports its parent's program, parent_process() is still None; the
+    # start methods `spawn` and `forkserver` set ``_inheriting`` during this import.
     imports = getattr(module.current_process(), "_inheriting", False)
     return imports or module.parent_process() is not None
 
 
 def refuse_children() -> None:
-    """Refuse processes that a rank has made: they cannot use the rank's MPI.
+    """Raise TopologyError in a child of a rank, because it cannot use the rank's MPI.
 
-    Call it before anything that ranks do together. Raises TopologyError in a child of
+    Call this function before any collective call. It raises in a child of
     multiprocessing, such as a worker of a data loader, and in a fork.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     runs = mpi is not None and mpi.Is_initialized()
-    # Outside of a job a child may be a program of one rank, like its parent.
+    # Without a launcher, a child may be a job of one rank, like its parent.
     inherits = runs or bool(launch_from_environment().launcher)
     if inherits and (is_of_multiprocessing() or os.getpid() != _imported_by):
         raise TopologyError(

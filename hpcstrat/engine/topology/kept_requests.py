@@ -1,8 +1,8 @@
-"""Requests of MPI that no part of the program waits for, kept with their memory.
+"""MPI requests that nobody waits for any longer, kept alive with their buffers.
 
-MPI reads and writes the memory of a request until the request is complete. An error, or
-a program that drops a handle, ends the wait and not the request: if its memory were
-freed, MPI would write into the objects that come to lie there.
+MPI reads and writes the buffer of a request until the request is complete. If an error
+ends the wait, or a program drops its handle, the request is still active. If its buffer
+were freed, MPI would write into objects that are allocated there later.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ _kept: deque[tuple[Any, Any]] = deque()
 
 
 def keep(requests: Iterable[Any], memory: Any = None) -> None:
-    """Keep the requests that are not complete, and memory that they do not hold.
+    """Keep incomplete requests, and ``memory`` that they use but do not refer to.
 
-    Requests of mpi4py hold the buffers that they were given. This makes no call of MPI,
-    so that a ``__del__``, which any thread may run, may call it.
+    An mpi4py request refers to the buffers that were passed to the call. This function
+    does not call MPI, so that a ``__del__`` method, which any thread may run, may call
+    it.
     """
     _kept.extend((request, memory) for request in requests if request)
 
 
 def let_go_of_complete() -> None:
-    """Free the memory of the requests that have become complete; does not wait."""
+    """Free the buffers of kept requests that are complete now, without waiting."""
     for _ in range(len(_kept)):
         request, _memory = _kept[0]
         complete = True
-        # A request that fails is complete, too.
+        # A failed request is complete, too.
         with contextlib.suppress(Exception):
             complete = request.Test()
         if complete:

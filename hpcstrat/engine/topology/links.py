@@ -1,11 +1,13 @@
-"""Measures the speed of messages inside of hosts and between them.
+"""Measures latency and bandwidth of messages within hosts and between hosts.
 
-Two ranks send messages there and back, long ones and some of 8 bytes in turn. Half of a
-short trip is the latency; the rest of a long trip is put down to its bytes. The median
-counts: of long trips, and of the fastest short trip in each turn. Hosts meet as the
-players of a tournament do, by the circle method (E. Lucas, "Recreations mathematiques"
-2, 1883, "Les jeux de demoiselles"): in each round a host is busy with one other at
-most, so that two measurements share nothing but the network between the hosts.
+Two ranks send messages back and forth: after each long message, several messages of 8
+bytes. The latency is half of the round-trip time of a short message, and the bandwidth
+follows from the additional time of a long message. The result is the median, over all
+long messages, and over the fastest short message after each long message. The pairs of
+hosts are scheduled like the games of a round-robin tournament, by the circle method (E.
+Lucas, "Recreations mathematiques" 2, 1883, "Les jeux de demoiselles"). In each round, a
+host exchanges messages with at most one other host, so that two measurements share only
+the network between the hosts.
 """
 
 from __future__ import annotations
@@ -33,19 +35,21 @@ MOST_IN_FULL = 64
 
 _MIB = 1 << 20
 _NBYTES = 4 * _MIB
-# The first trip has this size; its time decides how many trips are timed, and their
-# size.
+# Size of the first round trip. Its time determines the number and size of the timed
+# round trips.
 _PROBE_BYTES = _MIB
 _LONG_TRIP_SECONDS = 1.0
 _PAIR_SECONDS = 0.3
 _FEWEST_TRIPS, _MOST_TRIPS = 3, 15
-# Short trips after each long one. Only the fastest counts: others waited for a core.
+# Short round trips after each long one. Only the fastest is used, because slower round
+# trips may have waited for a core.
 _SHORT_TRIPS = 7
-# The bytes of a long message take at least this share of its time: noise may make a
-# short message as slow as a long one.
+# Least share of a long message's time that is attributed to its bytes, because noise
+# may make a short message as slow as a long message.
 _LEAST_SHARE = 0.1
 _MOST_SUSPECTS = 8
-# Levels of a network differ by less, and so does noise.
+# A link is an outlier above these ratios. Links across different levels of a network,
+# and noise, differ by smaller ratios.
 _SLOW_BANDWIDTH, _SLOW_LATENCY = 2.0, 3.0
 _LATENCY_NOISE_SECONDS = 2e-5
 _LIMIT_SECONDS = 60.0
@@ -67,13 +71,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links of a job; the same on every rank.
+    """The measured links of a job; the same on every rank.
 
-    ``inside`` has one link for each worker of several ranks, from its first to its
-    last. ``between`` has links from the first rank of a worker to that of another: of
-    all pairs of workers, or, where ``is_sample``, of log2(num_workers) for each worker.
-    ``unanswered`` are the ranks of pairs that were not done in time. Long messages had
-    ``nbytes``, or 1 MiB where these would have taken seconds.
+    ``inside`` has one link for each worker of several ranks, from its first rank to its
+    last rank. ``between`` has links between the first ranks of two workers: of all
+    pairs of workers or, if ``is_sample``, of log2(num_workers) pairs for each worker.
+    ``unanswered`` has the ranks of pairs whose measurement did not finish in time. Long
+    messages had ``nbytes``, or 1 MiB if ``nbytes`` would have taken seconds.
     """
 
     inside: tuple[Link, ...]
@@ -84,13 +88,13 @@ class Links:
     nbytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by their names, for the module json."""
+        """Return the fields as a dict that ``json`` can write."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A link that is much slower than the median of the others."""
+    """A link that is much slower than the median of the other links."""
 
     link: Link
     others_latency_seconds: float
@@ -98,25 +102,25 @@ class Outlier:
 
     @property
     def by_bandwidth(self) -> bool:
-        """Return whether long messages lose more by it than short ones."""
+        """Return whether the link's bandwidth is worse, by ratio, than its latency."""
         return self.bandwidth_ratio >= self.latency_ratio
 
     @property
     def latency_ratio(self) -> float:
-        """The time of a short message over that of the others."""
+        """The latency of this link divided by the median latency of the other links."""
         return self.link.latency_seconds / self.others_latency_seconds
 
     @property
     def bandwidth_ratio(self) -> float:
-        """The time of a long message's bytes over that of the others."""
+        """The median bandwidth of the other links divided by this link's bandwidth."""
         own = self.link.bandwidth_bytes_per_second
         return self.others_bandwidth_bytes_per_second / own
 
 
 def find_outliers(links: Sequence[Link]) -> list[Outlier]:
-    """Return the links that are much slower than the others, the slowest first.
+    """Return the links that are much slower than the other links, the slowest first.
 
-    A single link has no outliers.
+    Returns an empty list for fewer than two links.
     """
     if len(links) < 2:
         return []
@@ -144,12 +148,13 @@ def measure_links(
     nbytes: int = _NBYTES,
     limit_seconds: float = _LIMIT_SECONDS,
 ) -> Links:
-    """Measure latency and bandwidth inside of workers, and between them.
+    """Measure latency and bandwidth within workers, and between workers.
 
-    Collective over ``topology.replica_comm``. Links that look slow are measured once
-    more, one at a time, and the better figures count, as something may have disturbed
-    the first. It takes the limit at most, and half of it again for slow links. Raises
-    CollectiveError where some ranks do not come, or do not get on, in time.
+    Collective over ``topology.replica_comm``. Slow links are measured once more, one at
+    a time, and the better result is used, because other traffic may have disturbed the
+    first measurement. The function takes at most ``limit_seconds``, and half as long
+    again if there are slow links. Raises CollectiveError if some ranks do not make this
+    call, or do not finish, in time.
     """
     deadline = time.monotonic() + limit_seconds
     comm, request = topology.replica_comm.Idup()
@@ -167,16 +172,18 @@ def measure_links(
 
 
 def partner(place: int, count: int, turn: int) -> int | None:
-    """Return the partner of a place in a round of a tournament; None if it has none.
+    """Return a player's partner in a round of a tournament, or None for a bye.
 
-    All meet each other once in ``count - 1`` rounds, in ``count`` of an odd number.
+    ``place`` is the number of the player, and ``turn`` is the number of the round. All
+    ``count`` players meet each other once in ``count - 1`` rounds if ``count`` is even,
+    and in ``count`` rounds if it is odd.
     """
-    # In a round-robin tournament, the last rank (or none, for an odd number) stays in
-    # its place, and the others go round.
+    # By the circle method, the last player stays in place if the number of players is
+    # even, and the other players rotate.
     circle = count - 1 + count % 2
     if place == circle:
-        # The partner is the rank that would meet itself: 2 * other == turn, modulo the
-        # circle.
+        # The last player meets the player who would otherwise meet itself: 2 * other ==
+        # turn, modulo the circle.
         return turn * ((circle + 1) // 2) % circle
     other = (turn - place) % circle
     if other == place:
@@ -185,7 +192,7 @@ def partner(place: int, count: int, turn: int) -> int | None:
 
 
 def _turns(count: int) -> list[int]:
-    """Return the rounds that are played: all, or some where these are too many."""
+    """Return the rounds to measure: all, or a sample for more than 64 workers."""
     every = count - 1 + count % 2 if count > 1 else 0
     chosen = every if count <= MOST_IN_FULL else math.ceil(math.log2(count))
     return [every * index // chosen for index in range(chosen)]
@@ -200,7 +207,7 @@ def _await(request: Any, deadline: float) -> None:
 
 
 def _with_better(links: Links, again: Links) -> Links:
-    """Return links, some of which were measured again."""
+    """Merge two measurements: keep the better latency and bandwidth of each link."""
     newer = {link.ranks: link for link in again.between}
     between = []
     for link in links.between:
@@ -214,9 +221,10 @@ def _with_better(links: Links, again: Links) -> Links:
 
 
 class _LinkPairs:
-    """The hosts of ranks, and the pairs that measure. Collective over ``comm``.
+    """The measurements of pairs of ranks. Collective over ``comm``.
 
-    A row has two ranks, latency and bandwidth, which are NaN without an answer.
+    A row has two ranks, their latency and their bandwidth; latency and bandwidth are
+    NaN if a rank did not answer in time.
     """
 
     def __init__(
@@ -234,18 +242,19 @@ class _LinkPairs:
         # The first and the last rank of each worker.
         _, self._first = np.unique(workers, return_index=True)
         self._last = comm.size - 1 - np.unique(workers[::-1], return_index=True)[1]
-        # Memory to send from, and memory to receive in.
+        # The send buffer and the receive buffer.
         self._memory = np.ones((2, max(nbytes, _PROBE_BYTES)), np.uint8)
         self._nbytes = nbytes
 
     def play(self, limit_seconds: float) -> list[Row]:
-        """Measure this rank's links; return the rows of those in which it is first."""
+        """Measure this rank's links; return rows for links to higher ranks."""
         rank, start, rows = self._comm.rank, time.monotonic(), list[Row]()
         first, last = int(self._first[self._worker]), int(self._last[self._worker])
         count = len(self._first)
         turns = _turns(count) if rank == first else []
-        # A rank that waits in vain to the end of a round is late for the next one; half
-        # of the time is for links that are very slow.
+        # Each round has an equal share of 0.3 of the limit. The first half of the limit
+        # is a reserve for very slow links: a rank that waits for a silent partner until
+        # the end of a round is late for its next round.
         share = 0.3 * limit_seconds / max(1, len(turns))
         for number, turn in enumerate(turns, 1):
             other = partner(self._worker, count, turn)
@@ -260,7 +269,7 @@ class _LinkPairs:
     def play_alone(
         self, pairs: Sequence[tuple[int, int]], limit_seconds: float
     ) -> list[Row]:
-        """Measure these links, one after the other. Collective over ``comm``."""
+        """Measure these links one after the other. Collective over ``comm``."""
         start, rows = time.monotonic(), list[Row]()
         for number, pair in enumerate(pairs, 1):
             if self._comm.rank in pair:
@@ -270,7 +279,7 @@ class _LinkPairs:
         return rows
 
     def shared(self, rows: Sequence[Row], deadline: float) -> Links:
-        """Return the links of all ranks' rows. Collective over ``comm``."""
+        """Gather the rows of all ranks into `Links`. Collective over ``comm``."""
         own = np.array(rows, np.float64).reshape(-1)
         size, sizes = np.array([own.size]), np.zeros(self._comm.size, np.int64)
         _await(self._comm.Iallgather(size, sizes), deadline)
@@ -299,23 +308,27 @@ class _LinkPairs:
         )
 
     def _meet(self, peer: int, deadline: float) -> list[Row]:
-        """Measure the link to a peer, which calls this, too; the lower has the row."""
+        """Measure the link to a peer, which calls this method, too.
+
+        The lower rank returns the row, and the higher rank returns an empty list.
+        """
         leads = self._comm.rank < peer
         try:
             if leads:
                 return [(self._comm.rank, peer, *self._lead(peer, deadline))]
             self._follow(peer, deadline)
         except TimeoutError:
-            # A late message may still be written to the memory of before.
+            # Use new buffers, because MPI may still write a late message into the old
+            # one.
             self._memory = self._memory.copy()
             if leads:
                 return [(self._comm.rank, peer, math.nan, math.nan)]
         return []
 
     def _lead(self, peer: int, deadline: float) -> tuple[float, float]:
-        """Return latency and bandwidth of a link."""
+        """Send the messages of a measurement; return latency and bandwidth."""
         trip = functools.partial(self._trip, peer, deadline)
-        # The first one waits for the peer to come.
+        # The first round trip waits until the peer takes part.
         trip(8, naps=True)
         probe = min(_PROBE_BYTES, self._nbytes)
         seconds = trip(probe)
@@ -335,7 +348,7 @@ class _LinkPairs:
     def _trip(
         self, peer: int, deadline: float, nbytes: int, naps: bool = False
     ) -> float:
-        """Send a message, and await its return; return how long that took."""
+        """Send a message, wait for the peer's reply, and return the round-trip time."""
         sent, received = self._memory[:, :nbytes]
         start = time.perf_counter()
         requests = [
@@ -347,7 +360,7 @@ class _LinkPairs:
         return time.perf_counter() - start
 
     def _follow(self, peer: int, deadline: float) -> None:
-        """Send messages back, as many as there are."""
+        """Echo all messages of the peer's `_lead`."""
         echo = functools.partial(self._echo, peer, deadline)
         echo(8, naps=True)
         echo(min(_PROBE_BYTES, self._nbytes))

@@ -1,7 +1,8 @@
-"""Settings of MPI libraries and networks that stop a job before its first line.
+"""Detects MPI and network settings that stop a job before its first line runs.
 
-The libraries say so themselves, in words that few can read, and then end the process.
-The start of MPI and the doctor explain the settings that can be seen beforehand.
+With such a setting, the MPI library prints an obscure message and ends the process. The
+start of MPI and ``hpcstrat doctor`` explain the settings that can be detected before
+MPI starts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 __all__ = ["DoubtfulSetting", "doubtful_settings", "has_loaded_gtl"]
 
 _NETWORKS = ("/sys/class/infiniband/*", "/sys/class/net/*")
-# Devices that transports of UCX and providers of libfabric need.
+# Devices that UCX transports and libfabric providers require.
 _INFINIBAND = "/sys/class/infiniband/*"
 _UCX_OF_INFINIBAND = ("rc", "dc", "ud", "ib")
 _UCX_IN_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "xpmem"}
@@ -29,7 +30,7 @@ _PROVIDERS = {
 
 @dataclass(frozen=True, slots=True)
 class DoubtfulSetting:
-    """A setting that will probably end the job; ``name`` is that of the finding."""
+    """A setting that will probably end the job; ``name`` is the name of the finding."""
 
     name: str
     text: str
@@ -42,10 +43,10 @@ def doubtful_settings(
     has_gtl: bool,
     find: Callable[[str], list[str]] = glob.glob,
 ) -> list[DoubtfulSetting]:
-    """Return the settings that do not fit this machine.
+    """Return the settings that do not match this machine.
 
-    ``library`` is the version text of the MPI library, ``has_gtl`` whether Cray's
-    library for GPUs is loaded; ``find`` returns paths.
+    ``library`` is the version text of the MPI library, and ``has_gtl`` says whether
+    Cray's GPU library (GTL) is loaded. ``find`` returns the paths that match a pattern.
     """
     texts = {
         "gtl": _gtl(environment, library, has_gtl),
@@ -57,7 +58,7 @@ def doubtful_settings(
 
 
 def has_loaded_gtl() -> bool:
-    """Return whether this process has loaded Cray's library for memory of GPUs."""
+    """Return whether this process has loaded Cray's GPU library (GTL)."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
             return "libmpi_gtl" in file.read()
@@ -80,7 +81,7 @@ def _gtl(environment: Mapping[str, str], library: str, has_gtl: bool) -> str:
 
 
 def _words(environment: Mapping[str, str], name: str) -> list[str]:
-    """Return the words of a list; none where the list names exceptions."""
+    """Return the words of a comma-separated variable; none if it starts with ``^``."""
     text = environment.get(name, "").strip()
     return [] if text.startswith("^") else [word for word in text.split(",") if word]
 
@@ -124,7 +125,7 @@ def _ucx_transports(
 
 
 def _provider(environment: Mapping[str, str], find: Callable[[str], list[str]]) -> str:
-    # Layers, as in verbs;ofi_rxm, come after the provider.
+    # In verbs;ofi_rxm, the part after the semicolon is a layer above the provider.
     wanted = [word.split(";")[0] for word in _words(environment, "FI_PROVIDER")]
     known = [_PROVIDERS[word] for word in wanted if word in _PROVIDERS]
     if len(known) < len(wanted) or any(find(path) for path, _ in known) or not wanted:

@@ -1,4 +1,4 @@
-"""Linux's figures of a process."""
+"""Reads ``/proc/PID/stat`` on Linux."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import os
 
 __all__ = ["FLAGS", "PARENT", "START", "STATE", "pid_namespace", "process_stat"]
 
-# Places of fields behind the name: the numbers of proc_pid_stat(5) less three.
+# Indices of the fields after the name: the field numbers of proc_pid_stat(5) minus 3.
 STATE, PARENT, FLAGS, START = 0, 1, 6, 19
 
 
 def process_stat(pid: int, proc: str = "/proc") -> tuple[str, list[str]]:
-    """Return a process's name, as the kernel cuts it, and the fields behind it.
+    """Return a process's name, truncated by the kernel, and the fields after the name.
 
-    OSError where there is no such process. A state of Z or X means that it has ended;
-    its start, in ticks of the machine, tells a reused number apart.
+    Raises OSError if the process does not exist. State Z or X means that the process
+    has ended. The start time, in clock ticks, distinguishes processes with a reused
+    number.
     """
     with open(f"{proc}/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        # The name may hold blanks and brackets.
+        # The name may contain spaces and parentheses.
         front, _, rest = file.read().rpartition(")")
     return front.partition("(")[2], rest.split()
 
 
 def pid_namespace() -> int:
-    """Return the number of this process's namespace of process numbers."""
+    """Return the inode number of this process's PID namespace."""
     return os.stat("/proc/self/ns/pid").st_ino

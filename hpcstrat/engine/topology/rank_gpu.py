@@ -1,4 +1,4 @@
-"""The GPU of a rank, as all ranks may know it."""
+"""The description of a rank's GPU that ranks exchange."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ __all__ = ["Gpu"]
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a part of one (MIG), as this process sees it."""
+    """A GPU, or a MIG instance of a GPU, as seen by this process."""
 
-    # Its number in this process; another process may have another number for it.
+    # CUDA device number in this process; other processes may number the GPU
+    # differently.
     index: int
-    # Its place in the machine, such as ``0000:3B:00.0``.
+    # PCI bus id of the GPU, such as ``0000:3B:00.0``.
     pci_bus_id: str
-    # Identifier of the GPU, or of the part of one (MIG); empty if unknown.
+    # UUID of the GPU or of the MIG instance; empty if unknown.
     uuid: str = ""
-    # Such as ``NVIDIA H100``.
+    # Product name, such as ``NVIDIA H100``.
     name: str = ""
     memory_bytes: int = 0
-    # Such as ``9.0``.
+    # CUDA compute capability, such as ``9.0``.
     compute_capability: str = ""
 
     @property
     def identity(self) -> tuple[str, str]:
-        """A name that two processes of a host share if they see the same GPU."""
+        """An identifier that is equal in two processes of a host for the same GPU."""
         return self.pci_bus_id.lower(), self.uuid
 
     def __str__(self) -> str:

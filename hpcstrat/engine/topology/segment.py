@@ -1,8 +1,8 @@
 """Memory that the ranks of one worker share.
 
-It is a file of ``/dev/shm``, created exclusively, with mode 0600, and unlinked as soon
-as all ranks have mapped it, so that a killed job leaves nothing behind. Where there is
-no such file system, or not enough of it, an MPI window serves.
+The memory is a mapped file in ``/dev/shm``, created exclusively, with mode 0600. The
+file is unlinked as soon as all ranks have mapped it, so that a killed job leaves no
+file. If ``/dev/shm`` does not exist, or is too small, the memory is an MPI window.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _FOLDER = "/dev/shm"
 
 
 class Segment:
-    """Shared memory of a worker, zero at first.
+    """Shared memory of a worker, initialized to zero.
 
-    Collective over ``comm``, which is used here and for freeing a window. ``buffer``
-    has the common bytes, rounded up to whole pages, and then ``part_bytes`` for each
-    rank, in order. All sizes are the same on every rank; parts are halved, down to one
-    page, until all fit the file system. The memory stays readable after a peer's death.
+    Collective over ``comm``, which is also used when `close` frees a window. ``buffer``
+    has ``common_bytes``, rounded up to whole pages, and then ``part_bytes`` for each
+    rank, in rank order. All sizes are the same on every rank; ``part_bytes`` is halved,
+    down to one page, until the file fits the file system. The memory stays readable
+    after another rank has died.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Segment:
             self.buffer = self._open_window(comm, size)
 
     def _open_file(self, comm: Any, folder: str) -> mmap.mmap | None:
-        """Map a new file on all ranks, or on none for lack of memory."""
+        """Map a new file on all ranks; return None on all if memory is lacking."""
         nbytes = self.common_bytes + comm.size * self.part_bytes
         path, mapped, handle = "", None, -1
         own = self.common_bytes + comm.rank * self.part_bytes
@@ -71,7 +72,7 @@ class Segment:
                 mapped = _map(handle, nbytes, first, own + self.part_bytes)
             everywhere = all(comm.allgather(mapped is not None))
         except BaseException:
-            # Rank 0, which unlinks the file in the end, may have died.
+            # Rank 0, which would unlink the file below, may have died.
             _unlink(path)
             raise
         if comm.rank == 0:
@@ -97,18 +98,18 @@ class Segment:
         return buffer
 
     def close(self) -> None:
-        """Release the memory; collective over the communicator that made it."""
+        """Release the memory; collective over the segment's communicator."""
         self.release()
         if self._window is not None:
             self._window.Free()
             self._window = None
 
     def release(self) -> None:
-        """Let go of the memory on this rank, also where others have died.
+        """Unmap the memory on this rank only; works if other ranks have died.
 
-        A window is left to the end of the process.
+        A window is not freed until the process ends.
         """
-        # The mapping goes with the last view, if somebody still holds one.
+        # If a view of the memory still exists, the mapping ends with the last view.
         with contextlib.suppress(BufferError):
             self.buffer.release()
             if self._map is not None:
@@ -117,13 +118,13 @@ class Segment:
 
 
 def _unlink(path: str) -> None:
-    # A rank that was interrupted elsewhere may have unlinked it.
+    # Another rank that had an error may have unlinked the file already.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def _create(nbytes: int, folder: str) -> str:
-    """Make the file, still without memory; return an empty path where that fails."""
+    """Create the file without allocating memory; return "" if that fails."""
     path = os.path.join(folder, f"hpcstrat-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -140,12 +141,13 @@ def _create(nbytes: int, folder: str) -> str:
 
 
 def _map(handle: int, nbytes: int, start: int, end: int) -> mmap.mmap:
-    """Map the file; reserve a range of it, which then lies near this rank's core."""
+    """Map the file; allocate a range of it, on the NUMA node of this rank's core."""
     if os.fstat(handle).st_size != nbytes:
         raise OSError(f"expected a file of {nbytes} bytes")
-    # Reserving finds a full file system here, not as SIGBUS at the first store.
+    # posix_fallocate reports a full file system as an error here; without this call,
+    # the first store would raise SIGBUS.
     if end > start:
         os.posix_fallocate(handle, start, end - start)
-    # Without this option, each map keeps a file descriptor.
+    # Without trackfd=False, each map keeps a file descriptor open.
     without: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     return mmap.mmap(handle, nbytes, **without)

@@ -1,4 +1,4 @@
-"""Warnings about a start that makes a job slow: once for each host and process."""
+"""Warnings about slow core bindings and a small /dev/shm, once per host and process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _said: set[str] = set()
 
 
 def warn_of_bindings(rank: int, masks: Sequence[CoreMasks]) -> None:
-    """Warn on the first rank of a host that its ranks share too few cores.
+    """Warn, on the first rank of a host, if the host's ranks share too few cores.
 
-    ``masks`` are those of all ranks of the host.
+    ``masks`` has one entry for each rank of the host.
     """
     if rank or "bindings" in _said:
         return
@@ -29,9 +29,9 @@ def warn_of_bindings(rank: int, masks: Sequence[CoreMasks]) -> None:
 
 
 def warn_of_memory(comm: Any, asked_bytes: int, found_bytes: int) -> None:
-    """Warn on the first rank of a worker that its /dev/shm is too small.
+    """Warn, on the first rank of a worker, if its /dev/shm is too small.
 
-    The bytes are those of each rank of ``comm``.
+    Both sizes are bytes for each rank of ``comm``.
     """
     if comm.rank or "memory" in _said or found_bytes >= asked_bytes:
         return

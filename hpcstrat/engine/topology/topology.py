@@ -44,8 +44,8 @@ STATUS_BYTES = 8192
 SLOTS_IN_RING = 4
 """How many pieces of the largest size a replica's part of the segment holds."""
 
-# Many containers have a /dev/shm of 64 MiB: half of it.
 _ROUNDING = 1e-6
+# Half of 64 MiB, the size of /dev/shm in many containers.
 _SEGMENT_BYTES = 32 << 20
 _LARGEST_SLOT_BYTES = 256 << 10
 _LARGEST_SENT_SLOT_BYTES = 2 << 20
@@ -59,36 +59,37 @@ class Topology:
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
-        One rank per replica; default: all ranks of the job. It is duplicated, the
-        original stays the caller's.
+        One rank per replica; default: all ranks of the job. The topology duplicates it;
+        the caller still owns the original.
     replicas_per_worker : int, optional
-        Make the ranks that share a node act as workers of this many replicas; default:
-        one worker per node.
+        Split the ranks of a node into workers of this many replicas; default: one
+        worker per node.
     survives : bool
-        Whether the loss of a rank is to be an error on the others, see
-        `topology.survival`; ``comm`` is then revoked by a loss during construction.
+        Whether the loss of a rank raises an error on the other ranks, see
+        `topology.survival`. If True, a loss during construction revokes ``comm``.
 
     Attributes
     ----------
     mpi : module
         ``mpi4py.MPI``.
     survives : bool
-        As given.
+        The argument ``survives``.
     replica_comm, worker_comm, cross_worker_comm : mpi4py.MPI.Intracomm
-        All replicas in sync; those of this worker; those at this replica's position in
-        every worker. The topology's own: free them through `close` only.
+        All replicas in sync; the replicas of this worker; the replicas with this
+        replica's position in every worker. The topology owns these communicators: only
+        `close` frees them.
     num_replicas, replica_id : int
         Size of, and rank in, ``replica_comm``.
     num_workers, worker_id : int
-        Number of workers, and this one's place among them, by lowest replica.
+        Number of workers, and this worker's index, in order of lowest replica.
     worker_replicas : list of int
         Replicas of this worker, in the order of ``worker_comm``.
     smallest_worker : int
         Number of replicas of the smallest worker.
     num_cores : int
-        Number of processor cores on which the worker's replicas may run.
+        Number of processor cores that the worker's replicas may use.
     cores_each : int
-        Number of cores for this replica, where all of the node share theirs evenly.
+        Number of cores of this replica, if a core shared by n ranks counts as 1/n.
 
     Raises
     ------
@@ -96,7 +97,7 @@ class Topology:
         If the ranks were launched as separate programs, or the loss of a rank cannot be
         survived.
     RankLostError
-        If a rank is lost, and that is survived. On every rank that is left.
+        If a rank is lost and ``survives`` is True; raised on every remaining rank.
     ValueError
         If ``replicas_per_worker`` is not positive.
     """
@@ -106,13 +107,13 @@ class Topology:
     cross_worker_comm: MPI.Intracomm
     worker_id: int
     num_workers: int
-    # Number of steps that this rank has made in exchanges of data: an exchange that
-    # takes long, but moves, is not stuck.
+    # Number of steps of data exchanges that this rank has completed. A slow exchange
+    # whose number increases is not treated as stuck.
     moves = 0
-    # This rank's GPU; None where it computes on the CPU. The strategy sets this
-    # attribute and the next three.
+    # This rank's GPU, or None if the rank computes on the CPU. The strategy sets this
+    # attribute and the next three attributes.
     gpu: Gpu | None = None
-    # Whether another rank of this host has the same one.
+    # Whether another rank of this host has the same GPU.
     shares_gpu: bool = False
     mpi_reads_gpu: str = "auto"
     nccl: bool = True
@@ -148,7 +149,7 @@ class Topology:
             ) from error
 
     def _form(self, parent: Any, replicas_per_worker: int | None) -> None:
-        """Split the ranks, and lay out their shared memory."""
+        """Create the communicators, and map the worker's shared memory."""
         mpi = self.mpi
         self.replica_comm = self._made(parent, parent.Dup)
         self.replica_id: int = self.replica_comm.rank
@@ -167,7 +168,7 @@ class Topology:
             abs(self.replica_comm.allreduce(size, op=mpi.MIN)) for size in sizes
         )
         self.smallest_worker: int = smallest
-        # Memory shared by the worker's replicas.
+        # The memory shared by the worker's replicas.
         asked = SLOTS_IN_RING * slot_bytes(largest, self.num_workers)
         self.segment = Segment(
             self.worker_comm,
@@ -175,17 +176,18 @@ class Topology:
             asked,
         )
         warn_of_memory(self.worker_comm, asked, self.segment.part_bytes)
-        # Size of the largest piece that a replica lays out in its part of the segment,
-        # a power of two. A worker whose memory file system is small decides for all.
+        # Size of the largest piece in a replica's part of the segment, a power of two.
+        # All workers use the smallest size of any worker, which a small /dev/shm may
+        # limit.
         self.slot_bytes: int = self.replica_comm.allreduce(
             self.segment.part_bytes // SLOTS_IN_RING, op=mpi.MIN
         )
-        # Ranks that are bound to cores see different ones.
+        # Ranks that are bound to cores see different sets of cores.
         cores = self.worker_comm.allgather(os.sched_getaffinity(0))
         self.num_cores = len(set().union(*cores))
 
     def _made(self, parent: Any, make: Callable[..., Any], *args: Any) -> Any:
-        """Make a communicator, which a loss of ranks revokes."""
+        """Create a communicator that `revoke` revokes, too."""
         comm = create(self.mpi, parent, functools.partial(make, *args), self.survives)
         self._comms.append(comm)
         return comm
@@ -194,7 +196,7 @@ class Topology:
     def world() -> MPI.Intracomm:
         """Return the communicator of all ranks of the job.
 
-        Collective over all ranks of the job when it initializes MPI.
+        Collective over all ranks of the job if this call initializes MPI.
 
         Returns
         -------
@@ -213,12 +215,12 @@ class Topology:
         Parameters
         ----------
         ranks : sequence of int
-            Of all ranks of the job; the same on each of them.
+            Ranks in ``COMM_WORLD``; the same sequence on each of these ranks.
 
         Returns
         -------
         mpi4py.MPI.Intracomm
-            To be freed by the caller.
+            A new communicator; the caller must free it.
         """
         world = Topology.world()
         group = world.Get_group()
@@ -229,7 +231,7 @@ class Topology:
         return comm
 
     def _split_worker(self, replicas_per_worker: int | None) -> Any:
-        """Group by shared memory, never by the host's name."""
+        """Create the worker's communicator from the ranks that share memory."""
         shared = self.mpi.COMM_TYPE_SHARED
         node = self._made(
             self.replica_comm, self.replica_comm.Split_type, shared, self.replica_id
@@ -242,7 +244,7 @@ class Topology:
         masks = node.allgather(own_masks())
         warn_of_bindings(node.rank, masks)
         cores = [mask.own for mask in masks]
-        # A core that several ranks share counts by halves, thirds and so on.
+        # A core that n ranks share counts as 1/n.
         parts = (1 / sum(core in other for other in cores) for core in cores[node.rank])
         self.cores_each = max(1, int(sum(parts) + _ROUNDING))
         if replicas_per_worker is None:
@@ -255,7 +257,7 @@ class Topology:
         return worker
 
     def _place_workers(self) -> None:
-        """Number the workers by their first replicas."""
+        """Number the workers in the order of their first replicas."""
         color = 0 if self.worker_comm.rank == 0 else self.mpi.UNDEFINED
         leaders = self._made(
             self.replica_comm, self.replica_comm.Split, color, self.replica_id
@@ -269,7 +271,7 @@ class Topology:
             leaders.Free()
 
     def status(self, index: int) -> memoryview:
-        """Return the memory in which a rank tells its worker how it is doing.
+        """Return the shared memory of a rank's status; all ranks of the worker read it.
 
         Not collective. For the library's own modules.
         """
@@ -289,23 +291,23 @@ class Topology:
             comm.Free()
 
     def duplicate(self) -> Any:
-        """Return a duplicate of ``replica_comm``, which `revoke` wakes, too.
+        """Return a duplicate of ``replica_comm`` that `revoke` revokes, too.
 
         Collective over ``replica_comm``. For the library's own modules.
         """
         return self._made(self.replica_comm, self.replica_comm.Dup)
 
     def revoke(self) -> None:
-        """Wake all ranks that wait in a communicator of this topology.
+        """Revoke this topology's communicators, which wakes all ranks that wait in one.
 
-        Not collective. Does nothing unless the loss of ranks is survived. For the
-        library's own modules.
+        Not collective. Does nothing unless ``survives`` is True. For the library's own
+        modules.
         """
         if self.survives and not self.closed:
             revoke(self._comms)
 
     def abandon(self) -> None:
-        """Let go of the segment, and leave the communicators: ranks have died.
+        """Unmap the segment without freeing communicators, because ranks have died.
 
         Not collective. A second call does nothing. For the library's own modules.
         """
@@ -322,10 +324,10 @@ class Topology:
 
 
 def slot_bytes(worker_size: int, num_workers: int = 1) -> int:
-    """Return the size of the largest piece: a power of two, in a limited segment.
+    """Return the largest piece size in bytes: a power of two that fits the segment.
 
-    A small /dev/shm makes it smaller. Between several workers, what one rank sends to
-    another is a small part of a piece.
+    A small /dev/shm reduces the size further. With several workers pieces are larger,
+    because each rank sends only a small part of a piece to another rank.
     """
     most = _LARGEST_SLOT_BYTES if num_workers == 1 else _LARGEST_SENT_SLOT_BYTES
     share = _SEGMENT_BYTES // (SLOTS_IN_RING * worker_size)
