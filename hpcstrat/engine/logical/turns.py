@@ -107,8 +107,7 @@ class Turns:
         return answers
 
     def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
-        """Wait in a replica's thread for all replicas to make a call; return its
-        result.
+        """Wait in the replica's thread for a call of all replicas; return its result.
 
         ``number`` is the index of the replica, and ``argument`` is its argument of the
         call. Only the ``act`` of the first replica is called, in the thread that called

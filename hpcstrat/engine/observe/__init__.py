@@ -1,1 +1,1 @@
-"""Timelines, clocks, and statistics of how long replicas waited."""
+"""Timelines, clock offsets, and statistics of the time that replicas waited."""

@@ -1,4 +1,4 @@
-"""A report of how long each replica waited for the others."""
+"""A report of how long each replica waited for the other replicas."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ BINS = 28
 _MOST_AWAITED = 4
 _MOST_ROWS = 24
 _MOST_NAMED = 3
-# Lateness below this fraction of the longest wait is not reported.
+# A replica is reported as late only if it is behind by at least this fraction of the
+# longest total wait, and by at least _NOTABLE_SECONDS.
 _NOTABLE = 0.2
 _NOTABLE_SECONDS = 0.001
 
-# The fields of `ReplicaArrivals`, in their order: of the awaited replicas first all
-# numbers, then all seconds. Texts are cut.
+# The fields of `ReplicaArrivals`, in order; ``awaited`` is stored as all replica
+# numbers, then all seconds. Texts are truncated.
 _NUMBERS = struct.Struct(f"=q48sdqqdd112s{BINS}Iqdd{_MOST_AWAITED}q{_MOST_AWAITED}d")
 _CHECK = struct.Struct("=I")
 
@@ -32,42 +33,42 @@ ROW_BYTES = _CHECK.size + _NUMBERS.size
 
 @dataclass(frozen=True, slots=True)
 class ReplicaArrivals:
-    """The time that one replica has waited for the others.
+    """The time that one replica has waited for the other replicas.
 
-    Waits that ended within a rank's first quick looks, about 10 microseconds, are not
-    counted.
+    Waits that end within a rank's first polls, about 10 microseconds, are not counted.
 
     Parameters
     ----------
     replica : int
         Number of the replica.
     host : str
-        Where it runs.
+        Name of the host on which the replica runs.
     elapsed_seconds : float
-        Time since the strategy was made.
+        Time since the strategy was created.
     calls : int
         Number of collective calls.
     waits : int
-        Number of calls in which it waited for late replicas, before any data moved.
+        Number of calls in which this replica waited for late replicas, before any data
+        was exchanged.
     waited_seconds : float
         Total of these waits.
     longest_seconds : float
         The longest of these waits.
     longest_call : str
-        The call of that wait.
+        Name of the call in which the longest wait happened.
     histogram : tuple of int
-        Number of waits of less than 1 microsecond, of 1, of 2 to 3, of 4 to 7, and so
-        on by powers of two.
+        Numbers of waits by duration in whole microseconds: 0, 1, 2 to 3, 4 to 7, and so
+        on, by powers of two.
     data_waits : int
-        Number of waits inside of a call, for data on their way.
+        Number of waits for data inside of a call, after all replicas had arrived.
     data_seconds : float
         Total of these waits.
     data_longest_seconds : float
         The longest of these waits.
     awaited : tuple of (int, float)
-        The replicas of its worker that were the last to come, and for how many seconds
-        this one waited for them; longest first. Known for waits in which they could be
-        seen in the shared memory of one worker.
+        Pairs of a replica of the same worker that arrived last, and the seconds for
+        which this replica waited for it; longest first. Only known if the strategy has
+        a single worker, because arrivals are seen in its shared memory.
     """
 
     replica: int
@@ -85,7 +86,7 @@ class ReplicaArrivals:
     awaited: tuple[tuple[int, float], ...] = ()
 
     def packed(self) -> bytes:
-        """Return these numbers in a fixed size, with a checksum.
+        """Return these fields as bytes of fixed size, with a checksum.
 
         Not collective. For the library's own modules.
         """
@@ -99,14 +100,14 @@ class ReplicaArrivals:
 
     @classmethod
     def unpacked(cls, data: bytes) -> ReplicaArrivals | None:
-        """Return the object that was packed.
+        """Return the object from its `packed` bytes, or None if the checksum is wrong.
 
         Not collective. For the library's own modules.
         """
         numbers = data[_CHECK.size : ROW_BYTES]
         if _CHECK.unpack_from(data)[0] != zlib.crc32(numbers):
             return None
-        # A text that was cut may end within a character.
+        # A truncated text may end in the middle of a UTF-8 character.
         values: list[Any] = [
             v.rstrip(b"\0").decode(errors="ignore") if isinstance(v, bytes) else v
             for v in _NUMBERS.unpack(numbers)
@@ -122,15 +123,16 @@ class ReplicaArrivals:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalReport:
-    """The times that replicas have waited for each other; ``str`` gives a table.
+    """The times that replicas have waited for each other; ``str`` returns a table.
 
-    A late replica is known by waiting less than the others: computing and waiting
-    together take each of them the same time.
+    A late replica waits less than the other replicas, because the sum of computing and
+    waiting is the same for all replicas.
 
     Parameters
     ----------
     replicas : tuple of ReplicaArrivals
-        Those of all replicas of the strategy, in order, or of those that can be asked.
+        One entry for each replica of the strategy, in order, or for each replica whose
+        numbers can be read.
     """
 
     replicas: tuple[ReplicaArrivals, ...]
@@ -146,24 +148,25 @@ class ArrivalReport:
 
     @property
     def waited_seconds(self) -> float:
-        """The time that a replica has waited for late ones, on average."""
+        """The average over replicas of the time waited for late replicas."""
         return math.fsum(r.waited_seconds for r in self.replicas) / len(self.replicas)
 
     @property
     def share(self) -> float:
-        """The part of all replicas' time that was lost by waiting for late ones."""
+        """The fraction of the elapsed time lost by waiting, on average."""
         elapsed = max(r.elapsed_seconds for r in self.replicas)
         return self.waited_seconds / elapsed if elapsed else 0.0
 
     def behind_seconds(self, replica: ReplicaArrivals) -> float:
-        """Return how much later a replica came than the quickest one, in all calls.
+        """Return how much later a replica arrived than the quickest one, over all
+        calls.
 
         Not collective.
 
         Parameters
         ----------
         replica : ReplicaArrivals
-            One of these.
+            An entry of this report.
 
         Returns
         -------
@@ -174,14 +177,14 @@ class ArrivalReport:
         return most - replica.waited_seconds
 
     def slowest(self) -> tuple[ReplicaArrivals, ...]:
-        """Return the replicas for which the others waited, slowest first.
+        """Return the replicas for which the other replicas waited, slowest first.
 
         Not collective.
 
         Returns
         -------
         tuple of ReplicaArrivals
-            Empty where all waited about equally long.
+            Empty if all replicas waited about equally long.
         """
         ordered = sorted(self.replicas, key=self.behind_seconds, reverse=True)
         worst = self.behind_seconds(ordered[0])
@@ -189,18 +192,19 @@ class ArrivalReport:
         if worst < max(_NOTABLE * most, _NOTABLE_SECONDS):
             return ()
         late = [r for r in ordered if self.behind_seconds(r) > worst / 2]
-        # More than half of the replicas are not late: the others are early.
+        # If more than half of the replicas look late, a few replicas are early instead.
         return tuple(late) if 2 * len(late) <= len(ordered) else tuple(late[:1])
 
     def awaited(self) -> dict[int, float]:
-        """Return for whom the replicas waited how long, where it was seen.
+        """Return how long replicas waited for each replica that arrived last.
 
         Not collective.
 
         Returns
         -------
         dict of int to float
-            Seconds, of all waiting replicas together, by the replica that came last.
+            Seconds, summed over all waiting replicas, by the number of the replica that
+            arrived last.
         """
         totals: dict[int, float] = {}
         for row in self.replicas:
@@ -209,7 +213,7 @@ class ArrivalReport:
         return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
 
     def sentence(self) -> str:
-        """Return the most important numbers as one line.
+        """Return the most important numbers as one line of text.
 
         Not collective.
 
@@ -218,7 +222,7 @@ class ArrivalReport:
         str
             The late replicas, and the cost of waiting.
         """
-        # The module statistics would add a tenth to the time of the library's import.
+        # Importing statistics at the top would make the library's import 10 % slower.
         from statistics import median
 
         waited = sorted(r.waited_seconds for r in self.replicas)
@@ -255,14 +259,14 @@ class ArrivalReport:
         return ", ".join(words)
 
     def __str__(self) -> str:
-        """Show the sentence, and a table of the replicas, slowest first."""
+        """Return `sentence`, and a table of the replicas, slowest first."""
         width = max(4, *(len(r.host) for r in self.replicas))
         lines = [
             self.sentence(),
             f"{'replica':>7}  {'host':<{width}} {'calls':>9} {'waits':>9} "
             f"{'waited s':>9} {'behind s':>9} {'longest s':>9} {'data s':>9}",
         ]
-        # The replica that waits least comes first: the others wait for it.
+        # The replica that waits least is listed first, because the others wait for it.
         ordered = sorted(self.replicas, key=lambda r: r.waited_seconds)
         for row in ordered[:_MOST_ROWS]:
             lines.append(

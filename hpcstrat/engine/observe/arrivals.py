@@ -1,7 +1,7 @@
-"""Statistics of lateness: how long this rank has waited for the others.
+"""Statistics of the time that this rank has waited for other ranks.
 
-A call in which all ranks meet within the first quick looks costs nothing here; only a
-rank that waits longer counts its time.
+If all ranks arrive at a call within a rank's first polls, no time is measured; only a
+rank that waits longer measures its wait.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["Arrivals"]
 
-# A look at who is missing takes a tenth of a microsecond for each rank: in larger
-# workers only long waits look.
+# Finding the missing ranks takes 0.1 microseconds for each rank. In workers with more
+# ranks than this, only long waits look for missing ranks.
 _MOST_LOOKED_AT = 16
 _PUBLISH_SECONDS = 0.1
 _GATHER_SECONDS = 5.0
-# A writer takes some microseconds.
+# Repeats of a read that sees a page during a write, which takes some microseconds.
 _READ_ATTEMPTS = 50
 
 
 @dataclass(slots=True)
 class _Waits:
-    """Waits of one kind."""
+    """Statistics of one kind of wait: for late ranks, or for data."""
 
     count: int = 0
     seconds: float = 0.0
@@ -44,7 +44,7 @@ class _Waits:
     histogram: list[int] = field(default_factory=lambda: [0] * BINS)
 
     def add(self, seconds: float, call: str) -> None:
-        """Count a wait; not collective."""
+        """Add a wait of some seconds in a call; not collective."""
         self.count += 1
         self.seconds += seconds
         if seconds > self.longest:
@@ -53,23 +53,23 @@ class _Waits:
 
 
 class Arrivals:
-    """The waits of one channel's rank. Collective over ``topology.replica_comm``.
+    """The waits of this rank in one channel. Collective over ``topology.replica_comm``.
 
-    ``count`` returns the number of collective calls.
+    ``count`` is a function that returns the number of collective calls so far.
     """
 
     def __init__(self, topology: Topology, comm: Any, count: Callable[[], int]) -> None:
         self.comm = comm
         self.topology = topology
-        # Tells channels apart. The same on all ranks, which may have made different
-        # numbers of channels with others.
+        # Identifies the channel. Broadcast, because ranks may have created different
+        # numbers of channels, so that a local counter would differ between ranks.
         self.number: int = comm.bcast(secrets.randbits(31))
         self._count = count
         self._start = time.perf_counter()
         self._header, self._data = _Waits(), _Waits()
         replicas, own = topology.worker_replicas, topology.worker_comm.rank
         self._awaited = dict.fromkeys(replicas, 0.0)
-        # Whether it is known who is late, and whether also in short waits.
+        # Whether late ranks can be identified, and whether also in short waits.
         self._knows = topology.num_workers == 1 < topology.worker_comm.size
         self.looks_early = self._knows and len(replicas) <= _MOST_LOOKED_AT
         self._host = platform.node()
@@ -82,9 +82,9 @@ class Arrivals:
         self.publish()
 
     def begin(self, call: str) -> float:
-        """Note that this rank begins to wait for others; return the time for `end`."""
+        """Record that this rank begins to wait; return the start time for `end`."""
         now = time.perf_counter()
-        # Publishing costs nothing now, as this rank has to wait.
+        # Publishing now costs no time, because this rank has to wait anyway.
         if now > self._publish_at:
             self._publish_at = now + _PUBLISH_SECONDS
             self.publish()
@@ -92,20 +92,20 @@ class Arrivals:
         return now
 
     def end(self, start: float, call: str, late: Sequence[int]) -> None:
-        """Count a wait that has ended; ``late`` are the ranks that came last."""
+        """Add a wait that has ended; ``late`` has the ranks that arrived last."""
         self._waiting, seconds = None, time.perf_counter() - start
         self._header.add(seconds, call)
         if self._knows:
-            # The rank that came last is the one that the others waited for.
+            # The wait is split over the ranks that arrived last.
             for replica in late:
                 self._awaited[replica] += seconds / len(late)
 
     def count_data(self, start: float, call: str) -> None:
-        """Count a wait for data, which began at a time of ``time.perf_counter``."""
+        """Add a wait for data that began at ``start`` (``time.perf_counter``)."""
         self._data.add(time.perf_counter() - start, call)
 
     def own(self) -> ReplicaArrivals:
-        """Return this replica's numbers up to now, a wait that goes on included."""
+        """Return this replica's numbers up to now, including a wait in progress."""
         header, data, now = self._header, self._data, time.perf_counter()
         waited, longest, text = header.seconds, header.longest, header.longest_call
         if self._waiting is not None:
@@ -131,13 +131,13 @@ class Arrivals:
         )
 
     def publish(self) -> None:
-        """Show this replica's numbers to its worker."""
+        """Write this replica's numbers to the worker's shared memory."""
         self._page[:] = self.own().packed()
 
     def of_worker(self) -> ArrivalReport:
-        """Return the numbers that the worker's replicas have shown.
+        """Return the numbers that the worker's replicas have published.
 
-        A process that was killed while it wrote is left out.
+        A replica that was killed while it wrote its numbers is omitted.
         """
         rows = []
         for page in self._pages:
@@ -149,11 +149,11 @@ class Arrivals:
         return ArrivalReport(tuple(rows))
 
     def at_end(self) -> ArrivalReport | None:
-        """Return the numbers of all replicas at the end of the program, on replica 0.
+        """Gather the numbers of all replicas on replica 0 at the end of the program.
 
-        Collective over ``topology.replica_comm``, once all ranks have said that they
-        leave. None after some seconds without an answer, as where a rank has died
-        meanwhile.
+        Collective over ``topology.replica_comm``, after all ranks have announced their
+        end. Returns None on the other replicas, and after a timeout of 5 seconds, such
+        as when a rank has died.
         """
         first = self.topology.replica_id == 0
         data = self.own().packed()
@@ -170,7 +170,7 @@ class Arrivals:
         return ArrivalReport(tuple(row for row in found if row is not None))
 
     def close(self) -> None:
-        """Let go of the shared memory."""
+        """Release the views of the shared memory."""
         for page in self._pages:
             page.release()
         self._pages = []

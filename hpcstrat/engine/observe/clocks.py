@@ -1,7 +1,8 @@
-"""The offset of this host's clock to replica 0's.
+"""Measures the offset of this host's clock to the clock of replica 0's host.
 
 ``time.perf_counter_ns`` is Linux's CLOCK_MONOTONIC, which all processes of a host
-share; other hosts' differ by the time since they were started, and drift.
+share. Clocks of different hosts have different origins, because the clock counts from
+the boot of the host, and the clocks drift.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def measure_clock(
     *,
     clock: Callable[[], int] = time.perf_counter_ns,
 ) -> Sample | None:
-    """Measure the offset of this worker's clock to replica 0's.
+    """Measure the offset of this worker's clock to replica 0's clock.
 
     Collective over ``topology.replica_comm``; only the first replica of each worker
-    communicates, one worker after the other. No other message is under way in ``comm``,
-    which has all replicas in the same order. ``clock`` returns nanoseconds. None on the
-    other replicas of a worker, and where there was no answer in time.
+    communicates, one worker after the other. ``comm`` has all replicas in the same
+    order, and must have no other messages in flight. ``clock`` returns nanoseconds.
+    Returns None on the other replicas of a worker, and after a timeout.
     """
     if topology.worker_comm.rank:
         return None
@@ -44,13 +45,14 @@ def measure_clock(
     deadline = time.monotonic() + limit
     if topology.replica_id:
         return _ask(comm, clock, deadline)
-    # The launcher decides which ranks of ``comm`` are the first of their workers.
+    # Find the ranks in ``comm`` of the workers' first replicas, which depend on how the
+    # launcher has placed the ranks.
     own, every = topology.cross_worker_comm.Get_group(), comm.Get_group()
     leaders = own.Translate_ranks(None, every)
     own.Free()
     every.Free()
-    # Clocks are read one after the other: waiting behind others would look like
-    # latency.
+    # Serve one worker after the other, because a worker that waited behind another
+    # would measure a longer round trip.
     for leader in leaders[1:]:
         if not _answer(comm, clock, leader, deadline):
             break
@@ -58,7 +60,7 @@ def measure_clock(
 
 
 def _ask(comm: Any, clock: Callable[[], int], deadline: float) -> Sample | None:
-    """Ask replica 0 for its time, many times."""
+    """Request replica 0's time repeatedly; return the sample with the least error."""
     sent, received = np.zeros(1, np.int64), np.zeros(1, np.int64)
     trips = []
     for _ in range(_ROUNDS):
@@ -71,9 +73,9 @@ def _ask(comm: Any, clock: Callable[[], int], deadline: float) -> Sample | None:
 
 
 def _answer(comm: Any, clock: Callable[[], int], leader: int, deadline: float) -> bool:
-    """Tell another worker the time, many times."""
+    """Reply to another worker's time requests; return whether all finished in time."""
     received = np.zeros(1, np.int64)
-    # Each answer has its own memory, which a slow one may still read.
+    # Each reply has its own buffer, because MPI may still be sending the one before.
     sent = np.zeros((_ROUNDS, 1), np.int64)
     requests = list[Any]()
     for number in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""The timeline of a job: all ranks begin it, and end it, together."""
+"""The timeline of a job, which all ranks start and stop together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["flush", "measure", "start", "stop"]
 
 
 class _Session:
-    """The recording that is on; None while there is none."""
+    """Topology and communicator of the active recording; None if recording is off."""
 
     topology: Topology | None = None
     comm: Any = None
@@ -30,15 +30,16 @@ class _Session:
 def start(
     directory: str, settings: Settings, topology: Topology | None, comm: Any
 ) -> bool:
-    """Begin to record, unless this process records already; return whether it did.
+    """Start a recording, unless one is active already; return whether it was started.
 
-    Collective over ``topology.replica_comm``; a single rank without MPI passes neither
-    topology nor ``comm``, which has all replicas and serves nothing else meanwhile. The
-    files go to the directory, which is made where it is missing; an empty one stands
-    for NVTX ranges alone. OSError on every rank, if a file cannot be made.
+    Collective over ``topology.replica_comm``; a single rank without MPI passes None for
+    ``topology`` and ``comm``. ``comm`` has all replicas, and is used for nothing else
+    during the recording. The files are written to ``directory``, which is created if it
+    is missing; an empty string means NVTX ranges only. Raises OSError on every rank if
+    a file cannot be created.
     """
     records = active.recorder is not None
-    # Some ranks may record already, for a strategy of fewer ranks.
+    # Some ranks may already be recording for a strategy with fewer ranks.
     if records if comm is None else any(comm.allgather(records)):
         return False
     nvtx = nvtx_ranges() if settings.nvtx else None
@@ -64,7 +65,7 @@ def _open(
     topology: Topology | None,
     comm: Any,
 ) -> None:
-    """Make the files of all ranks, or raise on all."""
+    """Create the files of all ranks, or raise OSError on all ranks."""
     run: Any = None
     error = ""
     if recorder.track.replica == 0:
@@ -86,9 +87,9 @@ def _open(
                 raise TimeoutError("replica 0 did not tell the time")
             recorder.open(path, zero_ns, sample, most_bytes)
         except (OSError, RuntimeError) as problem:
-            # RuntimeError: the system gives no thread for the writer.
+            # RuntimeError: the system cannot create the writer thread.
             error = f"{type(problem).__name__}: {problem}"
-    # All ranks come here, and raise the same.
+    # All ranks reach this exchange, and raise the same error.
     errors = [error] if comm is None else comm.allgather(error)
     for replica, text in enumerate(errors):
         if text:
@@ -100,9 +101,9 @@ def _open(
 
 
 def _new_run(directory: str) -> str:
-    """Return a name that no other run in the folder has."""
+    """Return a run name that no other run in the folder has."""
     os.makedirs(directory, exist_ok=True)
-    # Names of runs sort by time, which is how the newest is found.
+    # Run names sort by time, so that the newest run is the last name.
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     known, name, number = find_runs(directory), stamp, 1
     while name in known:
@@ -112,9 +113,9 @@ def _new_run(directory: str) -> str:
 
 
 def measure(ranks: Topology | None, limit_seconds: float | None = None) -> None:
-    """Measure the clocks of all workers again, if a timeline of ``ranks`` is recorded.
+    """Measure the clocks of all workers again, if a timeline of ``ranks`` is active.
 
-    Collective over the replicas of the timeline; given up after the limit.
+    Collective over the replicas of the timeline. Stops after ``limit_seconds``.
     """
     recorder, topology = active.recorder, _Session.topology
     if recorder is None or recorder.file is None or topology is None:
@@ -133,10 +134,10 @@ def stop(
     together: bool = True,
     limit_seconds: float | None = None,
 ) -> None:
-    """End the timeline, if there is one; only if it is that of ``topology``, if given.
+    """Stop the active timeline; with ``topology``, only if it belongs to this topology.
 
-    With ``together``, collective over the replicas of the timeline, at the same point
-    of the program: the clocks are measured again, within the limit.
+    With ``together``, the call is collective over the replicas of the timeline, and
+    measures the clocks again, for at most ``limit_seconds``.
     """
     recorder = active.recorder
     if recorder is None or (topology is not None and _Session.topology is not topology):
@@ -149,10 +150,11 @@ def stop(
 
 
 def flush() -> None:
-    """Write all recorded events: this process is about to end."""
+    """Write all recorded events to the file, because this process is about to end."""
     if active.recorder is not None:
         active.recorder.flush()
 
 
-# Ends a timeline that is still on; registered before the end of MPI, so run after it.
+# Stop a timeline that is still active. atexit runs functions in reverse order, so this
+# function runs after MPI_Finalize, which is registered later.
 atexit.register(stop, together=False)

@@ -15,13 +15,13 @@ _NAP_SECONDS = 0.001
 
 
 def finish(requests: Iterable[Any], deadline: float, *, naps: bool = False) -> bool:
-    """Wait for requests until a time of ``time.monotonic``; return whether all are
-    done.
+    """Wait for requests until ``deadline``; return whether all have completed.
 
-    Requests that did not complete are kept alive with their buffers, because MPI may
-    still write into the buffers. With ``naps`` the wait sleeps between tests, so that
-    other processes can use the core. Without ``naps`` the wait returns within
-    microseconds after the last request completes.
+    ``deadline`` is a time of ``time.monotonic``. Requests that did not complete are
+    kept alive with their buffers, because MPI may still write into the buffers. With
+    ``naps`` the wait sleeps between tests, so that other processes can use the core.
+    Without ``naps`` the wait returns within microseconds after the last request
+    completes.
     """
     left = [request for request in requests if not request.Test()]
     while left:

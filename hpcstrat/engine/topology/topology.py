@@ -107,8 +107,8 @@ class Topology:
     cross_worker_comm: MPI.Intracomm
     worker_id: int
     num_workers: int
-    # Number of steps of data exchanges that this rank has completed. A slow exchange
-    # whose number increases is not treated as stuck.
+    # Number of steps of data exchanges that this rank has completed. A slow exchange is
+    # not treated as stuck while this number increases.
     moves = 0
     # This rank's GPU, or None if the rank computes on the CPU. The strategy sets this
     # attribute and the next three attributes.

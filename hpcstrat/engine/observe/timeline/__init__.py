@@ -1,7 +1,7 @@
 """Timelines of ranks: files in Chrome's trace event format, and NVTX ranges.
 
-Nothing here knows MPI: the clocks of other hosts are measured in
-`hpcstrat.engine.observe.clocks`.
+This package does not use MPI: `hpcstrat.engine.observe.clocks` measures the clocks of
+other hosts.
 """
 
 from hpcstrat.engine.observe.timeline.ranges import recorded_wait, trace, traced

@@ -1,10 +1,10 @@
-"""Clocks of several hosts on one axis.
+"""Conversion of clock times of several hosts to one reference clock.
 
-A host asks the reference for its time, and reads its own clock before and after: the
-reference answered somewhere in between, so that half the round trip bounds the error.
-The shortest of many round trips is taken: F. Cristian, "Probabilistic clock
-synchronization", Distributed Computing 3 (1989) 146-158, doi:10.1007/BF01784024.
-Between two such measurements the offset is taken to change linearly.
+A host requests the time of the reference clock, and reads its own clock before and
+after the request. The reference replied between the two readings, so that the error is
+at most half of the round-trip time. Of many round trips, the shortest is used: F.
+Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989) 146-158,
+doi:10.1007/BF01784024. Between two measurements, the offset is interpolated linearly.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ __all__ = ["Alignment", "Sample", "best_sample"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Sample:
-    """One measurement of a clock against the reference's."""
+    """One measurement of a clock's offset to the reference clock."""
 
     local_ns: int
     offset_ns: int
-    # The reference's time is the local time, in the middle of the trip, plus the
-    # offset; it is off by at most half of the trip.
+    # ``local_ns`` is the middle of the round trip. The reference time is ``local_ns``
+    # plus ``offset_ns``, with an error of at most half of ``round_trip_ns``.
     round_trip_ns: int
 
 
 def best_sample(trips: Iterable[tuple[int, int, int]]) -> Sample:
-    """Return the measurement of the shortest round trip, of at least one.
+    """Return the measurement from the shortest of one or more round trips.
 
-    A trip has nanoseconds: this clock before, the reference's answer, this clock after.
+    A trip has three times in nanoseconds: this clock before the request, the reference
+    clock's reply, and this clock after the reply.
     """
     before, answer, after = min(trips, key=lambda trip: trip[2] - trip[0])
     middle = (before + after) // 2
@@ -38,7 +39,7 @@ def best_sample(trips: Iterable[tuple[int, int, int]]) -> Sample:
 
 
 class Alignment:
-    """Translates one clock's times to the reference's; without samples, times stay."""
+    """Converts times of one clock to the reference clock; unchanged without samples."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         kept: dict[int, Sample] = {}
@@ -49,17 +50,18 @@ class Alignment:
 
     @property
     def drift(self) -> float:
-        """Fraction of its own time that this clock loses against the reference."""
+        """Fraction of its own time by which this clock lags behind the reference."""
         if len(self.samples) < 2:
             return 0.0
         first, last = self.samples[0], self.samples[-1]
         return (last.offset_ns - first.offset_ns) / (last.local_ns - first.local_ns)
 
     def offset_ns(self, local_ns: int) -> int:
-        """Return the number to add to a time of this clock.
+        """Return the nanoseconds to add to a time of this clock for the reference time.
 
-        It is interpolated between two samples; outside of all it follows the drift from
-        the first to the last, which the errors of two samples change least.
+        The offset is interpolated between two samples. Outside of the samples, it is
+        extrapolated with the drift between the first and the last sample, because
+        errors of two samples affect the drift least over the longest interval.
         """
         if not self.samples:
             return 0
@@ -72,5 +74,5 @@ class Alignment:
         return low.offset_ns + round(slope * (local_ns - low.local_ns))
 
     def reference_ns(self, local_ns: int) -> int:
-        """Return the reference's time at a time of this clock."""
+        """Convert a time of this clock to the reference clock."""
         return local_ns + self.offset_ns(local_ns)

@@ -1,8 +1,8 @@
-"""The file of one rank's events, written by a thread while the program goes on.
+"""The file of one rank's events, written by a thread while the program runs.
 
-The program only appends tuples to a queue. The thread makes text of them, a few at a
-time, so that it never holds the interpreter for long, and lets the operating system
-write while the program runs. It makes no MPI call.
+The program only appends tuples to a queue. The writer thread converts the tuples to
+text, a few at a time, so that it never holds the interpreter lock for long, and writes
+the text without the lock. The thread makes no MPI call.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ __all__ = ["EventFile"]
 _PAUSE_SECONDS = 1.0
 _MOST_WAITING = 4096
 _MOST_QUEUED = 1 << 18
-# About 100 microseconds of work.
+# Number of events that are converted to text at a time, in about 100 microseconds.
 _AT_A_TIME = 48
 _END_SECONDS = 10.0
 _NAP_SECONDS = 0.002
 
 
 class EventFile:
-    """One rank's file, which does not exist yet; OSError if it cannot be made.
+    """A new file for one rank's events; raises OSError if it cannot be created.
 
-    The trace begins at the nanosecond ``base_ns`` of this clock. After ``most_bytes``,
-    or once the file cannot be written, no more events are written, and ``accepts`` is
-    False.
+    Time zero of the trace is ``base_ns`` of this clock. After ``most_bytes``, or after
+    a write error, no more events are written, and ``accepts`` is False.
     """
 
     def __init__(self, path: str, track: Track, base_ns: int, most_bytes: int) -> None:
@@ -47,10 +46,11 @@ class EventFile:
         self._lock = threading.Lock()
         self._work = threading.Event()
         self._ended = False
-        # Children that the program starts must not keep the file open.
+        # O_CLOEXEC, so that child processes do not inherit the open file.
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         self._handle = os.open(path, flags, 0o666)
-        # The first line opens the array; each further event brings its own comma.
+        # The first line opens the JSON array; a comma is written before each later
+        # event.
         first, *others = track.header()
         self._write("[\n" + first)
         for line in others:
@@ -65,14 +65,16 @@ class EventFile:
             raise
 
     def put(self, event: Any) -> None:
-        """Take an event, to be written soon, from any thread.
+        """Queue an event for the writer thread; any thread may call this method.
 
         ``event`` is an argument of `events.complete` or `events.asynchronous`, or a
-        line of JSON. Lines of JSON are written even if the file has its largest size.
+        line of JSON. Lines of JSON are written even if the file has reached
+        ``most_bytes``.
         """
         waiting = len(self._queue)
         if waiting > _MOST_QUEUED or (not self.accepts and type(event) is not str):
-            # Events that come faster than they can be written must not fill memory.
+            # Drop the event, so that the queue does not fill the memory if events
+            # arrive faster than they can be written.
             self._dropped += 1
             return
         self._queue.append(event)
@@ -80,9 +82,9 @@ class EventFile:
             self._work.set()
 
     def flush(self, limit_seconds: float = 2.0) -> None:
-        """Let the thread write the events that wait.
+        """Wait until the thread has written the queued events.
 
-        The limit keeps a file system that hangs from keeping the program.
+        Because of the limit, the program does not hang if the file system hangs.
         """
         deadline = time.monotonic() + limit_seconds
         while self._queue or self._lock.locked():
@@ -92,7 +94,7 @@ class EventFile:
             time.sleep(_NAP_SECONDS)
 
     def close(self) -> None:
-        """Write all, and end the array; a second call does nothing."""
+        """Write all queued events, and close the file; repeated calls do nothing."""
         self._ended = True
         self._work.set()
         self._thread.join(_END_SECONDS)
@@ -145,6 +147,6 @@ class EventFile:
     def _stop(self, why: str) -> None:
         if self.accepts:
             self.accepts = False
-            # The others' files are full at about the same time.
+            # Only replica 0 warns, because all files are full at about the same time.
             if self._track.replica == 0:
                 get_logger("timeline").warning("%s ends here: %s", self.path, why)

@@ -1,10 +1,10 @@
-"""Events in Chrome's trace event format, as Perfetto and chrome://tracing read them.
+"""Events in Chrome's trace event format, for Perfetto and chrome://tracing.
 
-"Trace Event Format", Google, 2016: times and durations in microseconds; ``X`` is a
-complete event, ``b`` and ``e`` are the ends of an asynchronous one, ``M`` is metadata.
-The array's closing bracket may be missing.
+"Trace Event Format", Google, 2016: times and durations are in microseconds. ``X`` is a
+complete event, ``b`` and ``e`` are the begin and the end of an asynchronous event, and
+``M`` is metadata. The array's closing bracket may be missing.
 
-One line of a file is one event.
+A file has one event per line.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = [
     "shown_text",
 ]
 
-# Name of the metadata that carry measurements of a clock.
+# Name of the metadata events that contain clock measurements.
 CLOCK_EVENT = "hpcstrat_clock"
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The place of a rank's events in a trace."""
+    """The identity of a rank in a trace."""
 
-    # The trace's process, and its thread.
+    # ``worker`` is the process number in the trace, and ``replica`` the thread number.
     worker: int = 0
     replica: int = 0
     num_replicas: int = 1
     host: str = ""
 
     def header(self) -> list[str]:
-        """Return the metadata that name the track."""
+        """Return the metadata events with the names of the worker and the replica."""
         name = f"worker {self.worker} ({self.host})"
         return [
             metadata(self, "process_name", {"name": name}),
@@ -47,7 +47,7 @@ class Track:
         ]
 
     def thread(self, number: int, name: str) -> list[str]:
-        """Return the metadata that name a thread of this rank; 0 is the main one."""
+        """Return the metadata events with a thread's name; number 0 is the main one."""
         index = {"sort_index": self.replica}
         return [
             metadata(self, "thread_name", {"name": name}, number),
@@ -55,12 +55,12 @@ class Track:
         ]
 
     def tid(self, number: int) -> int:
-        """Return a number that no thread of another replica has."""
+        """Return a thread number that is unique over all replicas."""
         return self.replica + number * self.num_replicas
 
 
 def metadata(track: Track, name: str, args: dict[str, Any], thread: int = 0) -> str:
-    """Return a metadata event: JSON in one line."""
+    """Return a metadata event as one line of JSON."""
     event = {"name": name, "ph": "M", "ts": 0, "pid": track.worker}
     return json.dumps({**event, "tid": track.tid(thread), "args": args})
 
@@ -73,11 +73,11 @@ def _quoted(text: str) -> str:
 def complete(
     track: Track, base: int, event: tuple[str, str, int, int, Any, int]
 ) -> str:
-    """Return an event that has begun and ended: JSON in one line.
+    """Return a complete event (``X``) as one line of JSON.
 
-    ``base`` is the nanosecond of this clock at which the trace begins. The event has
-    name, category, nanoseconds of its beginning and end, arguments or None, number of
-    the thread.
+    ``base`` is the time of this clock, in nanoseconds, at which the trace begins. The
+    event has name, category, start and end in nanoseconds, arguments or None, and the
+    number of the thread.
     """
     name, category, start, end, args, thread = event
     return (
@@ -88,10 +88,10 @@ def complete(
 
 
 def asynchronous(track: Track, base: int, event: tuple[str, str, int, str, Any]) -> str:
-    """Return an end of an event that may overlap with others: JSON in one line.
+    """Return the begin or end of an asynchronous event as one line of JSON.
 
-    The event has name, ``"b"`` or ``"e"``, nanoseconds, a mark that tells it from
-    others, arguments.
+    The event has name, ``"b"`` or ``"e"``, nanoseconds, a mark that pairs begin and
+    end, and arguments. Asynchronous events may overlap.
     """
     name, phase, at, mark, args = event
     return (
@@ -102,19 +102,19 @@ def asynchronous(track: Track, base: int, event: tuple[str, str, int, str, Any])
 
 
 def _microseconds(nanoseconds: int) -> str:
-    # Exact, where a float would be rounded after some months of a host's life.
+    # Exact integer arithmetic: a float would be rounded after some months of uptime.
     sign = "-" if nanoseconds < 0 else ""
     whole, rest = divmod(abs(nanoseconds), 1000)
     return f"{sign}{whole}.{rest:03d}"
 
 
 def _args(args: dict[str, Any] | None) -> str:
-    """Return arguments as a part of an event; values that JSON lacks become text."""
+    """Return the ``args`` part of an event; values unknown to JSON become text."""
     if args is None:
         return ""
     parts = []
     for key, value in args.items():
-        # The library's own arguments, five times as fast as in the general way.
+        # Fast path for the library's own arguments, five times as fast as json.dumps.
         if type(value) is int:
             parts.append(f"{_quoted(key)}: {value}")
         elif type(value) is str:
@@ -126,13 +126,13 @@ def _args(args: dict[str, Any] | None) -> str:
     try:
         text = json.dumps(args, default=str, allow_nan=False)
     except Exception:
-        # NaN, keys of other types, and objects whose text cannot be made.
+        # json.dumps fails for NaN, for keys of other types, and if ``__str__`` raises.
         text = json.dumps({str(key): shown_text(value) for key, value in args.items()})
     return f', "args": {text}'
 
 
 def shown_text(value: Any) -> str:
-    """Return the text of an object, whose ``__str__`` may fail."""
+    """Return the text of an object, or a substitute if its ``__str__`` raises."""
     try:
         return str(value)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Finds the rank for which others waited, from the events of all ranks."""
+"""Finds the rank for which other ranks waited, from the events of all ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ class RankWaits:
     replica: int
     where: str
     calls: int = 0
-    # Seconds that the replica waited in these calls for the others, number of calls in
-    # which it came last, and seconds that the others waited for it then, on average.
+    # waited_seconds: the time that the replica waited in these calls for other
+    # replicas. last: the number of calls in which it arrived last. cost_seconds: the
+    # time that another replica waited for it in the latter calls, averaged over the
+    # other replicas.
     waited_seconds: float = 0.0
     last: int = 0
     cost_seconds: float = 0.0
@@ -29,9 +31,9 @@ class RankWaits:
 def last_arrivals(
     events: Iterable[tuple[RankFile, dict[str, Any]]],
 ) -> dict[int, RankWaits]:
-    """Find out who came last to each call, by replica, from events of aligned times.
+    """Return by replica how often it arrived last; the events have aligned times.
 
-    A call counts where all replicas have recorded it.
+    Only calls that all replicas have recorded are counted.
     """
     found: dict[int, RankWaits] = {}
     came: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
@@ -40,7 +42,7 @@ def last_arrivals(
         if event["ph"] == "X" and event["name"] == WAIT:
             args = event["args"]
             if "sequence" not in args:
-                continue  # A started call: the rank began to wait when it had time to.
+                continue  # A pending call: the start of the wait is not the arrival.
             key = args["channel"], args["sequence"]
             came.setdefault(key, {})[file.tid] = event["ts"], event["dur"]
     for times in came.values():

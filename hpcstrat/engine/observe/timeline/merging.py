@@ -1,4 +1,4 @@
-"""One trace of all ranks' files, with the clocks of all hosts on one axis."""
+"""Merges the files of all ranks into one trace, with the times of one clock."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ __all__ = ["Timeline", "open_timeline"]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The files of one run."""
+    """The event files of one run."""
 
     run: str
-    # Files that can be read, in the order of the replicas, and paths of the empty ones.
+    # ``files`` has the readable files, in replica order, and ``unread`` the paths of
+    # files without a clock measurement.
     files: tuple[RankFile, ...]
     unread: tuple[str, ...]
     other_runs: tuple[str, ...]
 
     def alignments(self) -> dict[int, Alignment]:
-        """Return, by worker, how to translate the clocks."""
-        # The ranks of a worker have one clock, and share its measurements.
+        """Return the clock alignment of each worker, by the worker's ``pid``."""
+        # The ranks of a worker share one clock, so their measurements are combined.
         samples: dict[int, list[Sample]] = {}
         for file in self.files:
             samples.setdefault(file.pid, []).extend(file.samples)
         return {pid: Alignment(found) for pid, found in samples.items()}
 
     def events(self) -> Iterator[tuple[RankFile, dict[str, Any]]]:
-        """Give all events with their ranks, in times of replica 0's clock."""
+        """Yield all events with their rank files, in times of replica 0's clock."""
         alignments = self.alignments()
         zero = min(
             alignments[file.pid].reference_ns(file.base_ns) for file in self.files
@@ -47,8 +48,8 @@ class Timeline:
                     placed = alignment.reference_ns(start)
                     event["ts"] = (placed - zero) / 1000
                     if "dur" in event:
-                        # Both ends are placed, as a long range sees the drift of its
-                        # clock.
+                        # Convert start and end separately, because the clock drifts
+                        # during a long range.
                         end = start + round(event["dur"] * 1000)
                         last = alignment.reference_ns(end)
                         event["dur"] = (last - placed) / 1000
@@ -57,7 +58,8 @@ class Timeline:
     def write(self, path: str) -> int:
         """Write one file for Perfetto or chrome://tracing; return the number of events.
 
-        Compressed if the path ends in ``.gz``; an existing file is replaced.
+        The file is compressed if the path ends in ``.gz``. An existing file is
+        replaced.
         """
         part, count = f"{path}.part", 0
         with _text_file(part, compressed=path.endswith(".gz")) as file:
@@ -68,7 +70,7 @@ class Timeline:
                 count += 1
             about = json.dumps({"run": self.run, "clocks": self._clocks()})
             file.write(f'\n], "otherData": {about}}}\n')
-        # All at once: a reader never sees half a trace.
+        # Rename atomically, so that a reader never sees half a trace.
         os.replace(part, path)
         return count
 
@@ -91,9 +93,9 @@ def _text_file(path: str, *, compressed: bool) -> IO[str]:
 
 
 def open_timeline(directory: str, run: str | None = None) -> Timeline:
-    """Find the files of a run, by default the newest; there is at least one.
+    """Find the files of a run (default: the newest run) in a folder.
 
-    ValueError if there are none, or one is damaged.
+    Raises ValueError if there are no files with events, or a file is damaged.
     """
     runs = find_runs(directory)
     if not runs:

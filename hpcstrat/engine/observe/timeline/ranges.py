@@ -1,4 +1,4 @@
-"""Parts of the library and of the program that are recorded, where recording is on."""
+"""Context managers and decorators that record ranges while recording is on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _R = TypeVar("_R")
 
 @dataclass(slots=True)
 class _Range:
-    """A range of the program."""
+    """A context manager that records a range."""
 
     recorder: Recorder
     name: str
@@ -39,32 +39,33 @@ _NOTHING = contextlib.nullcontext()
 
 
 def trace(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
-    """Record a part of the program under a name, where recording is on.
+    """Record a range of the program under a name, if recording is on.
 
     Not collective. May be used by any thread.
 
     Parameters
     ----------
     name : str
-        What the part is called.
+        Name of the range.
     **args : object
-        More about it, shown with it.
+        Details of the range, shown with it in the timeline.
 
     Returns
     -------
     context manager
-        Surrounds the part. Parts may lie in each other.
+        The recorded range is the ``with`` block. Ranges may be nested.
     """
     recorder = active.recorder
     if recorder is None:
         return _NOTHING
-    # Texts of now: another thread writes them later.
+    # Convert to text now, because the writer thread runs later, when the objects may
+    # have changed.
     shown = {key: v if type(v) in _PLAIN else shown_text(v) for key, v in args.items()}
     return _Range(recorder, name, shown or None)
 
 
 def recorded_wait(text: str) -> contextlib.AbstractContextManager[None]:
-    """Record that this rank waits in a call that was started before."""
+    """Record that this rank waits for a pending call."""
     recorder = active.recorder
     if recorder is None:
         return _NOTHING
@@ -72,7 +73,7 @@ def recorded_wait(text: str) -> contextlib.AbstractContextManager[None]:
 
 
 def traced(name: str, category: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator that records the calls of a function."""
+    """Return a decorator that records each call of a function as a range."""
 
     def _decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)

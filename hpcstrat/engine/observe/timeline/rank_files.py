@@ -1,4 +1,4 @@
-"""The files of a timeline, including those that a killed job has left behind."""
+"""The event files of a timeline, including incomplete files of a killed job."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _NAME = re.compile(r"timeline-(?P<run>[0-9A-Za-z.]+)-(?P<replica>\d{6,})\.json")
 def file_name(run: str, replica: int) -> str:
     """Return the name of a rank's file: ``timeline-20261121T104500-000003.json``.
 
-    ``run`` tells the runs in a folder apart: letters, digits and points.
+    ``run`` identifies the run in the folder; it has letters, digits and periods.
     """
     return f"timeline-{run}-{replica:06d}.json"
 
 
 def find_runs(directory: str) -> dict[str, list[str]]:
-    """Return the files of a folder by the run that wrote them, oldest run first.
+    """Return the event files of a folder, grouped by run, oldest run first.
 
-    They are in the order of the replicas.
+    The files of a run are in replica order.
     """
     runs: dict[str, list[str]] = {}
     for name in sorted(os.listdir(directory)):
@@ -39,9 +39,10 @@ def find_runs(directory: str) -> dict[str, list[str]]:
 
 
 def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
-    """Give the events of a file; the last one may be cut off, no other (ValueError).
+    """Yield the events of a file; a truncated last line is ignored.
 
-    Lines without the text ``mark`` are passed over.
+    Raises ValueError if another line is invalid. Lines without the text ``mark`` are
+    skipped.
     """
     bad = 0
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -49,7 +50,7 @@ def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
             text = line.strip().removesuffix(",")
             if text in ("", "[", "]") or mark not in text:
                 continue
-            # A line follows the bad one, so that no kill has cut it off.
+            # The invalid line is not the last one, so that a kill cannot be the reason.
             if bad:
                 break
             try:
@@ -68,22 +69,22 @@ def read_events(path: str, mark: str = "") -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """The facts of a file that are needed before its events are placed."""
+    """Metadata of a rank's file, which is read before the events."""
 
     path: str
-    # Numbers of the worker and of the replica, and their names.
+    # Process (worker) and thread (replica) number in the trace, and their names.
     pid: int
     tid: int
     process: str
     thread: str
     base_ns: int
     samples: tuple[Sample, ...]
-    # False where the rank was ended before its file.
+    # False if the rank ended before it closed the JSON array.
     whole: bool
 
     @classmethod
     def read(cls, path: str) -> RankFile | None:
-        """Look through a file; None where the rank ended before it noted its clock."""
+        """Read a file's metadata; return None if it has no clock measurement."""
         names: dict[str, str] = {}
         place, base_ns, samples = (0, 0), 0, []
         for event in read_events(path, '"ph": "M"'):

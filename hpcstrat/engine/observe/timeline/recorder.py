@@ -1,7 +1,6 @@
-"""Records events of the library and the program, where recording is on.
+"""Records events of the library and of the program, while recording is on.
 
-The whole library asks ``active.recorder is None``, which is all that recording costs
-where it is off.
+While recording is off, its only cost is the test ``active.recorder is None``.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from hpcstrat.engine.observe.timeline.events import CLOCK_EVENT, Track, metadata
 
 __all__ = ["DATA", "WAIT", "Recorder", "active"]
 
-# Parts of a collective call.
+# Names of the parts of a collective call.
 WAIT = "wait for the others"
 DATA = "data"
 
 
 class _Active:
-    """The recorder of this process; None where recording is off."""
+    """The recorder of this process; ``recorder`` is None if recording is off."""
 
     def __init__(self) -> None:
-        # The channels of this process, whose calls it is to see.
+        # The channels of this process, whose calls the recorder must see.
         self.channels: weakref.WeakSet[Any] = weakref.WeakSet()
         self.recorder: Recorder | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Store a value; then calls look at it, which the kernel makes alone."""
+        """Set an attribute, and make channels leave the kernel's fast path."""
         super().__setattr__(name, value)
         for channel in list(self.channels):
             channel.state.attention = True
 
     def forget(self) -> None:
-        """Stop recording in a forked child, which lacks the thread that writes."""
+        """Stop recording in a forked child, which does not have the writer thread."""
         self.recorder = None
 
 
@@ -48,7 +47,7 @@ os.register_at_fork(after_in_child=active.forget)
 
 
 class EventSink(Protocol):
-    """A destination of a recorder's events; see `EventFile`."""
+    """The interface of a destination of events; see `EventFile`."""
 
     def put(self, event: Any) -> None: ...
     def flush(self) -> None: ...
@@ -56,9 +55,9 @@ class EventSink(Protocol):
 
 
 class Recorder:
-    """Records ranges of time, into a file, as NVTX ranges, or both.
+    """Records ranges of time into a file, as NVTX ranges, or both.
 
-    ``nvtx`` has ``RangePush`` and ``RangePop``, as ``cupy.cuda.nvtx``.
+    ``nvtx`` has the functions ``RangePush`` and ``RangePop`` of ``cupy.cuda.nvtx``.
     """
 
     def __init__(self, track: Track, nvtx: Any = None) -> None:
@@ -69,23 +68,24 @@ class Recorder:
         self._main = threading.get_ident()
         self._threads = {self._main: 0}
         self._lock = threading.Lock()
-        # The last agreed call: its range ends with its data, or when the next one
-        # comes.
+        # The last agreed call. Its range ends after its data exchange, or when the next
+        # call is agreed.
         self._call: Any = None
         self._num_started = 0
 
     def open(self, path: str, zero_ns: int, sample: Sample, most_bytes: int) -> None:
-        """Begin a file that does not exist yet; raise OSError if it cannot be made.
+        """Create a new event file; raise OSError if it cannot be created.
 
-        The trace begins at ``zero_ns`` of the reference's clock; the sample tells the
-        offset of this clock now. After ``most_bytes`` no more events are written.
+        Time zero of the trace is ``zero_ns`` of the reference clock, and ``sample`` has
+        the current offset of this clock. After ``most_bytes`` no more events are
+        written.
         """
         self._base_ns = zero_ns - sample.offset_ns
         self.file = EventFile(path, self.track, self._base_ns, most_bytes)
         self.add_clock(sample)
 
     def add_clock(self, sample: Sample) -> None:
-        """Note the offset of this clock to the reference."""
+        """Write a measured offset of this clock to the event file."""
         args = {
             "base_ns": self._base_ns,
             "local_ns": sample.local_ns,
@@ -96,20 +96,20 @@ class Recorder:
             self.file.put(metadata(self.track, CLOCK_EVENT, args))
 
     def enter(self, name: str) -> int:
-        """Begin a range; return the argument for `leave`. Ranges of a thread nest."""
+        """Begin a range; return its start time for `leave`. Ranges may be nested."""
         if self._nvtx is not None:
             self._nvtx.RangePush(name)
         return time.perf_counter_ns()
 
     def leave(self, name: str, category: str, start: int, args: Any = None) -> None:
-        """End the range that began last in this thread.
+        """End the innermost range of this thread.
 
-        ``args`` are shown with it, by ``str`` where JSON has no form for them.
+        ``args`` are shown with the range, as ``str`` if JSON cannot encode them.
         """
         end = time.perf_counter_ns()
         if self._nvtx is not None:
             self._nvtx.RangePop()
-        # Another thread may end the file.
+        # Another thread may close the file and set the attribute to None.
         file = self.file
         if file is not None:
             file.put((name, category, start, end, args, self._thread(file)))
@@ -117,7 +117,7 @@ class Recorder:
     def around(
         self, function: Callable[..., Any], name: str, category: str, args: Any = None
     ) -> Callable[..., Any]:
-        """Return a function that records its calls, as `leave` does."""
+        """Return a wrapper of a function that records each call as a range."""
 
         def _recorded(*values: Any, **named: Any) -> Any:
             start = self.enter(name)
@@ -129,25 +129,25 @@ class Recorder:
         return _recorded
 
     def agreed(self, text: str, args: dict[str, Any], start: int) -> None:
-        """Note that all ranks have come to a call, which `enter` began."""
+        """Record that all ranks have arrived at a call, whose wait `enter` began."""
         self.leave(WAIT, "wait", start, args)
         self._finish_call()
         self._call = text, args, start, time.perf_counter_ns()
 
     def enter_data(self, text: str) -> None:
-        """Begin the exchange of data of a call."""
+        """Begin the data exchange of a call."""
         if self._nvtx is not None:
             self._nvtx.RangePush(f"{DATA} of {text}")
 
     def leave_data(self, text: str, *, pushed: bool = True) -> None:
-        """End the exchange of data of a call, which `enter_data` began if ``pushed``.
+        """End the data exchange of a call, which `enter_data` began if ``pushed``.
 
-        Calls that are started and awaited later have no data here.
+        For pending calls, no data exchange is recorded in the file.
         """
         end = time.perf_counter_ns()
         if pushed and self._nvtx is not None:
             self._nvtx.RangePop()
-        # The progress thread of started calls comes here, too.
+        # The progress thread of pending calls runs this method, too.
         if threading.get_ident() == self._main and self._call is not None:
             self._finish_call(end if self._call[0] == text else 0)
 
@@ -157,32 +157,33 @@ class Recorder:
         text, args, start, at = self._call
         self._call = None
         name, thread = _short(text), self._thread(self.file)
-        # The whole is a nanosecond longer at both ends, so that no part begins or ends
-        # with it.
+        # The range of the whole call is extended by a nanosecond at both ends, so that
+        # no nested part has the same start or end.
         whole = (name, "collective", start - 1, max(end, at) + 1, args, thread)
         self.file.put(whole)
         if end:
             self.file.put((DATA, "data", at, end, None, thread))
 
     def started(self, call: Any) -> None:
-        """Note that a call was started that is awaited later."""
+        """Record the start of a pending call."""
         if self.file is not None:
             self._num_started += 1
-            # Calls that began before the file have no mark, and no end in it.
+            # A call that was started before the file was opened has no mark, so that
+            # its end is not recorded.
             call.mark = str(self._num_started)
             name, args = _short(call.call.text), {"call": call.call.text}
             at = time.perf_counter_ns()
             self.file.put((name, "b", at, call.mark, args))
 
     def ended(self, call: Any) -> None:
-        """Note the end of a call that was started."""
+        """Record the end of a pending call."""
         file = self.file
         if file is not None and call.mark:
             name, at = _short(call.call.text), time.perf_counter_ns()
             file.put((name, "e", at, call.mark, None))
 
     def _thread(self, file: EventSink) -> int:
-        """Return the number of the thread that calls this."""
+        """Return the number of the calling thread in the trace."""
         ident = threading.get_ident()
         number = self._threads.get(ident)
         if number is None:
@@ -194,13 +195,13 @@ class Recorder:
         return number
 
     def flush(self) -> None:
-        """Write all recorded events, in a process that is about to end."""
+        """Write all recorded events to the file, before the process ends."""
         if self.file is not None:
             self._finish_call()
             self.file.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         if self.file is not None:
             self._finish_call()
             file, self.file = self.file, None
@@ -208,5 +209,5 @@ class Recorder:
 
 
 def _short(text: str) -> str:
-    """Return a call without the description of its arrays."""
+    """Return the name of a call, without the description of its arrays."""
     return text.partition(" of ")[0][:80]

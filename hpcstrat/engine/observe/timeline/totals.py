@@ -1,4 +1,4 @@
-"""Totals of one rank's time, added up while the program runs; no file."""
+"""Totals of one rank's time by category, without an event file."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ __all__ = ["Totals", "totals"]
 
 
 class Totals:
-    """Takes a recorder's events in place of a file, and keeps sums.
+    """Receives a recorder's events instead of an event file, and adds their times.
 
-    Counts the thread that made it. ``late_ns`` is time spent waiting in calls until all
-    ranks have come; ``communication_ns`` is time in exchanges of data after that, and
-    waiting for calls that were started before; ``input_ns`` is time in ``next()`` of a
-    data set, without calls in it. ``num_calls`` and ``nbytes`` are of calls.
+    Only events of the thread that created this object count. ``late_ns`` is the time
+    spent waiting in calls until all ranks have arrived. ``communication_ns`` is the
+    time of data exchanges, and of waits for pending calls. ``input_ns`` is the time in
+    ``next()`` of a dataset, without collective calls inside of ``next()``.
+    ``num_calls`` is the number of collective calls, and ``nbytes`` their bytes.
     """
 
     def __init__(self) -> None:
         self.late_ns = self.communication_ns = self.input_ns = 0
         self.num_calls = self.nbytes = 0
-        # Start and duration of waits and data transfers, some of which lie within a
+        # Start and duration of waits and data exchanges, some of them inside of a
         # next().
         self._inner: list[tuple[int, int]] = []
         self._thread = threading.get_ident()
 
     def put(self, event: Any) -> None:
-        """Add an event, as `EventFile.put` does."""
+        """Add an event to the totals; accepts the same events as `EventFile.put`."""
         if type(event) is str or len(event) != 6:
             return
         name, category, start, end, args, _ = event
@@ -39,8 +40,8 @@ class Totals:
             return
         took = end - start
         if category == "wait":
-            # Calls that were started earlier have no number: the wait for them is
-            # mostly a wait for data.
+            # Pending calls have no sequence number. A wait for a pending call is mostly
+            # a wait for data.
             if "sequence" in args:
                 self.late_ns += took
                 self.num_calls += 1
@@ -58,7 +59,7 @@ class Totals:
         self._inner.append((start, took))
 
     def take(self) -> tuple[int, int, int, int, int]:
-        """Return late, communication, input, calls and bytes; begin anew."""
+        """Return all totals, in the order of the attributes, and reset them to zero."""
         taken = (
             self.late_ns,
             self.communication_ns,
@@ -79,7 +80,7 @@ class Totals:
 
 @contextlib.contextmanager
 def totals() -> Iterator[Totals]:
-    """Record this process into `Totals`; RuntimeError where a timeline is recorded."""
+    """Record this process into `Totals`; RuntimeError if a timeline is active."""
     if active.recorder is not None:
         raise RuntimeError(
             "expected no timeline around a measurement, found that one is being "
