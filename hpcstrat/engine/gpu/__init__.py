@@ -1,5 +1,5 @@
-"""GPUs: binding of ranks, abilities of MPI and NCCL, streams, memory and kernels.
+"""GPUs: binding of ranks, capabilities of MPI and NCCL, streams, memory and kernels.
 
-Beside `hpcstrat.engine.arrays.kinds` the only modules that know CuPy, which they load
-when they are called, never when they are imported.
+In ``hpcstrat.engine``, only this package and `hpcstrat.engine.arrays` use CuPy. They
+import CuPy when a function is called, never when a module is imported.
 """

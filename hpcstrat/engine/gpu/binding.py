@@ -1,8 +1,8 @@
 """Binds each rank to a GPU, and checks the binding.
 
-The ranks of a host exchange which GPUs they see; then each finds the same result by
-itself. A GPU is known by its place in the machine, never by its number: each rank may
-have its own ``CUDA_VISIBLE_DEVICES``.
+The ranks of a host exchange lists of the GPUs that they see; then each rank computes
+the same binding from these lists. A GPU is identified by its PCI bus id, never by its
+CUDA number, because each rank may have its own ``CUDA_VISIBLE_DEVICES``.
 """
 
 from __future__ import annotations
@@ -30,44 +30,46 @@ _SHARE = "Settings(share_gpus=True) or HPCSTRAT_SHARE_GPUS=1"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The GPUs that a rank sees, and its choice; in the order of their numbers."""
+    """The GPUs that a rank sees, in the order of their CUDA numbers, and its choice."""
 
     rank: int
     gpus: tuple[Gpu, ...] = ()
-    # The number that the program has chosen by CUDA; the number among the host's GPUs,
-    # as `worker_gpus` counts, that it has named to the strategy.
+    # ``chosen`` is the CUDA number of the GPU that the program has made current.
+    # ``wanted`` is the number that the program passed to the strategy, an index into
+    # the host's GPUs in `worker_gpus`.
     chosen: int | None = None
     wanted: int | None = None
-    # Why the rank has no GPU, or another error.
+    # The reason why the rank has no GPU, or another error.
     reason: str = ""
-    # The number that an earlier strategy, or `foresee`, gave to it.
+    # CUDA number of the GPU that an earlier strategy, or `foresee`, chose for the rank.
     earlier: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """The device of a rank."""
+    """The device that a rank computes on."""
 
     gpu: Gpu | None = None
-    # Number among the host's GPUs, as `worker_gpus` counts them.
+    # Index of the GPU in `worker_gpus`.
     number: int = 0
-    # Whether another rank of the host has the same GPU, or another part of it (MIG).
+    # Whether another rank of the host has the same GPU, or another MIG instance of it.
     shared: bool = False
 
 
 class _Taken:
-    """The device that this process uses already."""
+    """The GPU that an earlier strategy or `foresee` has chosen for this process."""
 
     index: int | None = None
     foreseen = False
-    # Whether the log says that CuPy is loaded without a GPU.
+    # Whether it has been logged that CuPy is loaded but there is no GPU.
     logged = False
 
 
 def worker_gpus(views: Sequence[View]) -> list[Gpu]:
-    """Return the GPUs that the ranks of a host, in order, see: each once.
+    """Return the GPUs that the ranks of a host see, without duplicates.
 
-    Each is numbered as the first rank that sees it does.
+    The GPUs are in the order in which the ranks list them. Each `Gpu` has the CUDA
+    number of the first rank that sees it.
     """
     found = {gpu.identity: gpu for view in reversed(views) for gpu in view.gpus}
     order = dict.fromkeys(gpu.identity for view in views for gpu in view.gpus)
@@ -75,17 +77,18 @@ def worker_gpus(views: Sequence[View]) -> list[Gpu]:
 
 
 def choose(views: Sequence[View]) -> list[Gpu | None]:
-    """Choose a GPU for each rank of a host, numbered as that rank does.
+    """Choose a GPU for each rank of a host, with that rank's CUDA number.
 
-    A GPU that the program has named or chosen is taken, then the one that a rank had
-    earlier, if it is left. Of the other ranks, those that see the same list take its
-    GPUs in turn, first those that no rank has; a rank that sees one has that one. None
-    for a rank that sees none, or not the one that was named.
+    A rank gets the GPU that the program has named or chosen, or else the GPU that the
+    rank had earlier, if no other rank has it. The GPUs are then dealt to the remaining
+    ranks with equal lists in turn, first the GPUs that no rank has; a rank that sees a
+    single GPU gets it. The entry is None if a rank sees no GPU, or does not see the GPU
+    that was named.
     """
     everything = worker_gpus(views)
     result: list[Gpu | None] = [_fixed(view, everything) for view in views]
     taken = {gpu.identity for gpu in result if gpu is not None}
-    # The ranks for which nothing is named or chosen.
+    # The ranks whose GPU is neither named nor chosen.
     free = [
         place
         for place, view in enumerate(views)
@@ -104,7 +107,7 @@ def choose(views: Sequence[View]) -> list[Gpu | None]:
             seen = tuple(gpu.identity for gpu in views[place].gpus)
             turns.setdefault(seen, []).append(place)
     for seen, places in turns.items():
-        # GPUs that no rank has come first.
+        # Put the GPUs that no rank has first.
         order = sorted(range(len(seen)), key=lambda n: seen[n] in taken)
         for turn, place in enumerate(places):
             result[place] = views[place].gpus[order[turn % len(order)]]
@@ -126,9 +129,9 @@ def _fixed(view: View, everything: Sequence[Gpu]) -> Gpu | None:
 def problem(
     views: Sequence[View], gpus: Sequence[Gpu | None], host: str, *, share: bool = False
 ) -> str:
-    """Say what is wrong with the GPUs of the ranks of a host; empty if nothing is.
+    """Return an error message about the GPUs of a host's ranks, or an empty string.
 
-    The message names ranks, host and GPU. It is no problem if no rank has a GPU.
+    The message names ranks, host and GPU. If no rank has a GPU, there is no error.
     """
     if all(gpu is None for gpu in gpus):
         named = next((v for v in views if v.wanted is not None and v.gpus), None)
@@ -142,7 +145,7 @@ def problem(
 
 
 def _without(view: View, views: Sequence[View], host: str) -> str:
-    """Return the message for a rank that has no GPU."""
+    """Return the error message for a rank that has no GPU."""
     if view.wanted is not None and view.gpus:
         there = worker_gpus(views)
         named = f"GPU:{view.wanted}"
@@ -169,7 +172,7 @@ _NO_GPU = (
 
 
 def _twice(views: Sequence[View], gpus: Sequence[Gpu], host: str) -> str:
-    """Return the message for a GPU that several ranks have."""
+    """Return the error message for a GPU that several ranks have."""
     times = Counter(gpu.identity for gpu in gpus)
     gpu = next(gpu for gpu in gpus if times[gpu.identity] > 1)
     pairs = zip(views, gpus, strict=True)
@@ -209,14 +212,15 @@ def _listed(gpus: Sequence[Gpu]) -> str:
 
 
 def _look(rank: int, wanted: int | None) -> View:
-    """Return the view of this rank."""
+    """Return the GPUs that this rank sees, and the choices of its program."""
     try:
         reason = library.why_no_gpu()
         gpus = () if reason else tuple(library.visible_gpus())
-        # A program that has not chosen has number 0, too.
+        # Number 0 is CUDA's default, so it does not show a choice of the program.
         chosen = None if reason else library.current_gpu() or None
     except Exception as error:
-        # The other ranks, which wait for this view, raise this error, too.
+        # Return the error, because the other ranks wait for this view and must raise,
+        # too.
         return View(rank, wanted=wanted, reason=f"{type(error).__name__}: {error}")
     if _Taken.foreseen and chosen == _Taken.index:
         chosen = None
@@ -224,13 +228,13 @@ def _look(rank: int, wanted: int | None) -> View:
 
 
 def foresee(place: int) -> None:
-    """Compute on the GPU that this rank is likely to get, before MPI starts.
+    """Make the GPU that this rank will probably get current, before MPI starts.
 
-    ``place`` is the number that was named, or this rank's among those of its host. Does
-    nothing where the program or a strategy has chosen.
+    ``place`` is the GPU number that was named, or this rank's index on its host. Does
+    nothing if the program or a strategy has already chosen a GPU.
     """
-    # Libraries of MPI may look for a context of CUDA only when they start, and copy
-    # through the host where there is none (Open MPI 5:
+    # MPI libraries may look for a CUDA context only when they start, and copy through
+    # host memory if there is no context (Open MPI 5:
     # github.com/open-mpi/ompi/issues/13354).
     if _Taken.index is None and not library.current_gpu():
         gpus = library.visible_gpus()
@@ -240,7 +244,7 @@ def foresee(place: int) -> None:
 
 
 def _lowest(topology: Topology, here: bool) -> int:
-    """Return the lowest replica that passes True, or the number of replicas."""
+    """Return the lowest replica whose ``here`` is True, or the number of replicas."""
     comm = topology.replica_comm
     rank = comm.rank if here else comm.size
     return int(comm.allreduce(rank, op=topology.mpi.MIN))
@@ -254,13 +258,13 @@ def bind(
     share: bool = False,
     wanted: int | None = None,
 ) -> Binding:
-    """Give this rank its GPU, and make the calling thread compute on it.
+    """Choose this rank's GPU, and make it the current GPU of the calling thread.
 
-    Collective over ``topology.replica_comm``; ``node`` has those of this host in the
-    same order. ``device`` ("auto", "cpu", "gpu") and ``share`` are the same on every
-    rank, and ``wanted`` is given on every rank or none. The binding has no GPU where
-    all ranks compute on the CPU. Raises TopologyError on every rank, if ranks have the
-    same GPU, or some have none.
+    Collective over ``topology.replica_comm``; ``node`` has the replicas of this host in
+    the same order. ``device`` ("auto", "cpu", "gpu") and ``share`` are the same on
+    every rank, and ``wanted`` is given on every rank or on none. The binding has no GPU
+    if all ranks compute on the CPU. Raises TopologyError on every rank if ranks have
+    the same GPU without ``share``, or some ranks have none.
     """
     if device == "cpu" or (device == "auto" and not _any_wants(topology)):
         return Binding()
@@ -270,13 +274,14 @@ def bind(
     own = gpus[node.rank]
     trouble = problem(views, gpus, platform.node(), share=share)
     trouble = trouble or (_take(own, view.rank) if own else _alone(view, device))
-    # The ranks of all hosts come here, and raise the same message.
+    # The ranks of all hosts reach this reduction, and raise the same message.
     first = _lowest(topology, bool(trouble))
     if first < topology.num_replicas:
         raise TopologyError(topology.replica_comm.bcast(trouble, root=first))
     assert own is not None
     _Taken.index, _Taken.foreseen = own.index, False
-    # NCCL knows a GPU by its bus id, too, which the parts of a GPU share.
+    # Compare PCI bus ids, by which NCCL identifies a GPU, too: the MIG instances of one
+    # GPU have the same bus id.
     places = [gpu.pci_bus_id.lower() for gpu in gpus if gpu is not None]
     return Binding(
         own,
@@ -286,7 +291,7 @@ def bind(
 
 
 def _any_wants(topology: Topology) -> bool:
-    """Whether a rank has loaded CuPy, and has a GPU: then all ranks take theirs."""
+    """Return whether any rank has loaded CuPy and has a GPU, so that all need one."""
     loaded = library.is_loaded()
     reason = library.why_no_gpu() if loaded else ""
     found = _lowest(topology, loaded and not reason) < topology.num_replicas
@@ -299,7 +304,7 @@ def _any_wants(topology: Topology) -> bool:
 
 
 def _alone(view: View, device: str) -> str:
-    """Return the message for a rank of a host without GPUs."""
+    """Return the error message for a rank of a host without GPUs."""
     host = platform.node()
     if device == "auto":
         return _NO_GPU.format(rank=view.rank, host=host, reason=view.reason)
@@ -312,7 +317,7 @@ def _alone(view: View, device: str) -> str:
 
 
 def _take(gpu: Gpu, rank: int) -> str:
-    """Compute on a GPU from here on; return what went wrong."""
+    """Make a GPU current for this thread; return an error message, or ""."""
     try:
         library.use(gpu.index)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Ways to move arrays between the GPUs of all ranks; found once, agreed by all."""
+"""Finds by which ways all ranks can move arrays between their GPUs."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ if TYPE_CHECKING:
 
 __all__ = ["Ability", "Capabilities", "gather"]
 
-# NCCL refuses two ranks on one GPU before this version, and later unless the variable
-# is set (its user guide, section "Environment Variables").
+# Before this version, NCCL refuses two ranks on one GPU. From this version on, NCCL
+# refuses unless the variable is set (its user guide, section "Environment Variables").
 _NCCL_THAT_SHARES = (2, 30)
 _LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Whether something can be done, on all ranks; true in conditions if it can."""
+    """Whether all ranks have an ability; usable as a condition."""
 
-    # How it is known, or why it cannot be done, with rank and host.
+    # ``reason`` says how the ability is known, or which rank and host lacks it, and
+    # why.
     ok: bool
     reason: str
 
     def __bool__(self) -> bool:
-        """Return whether it can be done."""
+        """Return whether all ranks have the ability."""
         return self.ok
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Abilities of all ranks of a topology with the memory of their GPUs."""
+    """The abilities of a topology's ranks to move GPU memory."""
 
     nccl: Ability
-    # MPI takes memory of GPUs point to point, in MPI_Bcast, in MPI_Allreduce.
+    # Whether MPI accepts GPU memory in point-to-point messages, in MPI_Bcast, and in
+    # MPI_Allreduce.
     mpi_sendrecv: Ability
     mpi_broadcast: Ability
     mpi_allreduce: Ability
@@ -50,7 +52,7 @@ class Capabilities:
     num_gpus: int
 
     def explain(self) -> str:
-        """Return one line for each ability: yes or no, and why."""
+        """Return a text with one line for each ability: yes or no, and why."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         lines = [
             f"{name}: {'yes' if ability.ok else 'no'}, {ability.reason}"
@@ -62,9 +64,10 @@ class Capabilities:
 
 
 def gather(topology: Topology) -> Capabilities:
-    """Find the abilities of all ranks.
+    """Determine the abilities that all ranks have.
 
-    Collective over ``topology.replica_comm``; every rank has its GPU in use.
+    Collective over ``topology.replica_comm``; every rank must have made its GPU
+    current.
     """
     num_gpus = int(topology.replica_comm.allreduce(int(topology.gpu is not None)))
     shares = topology.replica_comm.allreduce(int(topology.shares_gpu))
@@ -76,7 +79,7 @@ def gather(topology: Topology) -> Capabilities:
     return found
 
 
-# Finding of a rank: whether it can, and how it knows or why not.
+# One rank's result for one ability: whether the rank has it, and the reason.
 _Found = tuple[bool, str]
 
 
@@ -85,7 +88,7 @@ def _where(topology: Topology) -> str:
 
 
 def _nccl_here(topology: Topology, shares: bool) -> _Found:
-    """Return whether this rank can use NCCL; an error is a reason, too."""
+    """Return whether this rank can use NCCL; an exception means that it cannot."""
     if topology.gpu is None:
         return False, f"{_where(topology)} has no GPU"
     try:
@@ -96,7 +99,7 @@ def _nccl_here(topology: Topology, shares: bool) -> _Found:
 
 
 def _agree(topology: Topology, found: list[_Found]) -> list[Ability]:
-    """Return the abilities of all ranks, with the reason of the first without one."""
+    """Combine all ranks' results, with the reason of the first failing rank."""
     comm = topology.replica_comm
     own = np.array([comm.size if ok else comm.rank for ok, _ in found], np.int32)
     first = np.empty_like(own)
@@ -110,7 +113,7 @@ def _agree(topology: Topology, found: list[_Found]) -> list[Ability]:
 
 
 def _nccl(wanted: bool, shares: bool) -> _Found:
-    """Return whether NCCL can be used, as far as this rank knows."""
+    """Return whether this rank can use NCCL; may raise an exception."""
     if not wanted:
         return False, "the setting nccl is off"
     module = library.nccl()
@@ -130,7 +133,7 @@ def _nccl(wanted: bool, shares: bool) -> _Found:
 
 
 def _mpi(topology: Topology) -> list[_Found]:
-    """Return the answers of the probe, which each worker's first rank reads."""
+    """Return the cached results of the probe, which each worker's first rank reads."""
     names = list(probe.ABILITIES.values())
     setting = topology.mpi_reads_gpu
     if setting != "auto":

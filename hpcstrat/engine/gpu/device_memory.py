@@ -1,4 +1,4 @@
-"""Memory of the device that is not CuPy's pool's, and memory of the host for copies."""
+"""GPU memory outside of CuPy's pool, and page-locked host memory for copies."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ __all__ = [
 _SMALLEST_BYTES = 64 << 10
 _LARGE_BYTES = 8 << 20
 
-# Memory that MPI, or a kernel, may still use after the death of a rank.
+# Memory that is never freed, because MPI or a kernel may still use it after the death
+# of a rank.
 _abandoned: list[Any] = []
 
 
 def memory_at(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return an array over memory of a GPU that another library has allocated.
+    """Return an array over GPU memory that another library has allocated.
 
-    In C order. That library keeps the memory, and the caller knows until when.
+    The array is in C order, and does not own the memory. The caller must not use the
+    array after the other library frees the memory.
     """
     import cupy
 
     nbytes, pointer = math.prod(shape) * np.dtype(dtype).itemsize, None
     if nbytes:
-        # CuPy asks CUDA which GPU the address belongs to.
+        # UnownedMemory finds the GPU of the address by a call of CUDA.
         memory = cupy.cuda.UnownedMemory(address, nbytes, None)
         pointer = cupy.cuda.MemoryPointer(memory, 0)
     array: Array = cupy.ndarray(shape, dtype, memptr=pointer)
@@ -44,19 +46,19 @@ def memory_at(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def plain_memory(nbytes: int) -> Any:
-    """Return bytes of the current device straight from ``cudaMalloc``, not initialized.
+    """Return uninitialized bytes of the current GPU, allocated by ``cudaMalloc``.
 
-    At least 1; they begin at a multiple of 256. Freed with the last array that lies in
-    them, which waits for the device.
+    ``nbytes`` is at least 1. The address is a multiple of 256. The memory is freed when
+    the last array that uses it is deleted; freeing waits for the GPU.
     """
     import cupy
 
-    # CuPy's pool hands out parts of larger blocks, which other processes could only
-    # open as a whole.
+    # CuPy's pool returns parts of larger blocks; another process could only map a whole
+    # block.
     try:
         memory = cupy.cuda.Memory(nbytes)
     except cupy.cuda.runtime.CUDARuntimeError:
-        # The pool may hold memory that the program does not use any more.
+        # CuPy's pool may hold memory that the program does not use any longer.
         cupy.get_default_memory_pool().free_all_blocks()
         memory = cupy.cuda.Memory(nbytes)
     pointer = cupy.cuda.MemoryPointer(memory, 0)
@@ -64,23 +66,23 @@ def plain_memory(nbytes: int) -> Any:
 
 
 def pinned_memory(nbytes: int) -> Array:
-    """Return page-locked bytes of the host, not initialized.
+    """Return uninitialized page-locked bytes of host memory.
 
-    The device copies them by itself, at full speed. At least 1; freed with the last
-    array that lies in them.
+    The GPU copies page-locked memory by DMA, at full speed. ``nbytes`` is at least 1.
+    The memory is freed when the last array that uses it is deleted.
     """
     import cupy
 
-    # From a pool of such memory that CuPy keeps: it is dear to make.
+    # CuPy keeps a pool of page-locked memory, because allocating it is slow.
     memory = cupy.cuda.alloc_pinned_memory(nbytes)
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
 def register_host(array: Array) -> None:
-    """Lock the pages of existing memory; to be unregistered before it is freed.
+    """Lock the pages of existing host memory; unregister the memory before it is freed.
 
-    Contiguous, not empty, not registered. Where the system refuses, nothing has
-    changed.
+    The array must be contiguous, not empty, and not registered. If the system refuses,
+    an exception is raised, and nothing is changed.
     """
     from cupy.cuda import runtime
 
@@ -88,45 +90,46 @@ def register_host(array: Array) -> None:
 
 
 def unregister_host(array: Array) -> None:
-    """Take back `register_host`; no copy from or to the memory may be under way."""
+    """Undo `register_host`; no copy from or to the memory may be in progress."""
     from cupy.cuda import runtime
 
     runtime.hostUnregister(array.ctypes.data)
 
 
 class Buffers:
-    """Memory that is kept under keys, and grows where more is wanted."""
+    """Buffers that are kept by key, and are replaced if a larger size is requested."""
 
     def __init__(self, make: Callable[[int], Any] = plain_memory) -> None:
         self._make = make
         self._kept: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, nbytes: int) -> Any:
-        """Return at least ``nbytes`` of memory, the same each time until it grows.
+        """Return a buffer of at least ``nbytes``; the same buffer until it must grow.
 
-        Where it has to grow, its content is lost, and no work may be using it.
+        If the buffer has to grow, its content is lost, and no work may be using it.
         """
         kept = self._kept.get(key)
         if kept is None or kept.nbytes < nbytes:
-            # The old goes before the new comes.
+            # Free the old buffer before the new one is allocated.
             self._kept.pop(key, None)
             del kept
             kept = self._kept[key] = self._make(rounded(nbytes))
         return kept
 
     def clear(self) -> None:
-        """Free all memory; no work that uses it may be under way."""
+        """Free all buffers; no work that uses a buffer may be in progress."""
         self._kept.clear()
 
     def abandon(self) -> None:
-        """Leave the memory to the end of the process: a rank has died."""
+        """Keep the buffers until the process ends, because a rank has died."""
         _abandoned.append(self._kept)
 
 
 def rounded(nbytes: int) -> int:
     """Round a size up to a power of two, or to a multiple of 8 MiB.
 
-    So memory seldom has to grow, and has the same size on every rank.
+    Because of the rounding, buffers seldom have to grow, and have the same size on
+    every rank.
     """
     if nbytes <= _LARGE_BYTES:
         return max(_SMALLEST_BYTES, 1 << (nbytes - 1).bit_length())

@@ -1,8 +1,10 @@
-"""Batches onto the GPU: copied while the GPU still computes with those before.
+"""Copies batches to the GPU while the GPU still computes with earlier batches.
 
-A batch lies in one piece of the GPU's memory, which is used again when the program has
-dropped all of its arrays. CuPy's pool would hand out such memory at once, in the order
-of one stream; here, the copy waits only for the work that this stream had then.
+All arrays of a batch share one piece of GPU memory, which is reused when the program
+has deleted all of these arrays. CuPy's pool reuses memory only in the order of one
+stream, so that a copy would wait for all earlier work of the program. Here, a copy
+waits only for work of the program's stream before the first `put` that finds the memory
+returned.
 """
 
 from __future__ import annotations
@@ -23,26 +25,26 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["Feeder", "fits_device"]
 
-# As CuPy's own memory is aligned.
+# The same alignment as CuPy's own memory.
 _ALIGNED_BYTES = 512
-# Most copies that wait in page-locked memory before `put` waits for one.
+# Maximum number of copies in progress from page-locked memory; with more, `put` waits.
 _MOST_STAGED = 4
-# Most pieces of memory that are kept without a batch.
+# Maximum number of unused pieces of GPU memory that are kept.
 _MOST_READY = 4
 
 
 def fits_device(dtype: np.dtype[Any]) -> bool:
-    """Whether arrays of a type can lie in the memory of a GPU.
+    """Return whether a GPU supports arrays of a dtype.
 
-    Bools, integers, floats and complex numbers, but not those of more than 64 bits a
-    part, of which GPUs know nothing.
+    Supported are bools, integers, floats and complex numbers, except long doubles and
+    their complex numbers.
     """
     return is_half(dtype) or (dtype.kind in "biufc" and dtype.char not in "gG")
 
 
 @dataclass(slots=True)
 class _BatchMemory:
-    """Memory of the GPU, or page-locked, for a batch; it is free after an event."""
+    """GPU memory or page-locked memory for a batch; may be reused after an event."""
 
     memory: Array
     free: Any = None
@@ -50,42 +52,44 @@ class _BatchMemory:
 
 @dataclass(slots=True)
 class _BatchLoan:
-    """An object that the arrays of a batch hold; its end gives their memory back."""
+    """The owner of the memory of a batch's arrays; its deletion returns the memory."""
 
     piece: _BatchMemory
     returned: deque[_BatchMemory] = field(repr=False)
 
     def __del__(self) -> None:
-        """Give the memory back; runs in the thread that frees the last array."""
+        """Return the memory for reuse; runs in the thread that frees the last array."""
         self.returned.append(self.piece)
 
 
 class Feeder:
-    """Copies batches to this thread's current GPU, on a stream of their own.
+    """Copies batches to this thread's current GPU, on its own stream.
 
-    Arrays are for the program's current stream, as those from CuPy's pool are: a
-    program that uses one on another stream must keep it until that stream has done so.
+    As with arrays from CuPy's pool, the returned arrays are for use on the program's
+    current stream. If a program uses an array on another stream, the program must keep
+    the array until that stream has finished with it.
     """
 
     def __init__(self) -> None:
         self._lane = Lane()
         self._staged: deque[_BatchMemory] = deque()
         self._ready: list[_BatchMemory] = []
-        # Any thread may fill it, by dropping the last array of a batch.
+        # Any thread may append to it, by deleting the last array of a batch.
         self._returned: deque[_BatchMemory] = deque()
 
     def __del__(self) -> None:
-        """Wait for the copies under way, before the page-locked memory is freed."""
-        # The program learns elsewhere of errors of the GPU.
+        """Wait for the copies in progress before the page-locked memory is freed."""
+        # Errors of the GPU are reported by other calls.
         with contextlib.suppress(Exception):
             for staged in self._staged:
                 staged.free.synchronize()
 
     def put(self, arrays: Sequence[Array]) -> list[Array]:
-        """Copy arrays of the host, of types that fit; they may change on return.
+        """Copy host arrays to the GPU; the host arrays may be changed after the return.
 
-        Only the program's current stream waits for the copy. Returns contiguous arrays
-        of the same shapes and types, in native byte order.
+        The dtypes must pass `fits_device`. The program's current stream waits for the
+        copy, but the host does not. Returns contiguous arrays of the same shapes and
+        dtypes, in native byte order.
         """
         import cupy
 
@@ -126,12 +130,12 @@ class Feeder:
         ]
 
     def _stage(self, nbytes: int) -> _BatchMemory:
-        """Return page-locked memory from which no copy is under way."""
+        """Return page-locked memory from which no copy is in progress."""
         import cupy
 
         full = len(self._staged) >= _MOST_STAGED
         if full:
-            # The copies are far ahead of the program, which can wait.
+            # Several batches are ahead of the program, so the host can afford to wait.
             self._staged[0].free.synchronize()
         if self._staged and (full or self._staged[0].free.done):
             staged = self._staged.popleft()
@@ -141,16 +145,17 @@ class Feeder:
         return _BatchMemory(pinned_memory(nbytes), event)
 
     def _take(self, nbytes: int) -> _BatchMemory:
-        """Return memory of the GPU; the lane waits until it is free."""
+        """Return GPU memory for a batch; the lane waits until the memory is free."""
         import cupy
 
         fitting = [piece for piece in self._ready if piece.memory.size >= nbytes]
         while self._ready and (not fitting or len(self._ready) > _MOST_READY):
-            # Too small, or from a time when the program kept more batches.
+            # Free a piece that is too small, or no longer needed.
             self._ready.pop().free.synchronize()
         if self._returned:
-            # The program's work so far may use the returned memory. It is for the next
-            # batch but one, whose copy then runs beside the work from here on.
+            # The program's work so far may use the returned memory. The memory is used
+            # for the batch after the next, so that its copy overlaps with the program's
+            # later work.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(cupy.cuda.get_current_stream())
             while self._returned:
@@ -166,7 +171,7 @@ class Feeder:
 
 
 def _layout(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    """Return where each array begins in the memory of a batch, and its size."""
+    """Return the offset of each array in a batch's memory, and the total size."""
     starts, nbytes = [], 0
     for array in arrays:
         starts.append(nbytes)

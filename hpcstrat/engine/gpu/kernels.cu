@@ -1,14 +1,15 @@
 // Copies between arrays and a contiguous buffer, and the sum of two arrays.
 //
-// One launch serves many arrays, which lie one behind the other in the buffer. The buffer
-// is cut into chunks of equal size; a block copies one chunk at a time, and finds the
-// arrays in it by bisection. Where an array and its part of the buffer begin at the same
-// place of a 16-byte word, whole words are moved.
+// One launch copies many arrays, which are consecutive in the buffer. The buffer is cut
+// into chunks of equal size; a block copies one chunk at a time, and finds the arrays
+// in the chunk by bisection. If an array and its part of the buffer have the same
+// alignment within a 16-byte word, whole words are copied.
 //
-// STORED is the type of the arrays, WIRE that of the buffer; kernels.py defines both.
+// STORED is the type of the arrays, and WIRE the type of the buffer; kernels.py defines
+// both.
 //
-// The compiler contracts no product and sum, so that all ranks get the same bits.
-// Quotients are rounded as NumPy rounds them.
+// The compiler must not contract products and sums (FMA), so that all ranks get the
+// same bits. Quotients are rounded in the same way as in NumPy.
 
 typedef long long Index;
 typedef unsigned long long Address;
@@ -24,11 +25,11 @@ typedef unsigned int Word;
 #define UNROLL
 #endif
 
-// ---- Numbers of single precision, with those below the normal range
+// ---- Single precision, including subnormal numbers
 
-// CuPy compiles with -ftz=true, behind all options of ours (cupy/cupy issue 9576): then
-// each operation on floats takes such numbers for zero. Instructions of PTX do what they
-// say: "subnormal numbers are supported" without .ftz (PTX ISA, section "add").
+// CuPy adds -ftz=true after our options (cupy/cupy issue 9576), so that float
+// operations would flush subnormal numbers to zero. PTX instructions are not affected:
+// "subnormal numbers are supported" without .ftz (PTX ISA, section "add").
 #ifdef __CUDACC_RTC__
 #define SINGLE(name, symbol, instruction)                                              \
     __device__ inline float name(float one, float other) {                             \
@@ -71,9 +72,9 @@ __device__ inline Float operator/(Float one, Float other) {
 
 // ---- Other types
 
-// The parts of the buffer that one launch copies, which are called spans. They lie one
-// behind the other: `starts` says where each begins in the buffer, and at last where the
-// buffer ends. `arrays` has the address of each span in its array.
+// The consecutive parts of the buffer that one launch copies, called spans. `starts`
+// has the first element of each span in the buffer, and finally the end of the buffer.
+// `arrays` has the address of each span in its array.
 struct Spans {
     Index count;
     Index starts[MOST_SPANS + 1];
@@ -92,26 +93,26 @@ template <class T> struct Complex {
     T re, im;
 };
 
-// Numbers that are moved at once, as one word.
+// Numbers that are copied at once, as one word.
 template <class T, int LANES> struct alignas(sizeof(T) * LANES) Group {
     enum { COUNT = LANES };
     T lane[LANES];
 };
 
-// One number anywhere: a complex one may begin at a multiple of its parts only, and to
-// move it as a word from there would end the context.
+// One number at any address. A complex number may be aligned to its parts only; copying
+// it as one word would then be a misaligned access, which ends the CUDA context.
 template <class T> struct Group<T, 0> {
     enum { COUNT = 1 };
     T lane[1];
 };
 
-// How many numbers of their word lie before an address; -1 where they lie in no word.
+// Returns how many numbers of its word precede an address; -1 if it is unaligned.
 template <class T, int LANES> __device__ inline int place_of(Address address) {
     if (address % sizeof(T)) return -1;
     return (int)((address & (sizeof(T) * LANES - 1)) / sizeof(T));
 }
 
-// Stores a group at once, where the compiler would store its lanes one by one.
+// Stores a group by one instruction; the compiler would store its lanes one by one.
 template <class T, int LANES>
 __device__ inline void store(Group<T, LANES>* at, const Group<T, LANES>& group) {
 #ifdef __CUDACC_RTC__
@@ -148,12 +149,12 @@ union Single {
     Word bits;
 };
 
-// Whole words of the wider of two types.
+// How many numbers of the wider of two types fit in a 16-byte word.
 template <class A, class B> struct Lanes {
     enum { COUNT = 16 / (sizeof(A) > sizeof(B) ? sizeof(A) : sizeof(B)) };
 };
 
-// ---- Conversions, to the nearest and of two the even one
+// ---- Conversions, rounded to nearest, ties to even
 
 template <class Out, class In> struct Convert {
     static __device__ Out from(In value) { return (Out)value; }
@@ -171,7 +172,7 @@ template <> struct Convert<Float, Half> {
         } else if (rest >= 0x400u) {
             single.bits = sign | (rest << 13) + (112u << 23);
         } else {
-            // A subnormal number counts units of 2**-24.
+            // A subnormal half is a multiple of 2**-24.
             single.value = (float)rest * 5.9604644775390625e-8f;
             single.bits |= sign;
         }
@@ -192,7 +193,7 @@ template <> struct Convert<Half, Float> {
         if (rest > 0x7f800000u) {
             rest = 0x7e00u;
         } else if (rest >= 0x477ff000u) {
-            // Rounds to 2**16 or beyond.
+            // The value rounds to 2**16 or more: infinity.
             rest = 0x7c00u;
         } else if (rest >= 0x38800000u) {
             rest = rest - (112u << 23) + 0xfffu + (rest >> 13 & 1u) >> 13;
@@ -258,7 +259,8 @@ __device__ inline Brain added(Brain one, Brain other) {
     return added_in_single(one, other);
 }
 
-// Integers are never divided, as their mean is taken in double, nor are half types.
+// Integers and half types are never divided: means of integers are computed in double,
+// and means of half types in Float.
 template <class T> struct Quotient {
     __device__ explicit Quotient(Index) {}
     __device__ T operator()(T value) const { return value; }
@@ -271,7 +273,7 @@ template <class T> struct RealQuotient {
     __device__ explicit RealQuotient(Index number) {
         divisor = (T)number;
         divides = number != 0;
-        // For powers of two the product is the quotient, to the last bit.
+        // For powers of two, multiplying by the reciprocal gives exactly the quotient.
         scales = divides && (number & (number - 1)) == 0;
         factor = scales ? (T)1 / divisor : (T)1;
     }
@@ -290,7 +292,7 @@ template <> struct Quotient<double> : RealQuotient<double> {
     __device__ explicit Quotient(Index number) : RealQuotient<double>(number) {}
 };
 
-// As NumPy divides by a complex number without an imaginary part.
+// The same operations as in NumPy's division by a complex number with imaginary part 0.
 template <class T> struct Quotient<Complex<T> > {
     T factor;
     bool divides;
@@ -309,7 +311,7 @@ template <class T> struct Quotient<Complex<T> > {
     }
 };
 
-// ---- Moving one part of one array
+// ---- Copying one part of one array
 
 // A source of values: the elements of an array.
 template <class T> struct Plain {
@@ -340,7 +342,7 @@ template <class T> struct Pair {
         return sum;
     }
 
-    // -1 where the two begin at different places of their words.
+    // Returns -1 if the two arrays have different alignments within their words.
     template <int LANES> __device__ int offset() const {
         const int first = one.template offset<LANES>();
         return first == other.template offset<LANES>() ? first : -1;
@@ -374,7 +376,7 @@ __device__ void move(T* out, const Source& source, Index count,
     for (Index i = threadIdx.x; i < head; i += step)
         put(out, i, source.template get<0>(i), quotient);
     Index group = threadIdx.x;
-    // Several loads are under way before the first store.
+    // Issue several loads before the first store.
     for (; group + (BATCH - 1) * step < groups; group += BATCH * step) {
         Group<W, LANES> some[BATCH];
         UNROLL
@@ -393,7 +395,7 @@ __device__ void move(T* out, const Source& source, Index count,
 
 // ---- Copies of all spans of a launch
 
-// The last of the spans, from `low` on, that begins at an element or before.
+// Returns the last span, from `low` on, that begins at or before an element.
 __device__ inline Index span_of(const Spans& spans, Index element, Index low) {
     Index high = spans.count;
     while (high - low > 1) {
@@ -422,7 +424,7 @@ __device__ void copy_all(const Spans& spans, Address buffer, Index divisor,
     for (Index low = blockIdx.x * chunk; low < total; low += gridDim.x * chunk) {
         Index end = low + chunk < total ? low + chunk : total;
         Index span = span_of(spans, low, 0);
-        // In a chunk of many small arrays each thread finds the array of its element.
+        // If a chunk has many small arrays, each thread finds the array of its element.
         const bool crowded = is_crowded(spans, span, end);
         for (Index i = crowded ? low + threadIdx.x : low; i < end;) {
             if (crowded) span = span_of(spans, i, span);

@@ -1,15 +1,15 @@
-"""The copies and sums that run on a GPU; one launch serves up to 208 arrays.
+"""Launches the copy and sum kernels on a GPU; one launch copies up to 208 arrays.
 
-`kernels.cu` is compiled by NVRTC for each pair of types when it is first needed, once
-per process; CuPy keeps what it has compiled on disk.
+NVRTC compiles `kernels.cu` for each pair of types at the first use, once per process.
+CuPy caches the compiled kernels on disk.
 
 A *span* is ``(index, start, stop, at)``, as in `hpcstrat.engine.arrays.packing`:
-elements ``start`` to ``stop`` of array ``index`` lie in a buffer from element ``at``
-on. The spans of a call lie one behind the other, and the buffer that goes with them
-begins at the ``at`` of the first.
+elements ``start`` to ``stop`` of array ``index`` are in a buffer from element ``at``
+on. The spans of a call are consecutive, and the buffer argument of the call begins at
+the ``at`` of the first span.
 
-The addresses of the arrays differ from step to step, so they are an argument of each
-launch. No function here waits for the device.
+The addresses of the arrays are an argument of each launch, because the addresses differ
+from step to step. No function in this module waits for the GPU.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ __all__ = ["OPTIONS", "Span", "add", "pack", "prepare", "source", "unpack"]
 
 Span = tuple[int, int, int, int]
 
-# For the compiler: CuPy 13 and 14 differ in the standard that they take by default.
+# Compiler options. The C++ standard is set because CuPy 13 and 14 have different
+# defaults.
 OPTIONS = ("--std=c++14", "--fmad=false")
 
-# A block copies a chunk at a time; small calls take smaller chunks, so that each
-# processor of the device has some.
+# A block copies one chunk at a time. Small calls use smaller chunks, so that every
+# multiprocessor of the GPU gets work.
 _THREADS = 256
 _BLOCKS_PER_PROCESSOR = 8
 _CHUNK_BYTES = 16 << 10
 _SMALLEST_CHUNK_BYTES = 4 << 10
-# As in kernels.cu: arguments of a kernel may have 4 KiB (CUDA C++ Programming Guide,
-# section "__global__ Function Parameters").
+# The same as MOST_SPANS in kernels.cu. Kernel arguments are limited to 4 KiB (CUDA C++
+# Programming Guide, section "__global__ Function Parameters").
 _MOST_SPANS = 208
 _SPANS = np.dtype(
     [
@@ -62,20 +63,21 @@ _TYPES = {
     "complex64": "Complex<Float>",
     "complex128": "Complex<double>",
 }
-# Sums of integers wrap around, which signed ones may not in C++.
+# Sums of integers wrap around, so unsigned types are used: overflow of signed types is
+# undefined in C++.
 _WIRE_TYPES = {**_TYPES, "int32": "Word", "int64": "Address"}
 
 
 @functools.cache
 def source(stored: str, wire: str) -> str:
-    """Return the text that is compiled for a pair of types, given by their names.
+    """Return the source code for a pair of types, which are given by name.
 
-    The first is that of sources or results, the second that in which they are added.
+    ``stored`` is the type of the arrays, and ``wire`` the type in which they are added.
     """
     name = _WIRE_TYPES[wire] if stored == wire else _TYPES[stored]
     types = f"#define STORED {name}\n#define WIRE {_WIRE_TYPES[wire]}\n"
     file = importlib.resources.files("hpcstrat.engine.gpu") / "kernels.cu"
-    # It includes no other file: NVRTC may not find CUDA's headers.
+    # The source includes no headers, because NVRTC may not find CUDA's headers.
     return types + file.read_text(encoding="ascii")
 
 
@@ -95,31 +97,31 @@ def _processors(device: int) -> int:
 
 
 def prepare(stored: np.dtype[Any], wire: np.dtype[Any]) -> None:
-    """Compile and load the kernels for a pair of types: as stored, and as added.
+    """Compile and load the kernels for a type of arrays and a type of sums.
 
-    The first call takes seconds, unless CuPy has kept the result. Without it the other
-    functions do the same at their first call.
+    The first call takes seconds, unless CuPy has cached the kernels. If `prepare` is
+    not called, the other functions compile the kernels at their first call.
     """
-    # CUDA loads a kernel when it is asked for, which may wait for the device, or fail.
+    # Load the kernels now, because loading a kernel may wait for the GPU, or fail.
     _kernel("pack", stored.name, wire.name)
     _kernel("unpack", stored.name, wire.name)
     _kernel("add", wire.name, wire.name)
 
 
 class _SpanGroup(NamedTuple):
-    """The spans of one launch."""
+    """The spans that one launch copies."""
 
-    # The array of each span, and the span's first element in it.
+    # For each span, the index of its array, and its first element in that array.
     indices: list[int]
     offsets: Array
-    # The first element of the group in the buffer, and its number of elements.
+    # The first element of the group in the buffer, and the group's number of elements.
     start: int
     size: int
-    # Argument of the kernel, without the addresses.
+    # The kernel's argument ``Spans``, without the addresses.
     table: Array
 
     def with_addresses(self, arrays: Sequence[Any], itemsize: int) -> Array:
-        """Return the argument with the addresses of the spans in some arrays."""
+        """Return a copy of the kernel's argument with the addresses of the spans."""
         table = self.table.copy()
         addresses = np.array([arrays[i].data.ptr for i in self.indices], np.uint64)
         addresses += self.offsets * np.uint64(itemsize)
@@ -129,7 +131,7 @@ class _SpanGroup(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _span_groups(spans: tuple[Span, ...]) -> list[_SpanGroup]:
-    """Return the launches that serve some spans, the same in each step."""
+    """Return the groups of spans, one per launch; cached from step to step."""
     groups = []
     for first in range(0, len(spans), _MOST_SPANS):
         some = spans[first : first + _MOST_SPANS]
@@ -153,9 +155,9 @@ def _span_groups(spans: tuple[Span, ...]) -> list[_SpanGroup]:
 
 
 def pack(spans: Sequence[Span], sources: Sequence[Any], out: Any, stream: Any) -> None:
-    """Copy spans of arrays into a buffer, cast to its type, that of the wire.
+    """Copy spans of arrays into a buffer, cast to the type of the buffer.
 
-    Sources and buffer are contiguous; the arrays of the spans are of one type.
+    Sources and buffer are contiguous. All source arrays have the same type.
     """
     size = out.itemsize
     for group in _span_groups(tuple(spans)):
@@ -177,10 +179,10 @@ def unpack(
 ) -> None:
     """Copy spans of a buffer into arrays, divided and cast to their type.
 
-    ``address`` is that of the buffer, and ``dtype`` its type, that of the wire. Results
-    are contiguous, of one type, and none lies in the buffer, unless each element is its
-    own result. ``divisor`` 0 is by nothing; the quotient is rounded as NumPy does in
-    the type of the wire. Integers and half types are not divided.
+    ``address`` is the address of the buffer, and ``dtype`` the buffer's type. Results
+    are contiguous, of one type, and do not overlap with the buffer, unless each element
+    is written to its own address. ``divisor`` 0 means no division. The quotient has the
+    bits of NumPy's quotient in ``dtype``. Integers and half types are not divided.
     """
     size = dtype.itemsize
     for group in _span_groups(tuple(spans)):
@@ -194,7 +196,7 @@ def unpack(
 def add(one: Any, other: Any, out: Any, stream: Any) -> None:
     """Add two arrays of one type and length: ``out = one + other``.
 
-    ``out`` may be one of them, and overlaps with them otherwise not at all. Integers
+    ``out`` is either one of the two arrays, or does not overlap with them. Integers
     wrap around.
     """
     kernel = _kernel("add", out.dtype.name, out.dtype.name)
@@ -205,7 +207,7 @@ def add(one: Any, other: Any, out: Any, stream: Any) -> None:
 def _start(
     kernel: Any, args: tuple[Any, ...], count: int, itemsize: int, stream: Any
 ) -> None:
-    """Launch a kernel over some elements, cut into chunks; the last argument is one."""
+    """Launch a kernel over ``count`` elements, with the chunk size as last argument."""
     from cupy.cuda import runtime
 
     if not count:

@@ -1,4 +1,4 @@
-"""CuPy: its import, its versions, and the GPUs that it shows to this process."""
+"""Imports CuPy, and returns its versions and the GPUs that this process sees."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ _INSUFFICIENT_DRIVER = 35
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Versions of CuPy and of its libraries; empty for a missing one."""
+    """Versions of CuPy and of its libraries; an empty string for a missing library."""
 
     cupy: str
-    # The CUDA version that the driver is for.
+    # The latest CUDA version that the driver supports.
     driver: str
     runtime: str
     nccl: str
 
     @property
     def driver_too_old(self) -> bool:
-        """Whether there is a driver, for an earlier CUDA than CuPy is built for."""
+        """Whether the driver supports only earlier CUDA versions than CuPy's."""
         driver, runtime = (
             text.partition(".")[0] for text in (self.driver, self.runtime)
         )
         return bool(driver and runtime) and int(driver) < int(runtime)
 
 
-# The warnings of CuPy that were logged.
+# CuPy's warnings that have been logged.
 _logged: set[str] = set()
 
 
 def is_loaded() -> bool:
-    """Whether this process has imported CuPy."""
+    """Return whether this process has imported CuPy."""
     return "cupy" in sys.modules
 
 
 def is_installed() -> bool:
-    """Whether CuPy is installed; it may still fail to load."""
+    """Return whether CuPy is installed; its import may still fail."""
     return is_loaded() or importlib.util.find_spec("cupy") is not None
 
 
 def _quietly(make: Callable[[], Any]) -> Any:
-    """Call a function that may warn; log its warnings once, at level INFO.
+    """Call a function, and log its Python warnings once, at level INFO.
 
-    CuPy warns of libraries that it does not find. Most programs need none of them, and
-    would end where they turn warnings into errors.
+    CuPy warns about optional libraries that it does not find. Most programs do not need
+    these libraries, and a program that turns warnings into errors would fail.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -87,7 +87,7 @@ def _quietly(make: Callable[[], Any]) -> Any:
 
 
 def _cupy() -> Any:
-    """Return the module, or raise an error that says how to install it."""
+    """Import CuPy, or raise TopologyError with the command to install it."""
     try:
         return _quietly(lambda: importlib.import_module("cupy"))
     except ModuleNotFoundError as error:
@@ -114,7 +114,7 @@ def _in_one_line(text: str, marks: str) -> str:
 
 
 def load() -> Any:
-    """Return CuPy, with at least one GPU to compute on; raise TopologyError without."""
+    """Return the CuPy module; raise TopologyError without CuPy or without a GPU."""
     module = _cupy()
     if reason := why_no_gpu():
         raise TopologyError(
@@ -126,7 +126,7 @@ def load() -> Any:
 
 
 def why_no_gpu() -> str:
-    """Say why this process has no GPU; empty if it has one. Loads CuPy."""
+    """Return why this process has no GPU, or an empty string. Loads CuPy."""
     try:
         module = _cupy()
         count = module.cuda.runtime.getDeviceCount()
@@ -134,7 +134,7 @@ def why_no_gpu() -> str:
         said = str(error).partition("found that it ")[2].rpartition(";")[0]
         return f"CuPy {said}"
     except Exception as error:
-        # The class of CuPy's errors has no name here: CuPy may not be loaded.
+        # CuPy's exception class cannot be named here, because CuPy may not be loaded.
         if getattr(error, "status", 0) == _INSUFFICIENT_DRIVER:
             return _why_not_with_the_driver(module.cuda.runtime)
         return f"no CUDA device: {error}{_visibility()}"
@@ -142,7 +142,7 @@ def why_no_gpu() -> str:
 
 
 def _why_not_with_the_driver(runtime: Any) -> str:
-    """Say which driver CUDA calls insufficient; there may be none."""
+    """Return the reason for CUDA's error "insufficient driver"."""
     driver = _version(runtime.driverGetVersion)
     if not driver:
         return "no driver of NVIDIA on this host"
@@ -158,15 +158,16 @@ def _visibility() -> str:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Return the GPUs of this process in the order of their numbers. Loads CuPy.
+    """Return the GPUs of this process in the order of their CUDA numbers. Loads CuPy.
 
-    None where there is no CuPy or no driver.
+    The list is empty without CuPy or without a driver.
     """
     if why_no_gpu():
         return []
     runtime = _cupy().cuda.runtime
-    # A process that has a part of a GPU (MIG) sees that alone. The variable names the
-    # part; not every version of CUDA gives it an identity of its own.
+    # A process with a MIG instance sees only that instance. The variable's value is
+    # added to the UUID, because not every CUDA version gives a MIG instance its own
+    # UUID.
     part = os.environ.get(_VISIBLE, "").partition(",")[0]
     part = part if part.upper().startswith("MIG") else ""
     return [_gpu(runtime, index, part) for index in range(runtime.getDeviceCount())]
@@ -190,26 +191,27 @@ def _text(value: str | bytes) -> str:
 
 
 def current_gpu() -> int:
-    """Return this thread's GPU: number 0 unless the program has chosen another."""
+    """Return the CUDA number of this thread's current GPU (default: 0)."""
     return int(_cupy().cuda.runtime.getDevice())
 
 
 def use(number: int) -> None:
-    """Make the calling thread compute on a GPU, and the process have its context.
+    """Make a GPU current for the calling thread, and create its CUDA context.
 
-    CUDA keeps this by thread: helper threads that touch arrays call it, too.
+    CUDA has a current GPU per thread, so helper threads that use arrays must also call
+    this function.
     """
     module = _cupy()
     module.cuda.Device(number).use()
-    # Before CUDA 12 a context comes with the first call that needs it, such as this.
+    # Before CUDA 12, the context is only created by a call that needs it, such as this.
     module.cuda.runtime.free(0)
 
 
 def free_bytes(gpu: Gpu) -> int:
-    """Return how much of a GPU's memory is free; -1 where CUDA raises an error.
+    """Return the free bytes of a GPU's memory, or -1 if CUDA raises an error.
 
-    That is so if the GPU has failed, or another process has it alone. Starts to use the
-    GPU, which takes some of its memory.
+    CUDA raises an error if the GPU has failed, or another process has exclusive access.
+    The call creates a CUDA context, which uses some memory of the GPU.
     """
     runtime = _cupy().cuda.runtime
     try:
@@ -235,7 +237,7 @@ def nccl() -> Any:
 
 
 def versions() -> Versions:
-    """Return the versions in use; raise TopologyError without CuPy. Loads it."""
+    """Return the versions in use; raise TopologyError without CuPy. Loads CuPy."""
     module, library = _cupy(), nccl()
     runtime = module.cuda.runtime
     return Versions(
@@ -247,17 +249,17 @@ def versions() -> Versions:
 
 
 def _version(ask: Callable[[], int]) -> str:
-    """Return 12.9 for CUDA's 12090; empty without a version."""
+    """Return a CUDA version as text, such as 12.9 for 12090; empty if unknown."""
     try:
         number = int(ask())
     except Exception:
-        # CUDA raises an error where there is no driver.
+        # CUDA raises an error if there is no driver.
         return ""
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 
 def _nccl_version(library: Any) -> str:
-    """Return NCCL's version, which counts 22706 since 2.9, and 2804 before."""
+    """Return NCCL's version as text, such as 2.27.6 for 22706, or 2.8.4 for 2804."""
     number = int(library.get_version())
     unit = 10000 if number >= 10000 else 1000
     return f"{number // unit}.{number % unit // 100}.{number % 100}"

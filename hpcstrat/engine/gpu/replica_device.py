@@ -1,6 +1,7 @@
-"""The GPU and the stream of a rank, for the threads in which its replicas run.
+"""Sets the GPU and the stream of a rank in the threads of its logical replicas.
 
-CUDA keeps the device, and CuPy the stream, for each thread.
+This is necessary because CUDA has a current device per thread, and CuPy a current
+stream per thread.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ __all__ = ["ReplicaDevice"]
 
 
 class ReplicaDevice:
-    """Gives the threads of replicas a GPU, and the stream of the program's thread.
+    """Sets the GPU, and the stream of the program's thread, in the replicas' threads.
 
-    A `hpcstrat.engine.logical.meetings.Listener`.
+    The class implements `hpcstrat.engine.logical.meetings.Listener`.
     """
 
     def __init__(self, device: int) -> None:
@@ -23,22 +24,22 @@ class ReplicaDevice:
         self._stream: Any = None
 
     def start(self) -> None:
-        """Take note of the program's stream."""
+        """Remember the current stream of the program's thread."""
         import cupy
 
         self._stream = cupy.cuda.get_current_stream()
 
     def begin(self, index: int) -> None:
-        """Compute on the GPU, in the order of the program's stream."""
+        """Make the GPU and the program's stream current in a replica's thread."""
         del index
         library.use(self._device)
         self._stream.use()
 
     def pause(self, index: int) -> None:
-        """Do nothing: only this replica uses the thread."""
+        """Do nothing: no other replica uses this thread."""
 
     def resume(self, index: int) -> None:
-        """Do nothing: the thread has kept both."""
+        """Do nothing: GPU and stream of the thread are unchanged."""
 
     def end(self) -> None:
-        """Do nothing: the program's thread has kept both."""
+        """Do nothing: GPU and stream of the program's thread are unchanged."""

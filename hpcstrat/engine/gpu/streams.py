@@ -1,12 +1,12 @@
-"""Orders GPU work between the library's own stream and the program's.
+"""Orders GPU work between the library's own streams and the program's stream.
 
-The work of the program's current stream so far runs before the work of a lane after
-`Lane.enter`, and its work after `Lane.leave` runs after the lane's. The device keeps
-this order, by events: the host waits for nothing.
+Work of the program's current stream before `Lane.enter` runs before later work of the
+lane, and work of the program's stream after `Lane.leave` runs after the lane's earlier
+work. CUDA events enforce this order on the GPU, so that the host does not wait.
 
-An event stands for the last point at which it was recorded before another stream was
-made to wait for it, so that one event serves any number of waits, one after the other
-(CUDA C++ Programming Guide, section "Events"; CUDA Runtime API, cudaStreamWaitEvent).
+A wait for an event refers to the last record of the event before the wait was enqueued,
+so that one event can be recorded again after each wait (CUDA C++ Programming Guide,
+section "Events"; CUDA Runtime API, cudaStreamWaitEvent).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 __all__ = ["Done", "Lane", "Mark", "borrowed_stream"]
 
-# cudaErrorNotReady, for which CuPy has no name.
+# The value of cudaErrorNotReady, for which CuPy has no constant.
 _NOT_READY = 600
 
 
 @contextmanager
 def borrowed_stream(pointer: int, device: int) -> Iterator[None]:
-    """Make another library's stream, and the device it belongs to, CuPy's current."""
+    """Make another library's stream, and the stream's device, current in CuPy."""
     import cupy
 
-    # In this order: CuPy keeps a current stream for each device.
+    # Set the device first, because CuPy has a current stream for each device.
     with cupy.cuda.Device(device), cupy.cuda.ExternalStream(pointer):
         yield
 
 
 class Mark:
-    """A point in the work of a stream of the current device, for which others wait."""
+    """A CUDA event: a point in a stream's work for which other streams can wait."""
 
     def __init__(self) -> None:
         import cupy
@@ -42,20 +42,21 @@ class Mark:
         self.event = cupy.cuda.Event(disable_timing=True)
 
     def record(self, stream: Any = None) -> Mark:
-        """Mark the end of the work so far of a stream, by default the current one."""
+        """Record the mark after a stream's work so far; default: the current stream."""
         self.event.record(stream or self._cuda.get_current_stream())
         return self
 
     def join(self, stream: Any = None) -> None:
-        """Make all later work of a stream wait for the mark."""
+        """Make later work of a stream (default: the current) wait for the mark."""
         (stream or self._cuda.get_current_stream()).wait_event(self.event)
 
     def passed(self) -> bool:
-        """Whether the device has come past the mark; never blocks.
+        """Return whether the GPU has done the work before the mark; never blocks.
 
-        True also where nothing was recorded. Raises where the device has failed.
+        Returns True if the mark was never recorded. Raises an error if the GPU has
+        failed.
         """
-        # `Event.done` of CuPy is False after any failure of the device.
+        # CuPy's `Event.done` is not used, because it stays False after a GPU failure.
         status = self._cuda.runtime.eventQuery(self.event.ptr)
         if status not in (0, _NOT_READY):
             raise self._cuda.runtime.CUDARuntimeError(status)
@@ -63,48 +64,49 @@ class Mark:
 
 
 class Done:
-    """The end of a lane's work so far; can be awaited as a step of a call."""
+    """A step of a call that waits for the end of a lane's work so far."""
 
     def __init__(self, lane: Lane, mark: Mark) -> None:
         self._lane = lane
         self._mark: Mark | None = mark
 
     def agreed(self) -> bool:
-        """Whether the device has done the work; once true, always true."""
+        """Return whether the GPU has done the work; once True, always True."""
         if self._mark is not None and self._mark.passed():
             self._lane.give_back(self._mark)
             self._mark = None
         return self._mark is None
 
     def missing(self) -> list[int]:
-        """Return ``[-1]``, which is no other rank, until the work is done."""
+        """Return ``[-1]`` until the work is done, because no rank is missing."""
         return [] if self.agreed() else [-1]
 
 
 class Lane:
-    """A stream beside the program's, on the current device.
+    """A CUDA stream of the library on the current device, next to the program's stream.
 
-    An ``urgent`` one begins before waiting work of the program where both could: other
-    ranks wait for its work.
+    Work of an ``urgent`` lane starts before waiting work of the program if both could
+    start, because other ranks wait for the lane's work.
     """
 
     def __init__(self, *, urgent: bool = False) -> None:
         import cupy
 
-        # Non-blocking: it does not wait for the null stream, nor that for it, so that
-        # only the marks order the two. Lower numbers come first (CUDA Runtime API,
-        # cudaStreamCreateWithPriority).
+        # A non-blocking stream and the null stream do not wait for each other, so that
+        # only marks order their work. Lower numbers have higher priority (CUDA Runtime
+        # API, cudaStreamCreateWithPriority).
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-int(urgent))
         self._entered = Mark()
         self._left = Mark()
-        # Events that were passed serve again: to make one takes a call of the driver.
+        # Passed events are reused, because creating an event takes a driver call.
         self._marks: list[Mark] = []
         self._kept: deque[tuple[Mark, Any]] = deque()
 
     def enter(self, mark: Mark | None = None) -> None:
         """Make later work of the lane wait for earlier work of the program.
 
-        That is work up to ``mark``; by default, all in this thread's current stream.
+        Earlier work is the work up to ``mark``; by default, all work so far of this
+        thread's current stream.
         """
         if mark is None:
             mark = self._entered.record()
@@ -113,8 +115,9 @@ class Lane:
     def leave(self, mark: Mark | None = None) -> None:
         """Make later work of the program wait for earlier work of the lane.
 
-        A ``mark`` is recorded at the end of the lane, for the program to join; by
-        default this thread's current stream joins at once.
+        If ``mark`` is given, it is recorded in the lane, and the program must join it
+        later. By default, this thread's current stream waits for the lane's work so
+        far.
         """
         if mark is None:
             self._left.record(self.stream).join()
@@ -131,20 +134,20 @@ class Lane:
     def keep(self, things: Any) -> None:
         """Keep arrays alive until the lane's work so far has been done."""
         self.forget_done()
-        # CuPy's pool hands memory out again as soon as its array is gone, to a stream
-        # that does not wait for this one.
+        # CuPy's pool reuses memory as soon as its array is deleted, possibly on a
+        # stream that does not wait for this lane.
         self._kept.append((self._end(), things))
 
     def forget_done(self) -> None:
-        """Drop the arrays that were kept for work that is done; does not wait."""
+        """Drop the arrays that were kept for work that is done now, without waiting."""
         while self._kept and self._kept[0][0].passed():
             self._marks.append(self._kept.popleft()[0])
 
     def give_back(self, mark: Mark) -> None:
-        """Take back a mark for which nothing waits; for `Done`."""
+        """Take a mark back from `Done` for reuse; nothing may wait for the mark."""
         self._marks.append(mark)
 
     def synchronize(self) -> None:
-        """Block until the lane's work so far has been done; other streams go on."""
+        """Block the host until the lane's work is done; other streams continue."""
         self.stream.synchronize()
         self.forget_done()

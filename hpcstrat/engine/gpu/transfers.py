@@ -1,7 +1,7 @@
-"""Copies between host memory and a GPU that run beside what the program computes.
+"""Copies between host memory and a GPU that overlap with the program's computation.
 
-Only copies from and to page-locked host memory run by themselves, see `lock_pages`.
-Other host memory CUDA copies through buffers of its own while the caller waits.
+Only copies from and to page-locked host memory are asynchronous, see `lock_pages`. CUDA
+copies other host memory through its own buffers while the caller waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Arrival", "Downloads", "Uploads", "address_of", "lock_pages", "store
 
 
 def address_of(array: Array) -> int:
-    """Return where an array begins, in the memory of the host or of the GPU."""
+    """Return the address of an array in host or GPU memory."""
     if is_device(array):
         device: Any = array
         return int(device.data.ptr)
@@ -32,11 +32,11 @@ def address_of(array: Array) -> int:
 
 
 def _copy(target: Array, source: Array, lane: Lane) -> None:
-    """Copy bytes on a lane, from the GPU or to it.
+    """Copy bytes from or to the GPU on a lane.
 
-    From memory of the host that is not page-locked this returns when the bytes have
-    been read; to such memory, when they are there (CUDA Runtime API, "API
-    synchronization behavior").
+    If the host memory is not page-locked, a copy to the GPU returns after the bytes
+    have been read, and a copy from the GPU returns after the bytes have been written
+    (CUDA Runtime API, "API synchronization behavior").
     """
     from cupy.cuda import runtime
 
@@ -49,17 +49,17 @@ def _copy(target: Array, source: Array, lane: Lane) -> None:
 
 
 class _RefusalTold:
-    """Whether the log says that the system refuses to lock pages."""
+    """Whether it has been logged that the system refuses to lock pages."""
 
     refusal = False
 
 
 def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
-    """Lock pages of host memory, which a GPU then reads and writes by itself.
+    """Lock the pages of host memory, so that a GPU can copy it asynchronously.
 
-    Returns a function that unlocks them, as the end of their owner does; until then the
-    memory must neither be given back to the system nor lent. None where the system
-    refuses, which is logged once.
+    Returns a function that unlocks the pages; the deletion of ``owner`` unlocks them,
+    too. Before that, the memory must not be freed or passed on to another user. Returns
+    None if the system refuses, which is logged once.
     """
     try:
         register_host(memory)
@@ -77,27 +77,28 @@ def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
     # Memory must be unregistered before it is freed (CUDA Runtime API,
     # cudaHostUnregister).
     unlock = weakref.finalize(owner, _unlock, memory)
-    # Threads may still copy while a program ends; the system unlocks all then.
+    # Do not unlock at exit, because threads may still copy; the system unlocks all
+    # pages when the process ends.
     unlock.atexit = False
     return unlock
 
 
 def _unlock(memory: Array) -> None:
-    # It fails in a child process, which has no GPU, and after an error of the GPU:
-    # nothing can be done there.
+    # Unregistering fails in a forked child, which cannot use the GPU, and after a GPU
+    # error. Both errors are ignored, because nothing can be done.
     with contextlib.suppress(MemoryError, OSError, RuntimeError):
         unregister_host(memory)
 
 
 class Arrival:
-    """Copies that are there when the GPU has come to an event; at once without one."""
+    """Copies that are complete when the GPU has passed an event; now if it is None."""
 
     def __init__(self, event: Any = None, device: Any = None) -> None:
         self._event = event
         self._device = device
 
     def wait(self) -> None:
-        """Wait for the copies; the GPU goes on with all else. For any thread."""
+        """Wait for the copies only, not for other GPU work. Any thread may call it."""
         event, self._event = self._event, None
         if event is not None:
             self._device.use()
@@ -105,43 +106,43 @@ class Arrival:
 
 
 class Downloads:
-    """Copies from the memory of a GPU into host memory, on a stream of their own.
+    """Copies from GPU memory to host memory, on their own stream.
 
-    For the GPU that is this thread's when it is made; other threads that call its
-    methods compute on that GPU, too. All but `begin` and `end` may be called by any
-    thread.
+    The GPU is the current GPU of the thread that creates this object; methods make it
+    current in the threads that call them. Any thread may call all methods except
+    `begin` and `end`.
     """
 
     def __init__(self) -> None:
         import cupy
 
-        # Threads would otherwise use CUDA's default GPU, number 0, and each process
-        # would take memory of it.
+        # Other threads set this device, because they would use CUDA's default GPU,
+        # number 0, and each process would then allocate a context on GPU 0.
         self._device = cupy.cuda.Device()
         self._lane = Lane()
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Let the copies that follow see the work of the program's stream so far.
+        """Make later copies wait for the work of the program's stream so far.
 
-        For the program's thread.
+        Only the program's thread may call this method.
         """
         self._lane.enter()
 
     def end(self) -> None:
-        """Let the work of the program's stream from here on wait for the copies.
+        """Make later work of the program's stream wait for the copies.
 
-        For the program's thread, which does not wait.
+        Only the program's thread may call this method. The host does not wait.
         """
         self._lane.leave()
 
     def fetch(
         self, pairs: Sequence[tuple[Array, Array]], locked: bool = False
     ) -> Arrival:
-        """Copy contiguous bytes from the first of each pair to the second.
+        """Copy contiguous bytes from the first array of each pair to the second array.
 
-        ``locked`` says that the second are page-locked; otherwise the bytes are there
-        on return.
+        ``locked`` says that the second arrays are page-locked. If they are not, the
+        copies are complete when this method returns.
         """
         import cupy
 
@@ -151,22 +152,23 @@ class Downloads:
                 _copy(target, source, self._lane)
             if not locked:
                 return Arrival()
-            # Threads sleep on this event; one that spins would take a core.
+            # With block=True, a waiting thread sleeps; a spinning thread would use a
+            # core.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._lane.stream)
             return Arrival(event, self._device)
 
     def wait(self) -> None:
-        """Wait for all copies, also those of a call that failed."""
+        """Wait for all copies, including the copies of a failed call."""
         self._device.use()
         self._lane.synchronize()
 
 
 class Uploads:
-    """Copies from host memory to the memory of a GPU, on a stream of their own.
+    """Copies from host memory to GPU memory, on their own stream.
 
-    Made for this thread's current GPU; they follow the work of the program's stream so
-    far.
+    The GPU is this thread's current GPU. The copies run after the work that the
+    program's stream has when this object is created.
     """
 
     def __init__(self) -> None:
@@ -174,19 +176,19 @@ class Uploads:
         self._lane.enter()
 
     def put(self, source: Array, target: Array) -> None:
-        """Copy bytes of any host memory, which may change on return."""
+        """Copy bytes from any host memory, and wait until they have been copied."""
         _copy(target, source, self._lane)
         self._lane.synchronize()
 
     def end(self) -> None:
-        """Let the program's stream follow the copies."""
+        """Make later work of the program's stream wait for the copies."""
         self._lane.leave()
 
 
 def store(component: Array, value: Array) -> None:
-    """Put a value of the host into an array on the GPU of the same shape, and any type.
+    """Copy a host value, cast to the right dtype, to a GPU array of the same shape.
 
-    In the order of the program's current stream.
+    The copy runs in the program's current stream.
     """
     import cupy
 

@@ -158,8 +158,7 @@ class ArrivalReport:
         return self.waited_seconds / elapsed if elapsed else 0.0
 
     def behind_seconds(self, replica: ReplicaArrivals) -> float:
-        """Return how much later a replica arrived than the quickest one, over all
-        calls.
+        """Return how much later a replica arrived than the quickest, over all calls.
 
         Not collective.
 

@@ -1,1 +1,1 @@
-"""Trials of MPI with GPU memory, in processes that may die of them."""
+"""Trials of MPI with GPU memory, in separate processes that may crash."""

@@ -1,4 +1,4 @@
-"""Starts processes that must not take part in the job around them."""
+"""Starts the processes of a trial, which must not join the surrounding MPI job."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hpcstrat.engine.gpu.probe.outcome import LauncherEnd
 
 __all__ = ["find_launcher", "kept_settings", "launch", "scrubbed"]
 
-# Variables of launchers and schedulers. Without the schedulers' variables mpirun starts
-# on this host alone, not by the scheduler on all of the allocation.
+# Variables of launchers and schedulers. Without the schedulers' variables, mpirun
+# starts processes on this host only, not on the whole allocation.
 _JOB = (
     *("OMPI_", "OPAL_", "PMIX_", "PRTE_", "PMI_", "PMI2_", "HYDI_", "HYDRA_"),
     *("MPI_LOCAL", "MV2_COMM_WORLD_", "I_MPI_PMI", "I_MPI_HYDRA", "I_MPI_MPIRUN"),
@@ -26,7 +26,7 @@ _SCHEDULER = (
     *("SLURM_", "SLURMD_", "SRUN_", "PALS_", "FLUX_", "PBS_", "LSB_", "PE_HOSTFILE"),
 )
 _KEPT = ("OPAL_PREFIX",)
-# Settings of the user for moving data, which ranks inherit, too.
+# The user's settings for data transfers, which the ranks of a job inherit, too.
 _SETTINGS = (
     *("OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "OMPI_MCA_coll", "OMPI_MCA_osc"),
     *("OMPI_MCA_opal_cuda", "OMPI_MCA_opal_common_ucx", "OMPI_MCA_mpi_common_cuda"),
@@ -34,7 +34,7 @@ _SETTINGS = (
     *("MPIR_CVAR_", "I_MPI_OFFLOAD", "I_MPI_FABRICS", "MV2_USE_CUDA", "MV2_CUDA"),
     *("FI_", "PSM2_CUDA", "PSM3_GPU", "LD_PRELOAD"),
 )
-# Set by hpcstrat itself, see hpcstrat.engine.topology.starting.
+# Variables that hpcstrat itself sets, see hpcstrat.engine.topology.starting.
 _OURS = "MPIR_CVAR_CH4_PROGRESS_THROTTLE"
 _PATHS = "LD_LIBRARY_PATH"
 _OPEN_MPI, _HYDRA = "Open MPI", "Hydra"
@@ -44,9 +44,9 @@ _GRACE_SECONDS = 3.0
 def scrubbed(
     environment: Mapping[str, str], *, allocation: bool = False
 ) -> dict[str, str]:
-    """Return an environment without a job's variables, but with settings of MPI.
+    """Return an environment without the job's variables, but with settings of MPI.
 
-    ``allocation`` keeps the variables of the scheduler, which its launcher needs.
+    ``allocation`` keeps the scheduler's variables, which its own launcher needs.
     """
     dropped = _JOB if allocation else (*_JOB, *_SCHEDULER)
     return {
@@ -57,16 +57,16 @@ def scrubbed(
 
 
 def kept_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of a user that change how messages carry memory of GPUs.
+    """Return the user's settings that affect messages with GPU memory.
 
-    The same in a rank and outside of the job.
+    The result is the same in a rank and outside of a job.
     """
     found = {
         name: value
         for name, value in environment.items()
         if name.startswith(_SETTINGS) and not name.startswith(_OURS)
     }
-    # mpirun puts the folder of its own libraries first.
+    # Ignore the folder of mpirun's own libraries, which mpirun puts first.
     own = {str(path) for path in _library_folders()}
     folders = environment.get(_PATHS, "").split(os.pathsep)
     others = [name for name in folders if name and os.path.realpath(name) not in own]
@@ -87,7 +87,7 @@ def _library_folders() -> list[Path]:
 
 @functools.cache
 def _version(path: str, environment: tuple[tuple[str, str], ...]) -> str:
-    """Return the output of a launcher's --version."""
+    """Return the output of a launcher's ``--version`` option."""
     try:
         done = subprocess.run(
             [path, "--version"],
@@ -105,7 +105,7 @@ def _version(path: str, environment: tuple[tuple[str, str], ...]) -> str:
 
 
 def _family(text: str) -> str:
-    """Return to which family a launcher, or a library of MPI, belongs."""
+    """Return the family of a launcher or MPI library, from its version text."""
     if "Open MPI" in text or "OpenRTE" in text or "PRRTE" in text:
         return _OPEN_MPI
     if any(word in text for word in ("HYDRA", "MPICH", "Intel", "MVAPICH")):
@@ -118,11 +118,11 @@ def find_launcher(
 ) -> tuple[list[str], str]:
     """Return the command that starts two ranks of an MPI library on this host.
 
-    The program comes behind it. The command is empty if there is none, and the text is
-    the reason.
+    The caller appends the program to the command. If there is no launcher, the command
+    is empty, and the text is the reason.
     """
     folders = [p / "bin" for lib in _library_folders() for p in lib.parents]
-    # Not resolved: a virtual environment's python is a link to the system's.
+    # Do not resolve links: python in a virtual environment is a link to the system's.
     places = [*map(str, folders), str(Path(sys.executable).parent), None]
     family, others = _family(library_version), []
     for place in places:
@@ -155,12 +155,12 @@ def launch(
     limit_seconds: float,
     num_ranks: int,
 ) -> LauncherEnd:
-    """Run a command in a process group of its own, and end the processes it leaves.
+    """Run a command in its own process group, and kill the group afterwards.
 
-    Its output is kept in the folder meanwhile.
+    The command's output is written to a file in ``folder``.
     """
     path = Path(folder) / "output"
-    # A file, not a pipe: a process that outlives the launcher would keep a pipe open.
+    # Use a file, because a process that outlives the launcher would keep a pipe open.
     with path.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -177,7 +177,7 @@ def launch(
     try:
         status = process.wait(limit_seconds)
     except subprocess.TimeoutExpired:
-        # A launcher that gets this signal ends its processes, too.
+        # On SIGTERM, a launcher ends the processes that it has started, too.
         _signal(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)
@@ -188,6 +188,6 @@ def launch(
 
 
 def _signal(group: int, number: int) -> None:
-    """Send a signal to all processes of a group, some of which may be left."""
+    """Send a signal to all processes of a group, if there are any left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)

@@ -1,7 +1,7 @@
-"""Reads the output of a trial's processes, also of those that died in it.
+"""Reads the results of a trial's processes, including processes that crashed.
 
 Each rank writes a line of JSON to ``rank-N.jsonl`` before and after each operation;
-faulthandler writes what ended the rank to ``rank-N.fault``.
+faulthandler writes a rank's fatal signal or timeout to ``rank-N.fault``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["OPERATIONS", "Answer", "LauncherEnd", "TrialOutcome", "read_outcome"]
 
-# In the order in which they are tried.
+# The operations, in the order of the trial.
 OPERATIONS = ("send", "receive", "sendrecv", "exchange", "broadcast", "allreduce")
 
 _CALLS = {
@@ -36,7 +36,7 @@ _FAULTS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Whether an operation works; the reason says what went wrong, or was tried."""
+    """Whether an operation works; ``reason`` is the error, or describes the trial."""
 
     ok: bool
     reason: str
@@ -44,15 +44,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class LauncherEnd:
-    """The end of a launcher."""
+    """Exit status and output of a launcher."""
 
-    # Negative for a signal; None if it had to be killed.
+    # Negative after a signal; None if the launcher had to be killed.
     status: int | None
     output: str
     num_ranks: int = 1
 
     def __str__(self) -> str:
-        """Return how, for messages."""
+        """Return how the launcher ended, as text for messages."""
         if self.status is None:
             return "it had to be killed, because it did not end in time"
         word = "signal" if self.status < 0 else "exit status"
@@ -61,12 +61,12 @@ class LauncherEnd:
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """The result of one run of the program."""
+    """The result of one run of the trial program."""
 
-    # By operation, without those that the run did not come to.
+    # Answers by operation, without operations that the run did not reach.
     answers: dict[str, Answer] = field(default_factory=dict)
     complete: bool = False
-    # With which processes and GPUs, or why there is no answer.
+    # The processes and GPUs of the run, or the reason why there is no answer.
     how: str = ""
     library: str = ""
     output: str = ""
@@ -75,7 +75,7 @@ class TrialOutcome:
 def read_outcome(folder: Path, ended: LauncherEnd) -> TrialOutcome:
     """Read the files of a trial's processes in a folder.
 
-    The operation in which a process died has an answer, too.
+    The operation in which a process crashed has an answer, too.
     """
     ranks = {
         int(path.stem.partition("-")[2]): _lines(path)
@@ -85,7 +85,7 @@ def read_outcome(folder: Path, ended: LauncherEnd) -> TrialOutcome:
     problems = [str(line["problem"]) for line in greetings if line.get("problem")]
     if problems:
         return TrialOutcome(how=problems[0], output=ended.output)
-    # A launcher of another library starts separate programs, each of rank 0.
+    # The launcher of another MPI library starts separate programs, all with rank 0.
     if not greetings or len(ranks) < ended.num_ranks:
         return TrialOutcome(how=_not_started(ranks, ended), output=ended.output)
     faults = {
@@ -103,10 +103,10 @@ def read_outcome(folder: Path, ended: LauncherEnd) -> TrialOutcome:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file."""
+    """Return the complete JSON lines of a file."""
     found = []
     for text in path.read_text(errors="replace").splitlines():
-        # The last line is cut where the process was killed while it wrote.
+        # The last line is truncated if the process was killed while it wrote.
         with contextlib.suppress(ValueError):
             line = json.loads(text)
             if isinstance(line, dict):
@@ -115,7 +115,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _not_started(ranks: Mapping[int, Any], ended: LauncherEnd) -> str:
-    """Return why there is nothing to read."""
+    """Return the reason why there are no results."""
     last = [line.strip() for line in ended.output.splitlines() if line.strip()]
     said = f": {last[-1][:200]}" if last else ""
     if ranks:
@@ -133,7 +133,7 @@ def _how(greetings: list[dict[str, Any]]) -> str:
 
 
 def _fault(path: Path, ended: LauncherEnd, alone: bool) -> str:
-    """Return what ended a rank; empty if that is not known."""
+    """Return the signal or timeout that ended a rank; empty if unknown."""
     text = path.read_text(errors="replace") if path.exists() else ""
     for sign, words in _FAULTS.items():
         if sign in text:
@@ -146,7 +146,7 @@ def _fault(path: Path, ended: LauncherEnd, alone: bool) -> str:
 def _answer(
     name: str, ranks: Mapping[int, list[dict[str, Any]]], faults: Mapping[int, str]
 ) -> Answer | None:
-    """Return the answer for an operation; None where the ranks did not end it."""
+    """Return the answer for an operation; None if the ranks did not finish it."""
     begun: list[tuple[int, int]] = []
     for rank, lines in ranks.items():
         own = [line for line in lines if line.get("operation") == name]
@@ -158,7 +158,8 @@ def _answer(
         if own and "ok" not in own[-1]:
             begun.append((rank, int(own[-1]["bytes"])))
     if begun:
-        # A rank whose fault is known comes first; the launcher ended the others for it.
+        # Prefer a rank whose fault is known: the launcher ended the others because of
+        # it.
         rank, size_bytes = max(begun, key=lambda pair: bool(faults[pair[0]]))
         words = faults[rank] or "the process ended without a word"
         return Answer(False, f"{words} in {_CALLS[name]} of {_size(size_bytes)}")

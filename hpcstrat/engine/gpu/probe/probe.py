@@ -1,11 +1,11 @@
-"""Tries whether the MPI library reads and writes memory of GPUs; keeps the result.
+"""Tests whether the MPI library can read and write GPU memory; caches the result.
 
-What a library says of itself is not reliable: builds with and without support have the
-same name, support may be missing for some operations only, and a wrong guess is a
-segmentation fault. So another process really moves buffers, and may die of it. Its
-environment has no variables of the job: a child that joins as a rank hangs all ranks.
-``hpcstrat doctor`` runs the trial, and so does the first rank of a job with GPUs before
-MPI starts, where nothing is cached for its kind of node.
+The library's version text is not reliable: builds with and without GPU support have the
+same name, support may be missing for some operations only, and a wrong guess leads to a
+segmentation fault. Therefore, separate processes really move buffers, and may crash.
+Their environment has no variables of the job, because a child that joined the job as a
+rank would hang all ranks. ``hpcstrat doctor`` runs the trial. The first rank of a job
+with GPUs also runs it before MPI starts, if no result is cached for its kind of node.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
     "save",
 ]
 
-# The operations that must all work for each ability.
+# For each ability, the operations that must all work.
 ABILITIES = {
     "mpi_sendrecv": ("send", "receive", "sendrecv", "exchange"),
     "mpi_broadcast": ("broadcast",),
@@ -63,22 +63,23 @@ _OUTPUT_CHARACTERS = 4000
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """The result of a trial."""
+    """The result of a trial on one kind of node."""
 
-    # See `node_kind`.
+    # The result of `node_kind`.
     kind: dict[str, str]
-    # In UTC.
+    # Date and time of the trial, in UTC.
     date: str
-    # With which processes and GPUs.
+    # The processes and GPUs of the trial, or the reason why there are no answers.
     how: str
-    # By operation; empty if the trial could not be made.
+    # Answers by operation; empty if the trial could not run.
     answers: dict[str, Answer] = field(default_factory=dict)
-    # Whether one process sent to itself only: that proves a "no", but no "yes".
+    # Whether a single process sent messages to itself. Such a trial can prove that an
+    # operation fails, but not that it works between two processes.
     weak: bool = False
     output: str = ""
 
     def answer(self, operations: Sequence[str]) -> tuple[bool, str]:
-        """Return whether all of some operations work between two processes, and why."""
+        """Return whether these operations all work between two processes, and why."""
         tried = {
             name: self.answers[name] for name in operations if name in self.answers
         }
@@ -91,7 +92,7 @@ class ProbeReport:
 
 
 def node_kind(library_version: str) -> dict[str, str]:
-    """Return versions, GPUs and settings of MPI: nodes with the same answer alike.
+    """Return versions, GPUs and MPI settings that identify a kind of node.
 
     Loads CuPy.
     """
@@ -109,7 +110,7 @@ def node_kind(library_version: str) -> dict[str, str]:
 
 
 def cache_path(kind: Mapping[str, str]) -> Path:
-    """Return the file in ``$XDG_CACHE_HOME/hpcstrat`` for a kind of node."""
+    """Return the path of the cached report, in ``$XDG_CACHE_HOME/hpcstrat``."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     text = json.dumps([_FORMAT, sorted(kind.items())])
     name = hashlib.sha256(text.encode()).hexdigest()[:20]
@@ -117,9 +118,9 @@ def cache_path(kind: Mapping[str, str]) -> Path:
 
 
 def known(library_version: str) -> ProbeReport | None:
-    """Return the report on this kind of node, if there is one. Loads CuPy.
+    """Return the cached report on this kind of node, or None. Loads CuPy.
 
-    None also where the file is damaged: the next trial replaces it.
+    Returns None if the file is damaged, too; the next trial replaces the file.
     """
     kind = node_kind(library_version)
     try:
@@ -129,7 +130,7 @@ def known(library_version: str) -> ProbeReport | None:
 
 
 def _parsed(content: Any, kind: dict[str, str]) -> ProbeReport:
-    """Return the report in a file, or raise where it is damaged or of another kind."""
+    """Return the report in a file; raise if it is damaged or for another node kind."""
     if content["format"] != _FORMAT or content["kind"] != kind:
         raise ValueError("expected a report on this kind of node")
     answers = {
@@ -149,7 +150,7 @@ def _parsed(content: Any, kind: dict[str, str]) -> ProbeReport:
 
 
 def save(report: ProbeReport) -> str:
-    """Keep a report, if it has answers, for other programs; return an error's text."""
+    """Write a report that has answers to the cache; return an error message, or ""."""
     if not report.answers:
         return ""
     path = cache_path(report.kind)
@@ -158,7 +159,7 @@ def save(report: ProbeReport) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, **asdict(report)}, indent=1)
         partial.write_text(text + "\n")
-        # All at once: ranks of other jobs may be reading it.
+        # Rename atomically, because ranks of other jobs may be reading the file.
         partial.replace(path)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
@@ -174,13 +175,14 @@ def probe(
     program: Sequence[str] = _PROGRAM,
     limit_seconds: float = 90.0,
 ) -> ProbeReport:
-    """Try in other processes which operations MPI can do with memory of GPUs.
+    """Test, in other processes, which MPI operations work with GPU memory.
 
-    Not for a rank of a running job, whose network and GPU the trial would share.
-    ``launcher`` starts two ranks (``["srun", "-n2", "--mpi=pmix"]``); by default the
-    mpirun of this MPI library does. Where there is none, one process is a weaker trial.
-    ``program`` are arguments of Python, and the limit is for each start of it. If the
-    trial could not be made, the report has no answers, and its ``how`` is the reason.
+    Do not call this function in a rank whose MPI runs, because the trial would compete
+    for network and GPU. ``launcher`` is a command that starts two ranks (``["srun",
+    "-n2", "--mpi=pmix"]``); the default is the mpirun of this MPI library. Without a
+    launcher, one process runs a weaker trial. ``program`` has the arguments of Python,
+    and ``limit_seconds`` limits each start of the program. If the trial cannot run, the
+    report has no answers, and its ``how`` is the reason.
     """
     kind = node_kind(library_version)
     python = [sys.executable, *program]
@@ -209,7 +211,7 @@ def _tried(
     *,
     num_ranks: int,
 ) -> ProbeReport:
-    """Start the program until all operations have an answer."""
+    """Start the program repeatedly, until all operations have an answer."""
     answers: dict[str, Answer] = {}
     how, output = "", ""
     while len(answers) < len(OPERATIONS):
@@ -222,9 +224,9 @@ def _tried(
             break
         how = outcome.how if outcome.answers else how or outcome.how
         answers |= outcome.answers
-        # An operation that ended the program is left out the next time.
+        # An operation that crashed the program is skipped in the next start.
         _leave_out(answers)
-        # A start without a new answer would be repeated for ever.
+        # Stop after a start without a new answer, which would be repeated forever.
         if outcome.complete or not outcome.answers:
             break
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -232,7 +234,7 @@ def _tried(
 
 
 def _leave_out(answers: dict[str, Answer]) -> None:
-    """Mark operations of an ability as failed, untried, if another one has failed."""
+    """Mark an ability's untried operations as failed if one operation has failed."""
     for names in ABILITIES.values():
         failed = [name for name in names if name in answers and not answers[name].ok]
         for name in names if failed else ():
@@ -246,10 +248,11 @@ def _started(
     limit_seconds: float,
     num_ranks: int,
 ) -> TrialOutcome:
-    """Run the program once."""
+    """Run the trial program once."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-probe-") as folder:
-        # Open MPI names its session directories by process numbers, and one that a
-        # killed launcher has left would stop the next: see hpcstrat.testing.job.
+        # Use a new folder for Open MPI's session directories, which are named by
+        # process numbers: a directory left by a killed launcher would stop a later
+        # launcher with the same number (see hpcstrat.testing.job).
         places = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
         ended = launch(
             [*command, folder],
@@ -262,7 +265,7 @@ def _started(
 
 
 def main() -> int:
-    """Probe this node: ``python -m hpcstrat.engine.gpu.probe.probe``."""
+    """Run the trial on this node: ``python -m hpcstrat.engine.gpu.probe.probe``."""
     from hpcstrat.engine.gpu.probe.probe_program import library_version
 
     report = probe(library_version())

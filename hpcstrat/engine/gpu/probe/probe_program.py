@@ -1,7 +1,8 @@
-"""The program of `hpcstrat.engine.gpu.probe.probe`: moves buffers, and may die of it.
+"""The trial program of `hpcstrat.engine.gpu.probe.probe`, which may crash.
 
-``python -m hpcstrat.engine.gpu.probe.probe_program --skip OPERATIONS FOLDER`` on two
-ranks, or on one, which sends to itself; never in the process of a user's program.
+``python -m hpcstrat.engine.gpu.probe.probe_program --skip OPERATIONS FOLDER`` runs on
+two ranks, or on one rank that sends to itself. It never runs in the process of a user's
+program.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from hpcstrat.engine.gpu.probe.outcome import OPERATIONS
 __all__ = ["library_version", "main"]
 
 _SIZES = (8, 64 << 10, 4 << 20)
-# Limit of one operation with one size; a process outlives its launcher no longer.
+# Time limit of one operation with one size. A process whose launcher was killed ends
+# after this time at the latest.
 _LIMIT_SECONDS = 20.0
-# Operations that move data also where a process sends to itself.
+# Operations that also move data if a process sends to itself.
 _ALONE = ("sendrecv", "exchange")
 
 
@@ -39,20 +41,21 @@ class _TrialRank:
         self._comm = mpi.COMM_WORLD
         self._rank = self._comm.rank
         self._peer = self._comm.size - 1 - self._rank
-        # A wrong launcher starts two programs of rank 0, of which only one may go on.
+        # A wrong launcher starts two programs with rank 0; because of mode "x", only
+        # one of them continues.
         self._out = (folder / f"rank-{self._rank}.jsonl").open("x")
         self._fault = (folder / f"rank-{self._rank}.fault").open("w")
         faulthandler.enable(self._fault)
         self._runtime: Any = None
 
     def say(self, **line: Any) -> None:
-        """Write a line, which stays if the process dies."""
+        """Write a line of JSON that is kept if the process crashes later."""
         self._out.write(json.dumps(line) + "\n")
-        # The kernel keeps the line when this process dies in the next operation.
+        # After the flush, the kernel has the line, even if the next operation crashes.
         self._out.flush()
 
     def greet(self, gpu: Gpu | None, problem: str) -> bool:
-        """Write this rank's library and GPU; return whether all ranks have a GPU."""
+        """Write this rank's MPI version and GPU; return whether all ranks have one."""
         version = self._mpi.Get_library_version().strip("\0 \n")
         if gpu is None:
             self.say(hello=version, problem=problem)
@@ -79,20 +82,20 @@ class _TrialRank:
                     reason = f"{type(error).__name__}: {error}"
                 self.say(operation=name, bytes=nbytes, ok=not reason, reason=reason)
                 if reason:
-                    # The other rank may be left in the operation.
+                    # Abort, because the other rank may still wait in the operation.
                     self._comm.Abort(3)
             self.say(finished=name)
         self.say(done=True)
-        # MPI_Finalize may hang as well.
+        # Set the limit again, because MPI_Finalize may hang, too.
         faulthandler.dump_traceback_later(_LIMIT_SECONDS, exit=True, file=self._fault)
 
     def _pattern(self, nbytes: int, rank: int) -> np.ndarray[Any, Any]:
-        """Return the values that a rank sends: small whole numbers, as float32."""
+        """Return the values that a rank sends: small integers as float32."""
         count = np.arange(nbytes // 4, dtype=np.int64)
         return ((count * 7 + rank * 13) % 251).astype(np.float32)
 
     def _device(self, values: np.ndarray[Any, Any]) -> Any:
-        """Return device memory with these values, written when this returns."""
+        """Return GPU memory with a complete copy of these values."""
         memory, runtime = plain_memory(values.nbytes), self._runtime
         place, source = memory.data.ptr, values.ctypes.data
         runtime.memcpy(place, source, values.nbytes, runtime.memcpyHostToDevice)
@@ -100,19 +103,19 @@ class _TrialRank:
         return memory
 
     def _message(self, memory: Any) -> list[Any]:
-        """Return device memory as mpi4py takes it."""
+        """Return an mpi4py message for GPU memory."""
         buffer = self._mpi.buffer.fromaddress(memory.data.ptr, memory.nbytes)
         return [buffer, memory.nbytes // 4, self._mpi.FLOAT]
 
     def _compare(self, memory: Any, expected: np.ndarray[Any, Any]) -> str:
-        """Compare device memory with values; return the difference in words."""
+        """Compare GPU memory with values; return the first difference as text."""
         seen, runtime = np.empty_like(expected), self._runtime
         runtime.deviceSynchronize()
         place, source = seen.ctypes.data, memory.data.ptr
         runtime.memcpy(place, source, seen.nbytes, runtime.memcpyDeviceToHost)
         return _difference(seen, expected)
 
-    # Operations; each returns what went wrong.
+    # The operations; each method returns an error text, or an empty string.
 
     def _send(self, nbytes: int) -> str:
         if self._rank == 0:
@@ -132,7 +135,7 @@ class _TrialRank:
         return self._compare(memory, self._pattern(nbytes, 0))
 
     def _pair(self, nbytes: int) -> tuple[Any, Any]:
-        """Return memory to send, and memory to receive into."""
+        """Return GPU memory to send from, and GPU memory to receive into."""
         own = self._device(self._pattern(nbytes, self._rank))
         return own, self._device(np.zeros(nbytes // 4, np.float32))
 
@@ -173,15 +176,15 @@ def _difference(seen: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> s
 
 
 def library_version() -> str:
-    """Return the MPI library's description of its version, without starting MPI.
+    """Return the MPI library's version text without initializing MPI.
 
-    On some login nodes loading the library ends Python.
+    On some login nodes, loading the library ends the Python process.
     """
     return str(_mpi().Get_library_version()).strip("\0 \n")
 
 
 def _mpi() -> Any:
-    """Load the MPI library without starting MPI."""
+    """Load the MPI library without initializing MPI."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:
@@ -193,7 +196,7 @@ def _mpi() -> Any:
 
 
 def _take_gpu() -> tuple[Gpu | None, str]:
-    """Take a GPU; or return what went wrong."""
+    """Make a GPU current; return the GPU, or None and the error."""
     try:
         library.load()
         gpus = library.visible_gpus()
@@ -218,11 +221,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.version:
         sys.stdout.write(library_version())
         return 0
-    # A process may die here by design, and leaves no core file.
+    # Write no core file, because a crash of this process is expected.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     mpi = _mpi()
     faulthandler.dump_traceback_later(3 * _LIMIT_SECONDS, exit=True)
-    # As ranks of a job do it: MPI may look for a context of CUDA when it starts.
+    # Create the CUDA context before MPI starts, as ranks of a job do, because MPI may
+    # look for a context when it starts.
     taken = _take_gpu()
     mpi.Init()
     trial = _TrialRank(mpi, Path(options.folder))

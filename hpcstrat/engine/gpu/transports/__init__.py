@@ -1,1 +1,1 @@
-"""Transports of arrays between the GPUs of all ranks; see `transport_select`."""
+"""Transports that move and sum arrays between GPUs; see `transport_select`."""

@@ -1,7 +1,7 @@
-"""Broadcast and all-gather of device memory: by NCCL, or through the host.
+"""Broadcast and all-gather of GPU memory, by NCCL or through host memory.
 
-Both move bytes, in the order of the program's stream; the ranks have agreed on the
-header of the call before.
+Both movers copy bytes in the order of the program's stream, after the ranks have agreed
+on the header of the call.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Mover", "NcclMover", "StagedMover", "all_gather", "broadcast"]
 
 _STAGED_BYTES = 4 << 20
 
-# Index of an array, from which to which of its bytes, and where in the chunk.
+# Index of an array, start and stop of a range of its bytes, and offset in the chunk.
 _ByteSpan = tuple[int, int, int, int]
 
 
 class NcclMover:
-    """Moves bytes by NCCL; the group is connected, and its owner's."""
+    """Moves bytes by NCCL; ``group`` is connected, and its owner closes it."""
 
     def __init__(self, group: NcclGroup, lane: Lane) -> None:
         self.lane = lane
@@ -37,25 +37,25 @@ class NcclMover:
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
     ) -> WaitSteps:
-        """Copy the arrays of ``root`` to all; see `broadcast`."""
+        """Copy the arrays of ``root`` to all ranks; see the function `broadcast`."""
         if self._group.rank == root:
             _copy_all(results, sources, self.lane)
         self._group.broadcast(results, root)
         return self._group.ended()
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
-        """Concatenate arrays, of ``counts`` bytes; see `all_gather`."""
+        """Concatenate the ranks' arrays, of ``counts`` bytes; see `all_gather`."""
         ends = list(itertools.accumulate(counts))
         parts = [out[end - n : end] for end, n in zip(ends, counts, strict=True)]
         _copy_all([parts[self._group.rank]], [own], self.lane)
         if ends[-1]:
-            # NCCL is asked for nothing where no rank has bytes.
+            # Do not call NCCL if no rank has any bytes.
             self._group.all_gather(parts)
         return self._group.ended()
 
 
 class StagedMover:
-    """Moves bytes through page-locked memory of the host, two chunks at a time."""
+    """Moves bytes through page-locked host memory, with two chunks in progress."""
 
     def __init__(
         self, topology: Topology, lane: Lane, chunk_bytes: int = _STAGED_BYTES
@@ -64,7 +64,7 @@ class StagedMover:
         self._mpi = topology.mpi
         self._comm: Any = topology.replica_comm
         self._chunk_bytes = chunk_bytes
-        # A byte more for each rank, as their parts of a chunk are rounded.
+        # One extra byte per rank, because the ranks' parts of a chunk are rounded.
         nbytes = chunk_bytes + self._comm.size
         self._buffers = Buffers(pinned_memory)
         self._passed = [self._buffers.get(("passed", n), nbytes) for n in range(2)]
@@ -81,10 +81,10 @@ class StagedMover:
     def broadcast(
         self, sources: Sequence[Any], results: Sequence[Any], root: int
     ) -> WaitSteps:
-        """Copy the arrays of ``root`` to all; see `broadcast`.
+        """Copy the arrays of ``root`` to all ranks; see the function `broadcast`.
 
-        The root copies the next chunk to the host while it sends one; the others copy
-        the last one to their GPU meanwhile.
+        While a chunk is broadcast, the root copies the next chunk to the host, and the
+        other ranks copy the previous chunk to their GPUs.
         """
         chunks = _chunks_of([source.nbytes for source in sources], self._chunk_bytes)
         places, lane = self._passed, self.lane
@@ -96,8 +96,8 @@ class StagedMover:
                 yield done[number]
                 yield from self._cast(places[number % 2], spans, root)
             return
-        # First copies from the places by an earlier call; then those of the chunk
-        # before the last.
+        # Before a host buffer is overwritten, wait for the copies from it to the GPU:
+        # at first the copies of an earlier call, then those of the chunk two before.
         free = deque([lane.done(), lane.done()])
         for number, spans in enumerate(chunks):
             yield free.popleft()
@@ -110,13 +110,13 @@ class StagedMover:
     def _chunk_down(
         self, chunks: list[list[_ByteSpan]], number: int, sources: Sequence[Any]
     ) -> Any:
-        """Begin to copy a chunk to the host; return what to wait for."""
+        """Begin to copy a chunk to the host; return a step that waits for it."""
         for index, start, stop, at in chunks[number] if number < len(chunks) else ():
             self._down(self._passed[number % 2][at:], sources[index][start:stop])
         return self.lane.done()
 
     def _cast(self, host: Array, spans: list[_ByteSpan], root: int) -> WaitSteps:
-        """Broadcast a chunk on the host, in pieces of the size that suits MPI best."""
+        """Broadcast a chunk in host memory, in pieces of the best size for MPI."""
         _, first, last, at = spans[-1]
         size = at + last - first
         for start in range(0, size, PIECE_BYTES):
@@ -124,9 +124,9 @@ class StagedMover:
             yield Message(self._comm.Ibcast(piece, root))
 
     def all_gather(self, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
-        """Concatenate arrays, of ``counts`` bytes; see `all_gather`.
+        """Concatenate the ranks' arrays, of ``counts`` bytes; see `all_gather`.
 
-        A chunk holds as large a share of each replica's array.
+        A chunk has the same fraction of each replica's array.
         """
         starts, lane = [0, *itertools.accumulate(counts)], self.lane
         chunks = -(-starts[-1] // self._chunk_bytes)
@@ -161,24 +161,24 @@ class StagedMover:
             free.append(lane.done())
 
     def close(self) -> None:
-        """Free the buffers, when all calls have ended."""
+        """Free the buffers; all calls must have ended."""
         self._passed, self._gathered = [], []
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the buffers, to which MPI may write, to the end of the process."""
+        """Keep the buffers until the process ends, because MPI may write to them."""
         self._buffers.abandon()
 
 
 def _copy_all(targets: Sequence[Any], sources: Sequence[Any], lane: Lane) -> None:
-    """Copy bytes on the device; a target may be its source."""
+    """Copy bytes within the GPU; skip a target that is its own source."""
     for target, source in zip(targets, sources, strict=True):
         if source.nbytes and target.data.ptr != source.data.ptr:
             target.data.copy_from_device_async(source.data, source.nbytes, lane.stream)
 
 
 def _chunks_of(sizes: Sequence[int], chunk_bytes: int) -> list[list[_ByteSpan]]:
-    """Cut arrays of bytes, one behind the other, into chunks, and these into spans.
+    """Cut concatenated byte arrays into chunks, and each chunk into spans.
 
     No span is empty.
     """
@@ -197,17 +197,17 @@ def _chunks_of(sizes: Sequence[int], chunk_bytes: int) -> list[list[_ByteSpan]]:
     return chunks
 
 
-# Ways of moving bytes between the GPUs of the replicas.
+# The ways to move bytes between the GPUs of the replicas.
 Mover = NcclMover | StagedMover
 
 
 def broadcast(
     mover: Mover, sources: Sequence[Any], results: Sequence[Any], root: int
 ) -> WaitSteps:
-    """Give every replica the contiguous arrays of ``root``.
+    """Copy the contiguous arrays of replica ``root`` to every replica.
 
-    Collective over ``topology.replica_comm``. On all ranks of the same sizes; each
-    result may be its source itself. Sources are read on the root only.
+    Collective over ``topology.replica_comm``. The sizes are equal on all ranks. Each
+    result may be its own source. Sources are read on the root only.
     """
     yield HEADER
     mover.lane.enter()
@@ -218,11 +218,12 @@ def broadcast(
 def all_gather(mover: Mover, own: Any, out: Any, counts: Sequence[int]) -> WaitSteps:
     """Concatenate the replicas' contiguous arrays on every replica, in replica order.
 
-    Collective over ``topology.replica_comm``. ``counts`` are the elements of each.
+    Collective over ``topology.replica_comm``. ``counts`` has the number of elements of
+    each replica's array.
     """
     yield HEADER
     mover.lane.enter()
-    # Bytes, as MPI and NCCL lack types that arrays have.
+    # Move bytes, because MPI and NCCL do not support all dtypes of arrays.
     sizes = [count * out.itemsize for count in counts]
     own_bytes, out_bytes = _as_bytes([own, out])
     yield from mover.all_gather(own_bytes, out_bytes, sizes)

@@ -1,4 +1,4 @@
-"""The transports between the GPUs of a topology, made at the first such call."""
+"""The transports between a topology's GPUs, created at the first call with GPUs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _Made = TypeVar("_Made", bound=Transport | StagedMover)
 
 
 class DeviceGroup:
-    """The transports of a topology of at least two replicas, and their lane.
+    """The GPU transports of a topology with at least two replicas, and their lane.
 
-    Collective over ``topology.replica_comm``. Raises EveryRankError on every rank, if
-    one cannot use its GPU. All transports work on one lane, so that never two are in
-    flight.
+    Collective over ``topology.replica_comm``. Raises EveryRankError on every rank if a
+    rank cannot use its GPU. All transports use one lane, so that calls of two
+    transports never run at the same time.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -54,18 +54,19 @@ class DeviceGroup:
                 "doctor shows what there is"
             )
         self.capabilities: Capabilities = gather(topology)
-        # Where NCCL can be used; its communicator has been tried.
+        # The NCCL transport, whose communicator has passed its trial; None without
+        # NCCL.
         self.nccl: NcclTransport | None = None
-        # Why the transport of the last choice was taken, as it was logged.
+        # The last logged text about the chosen transport, with the reason.
         self.reason = ""
-        # The mover through the host is one of them.
+        # Transports by name; also has the `StagedMover`.
         self._transports: dict[str, Transport | StagedMover] = {}
 
     def try_nccl(self, limit_seconds: float) -> WaitSteps:
-        """Make NCCL's communicator; where that fails, all ranks do without NCCL.
+        """Create the NCCL communicator; if that fails, no rank uses NCCL.
 
-        Collective over ``topology.replica_comm``; a rank waits for others no longer
-        than ``limit_seconds``. Does nothing where NCCL is not wanted.
+        Collective over ``topology.replica_comm``; a rank waits at most
+        ``limit_seconds`` for other ranks. Does nothing if the ranks cannot use NCCL.
         """
         able, topology = self.capabilities, self.topology
         if not able.nccl:
@@ -73,7 +74,8 @@ class DeviceGroup:
         comm, survives = topology.replica_comm, topology.survives
         group = NcclGroup(topology.mpi, comm, self.lane, survives=survives)
         try:
-            # NCCL alone knows which shared memory, networks and drivers it needs.
+            # Only a trial shows whether NCCL works with this shared memory, network and
+            # driver.
             yield from group.connect(limit_seconds)
         except EveryRankError as error:
             self.capabilities = replace(able, nccl=Ability(False, str(error)))
@@ -83,9 +85,9 @@ class DeviceGroup:
         self.nccl = self._transports["nccl"] = NcclTransport(group, self.lane)
 
     def require_own(self, array: Array) -> None:
-        """Demand an array on this rank's GPU, by a ValueError."""
+        """Raise ValueError unless an array is on this rank's GPU."""
         gpu = self.topology.gpu
-        # An array without elements is nowhere.
+        # An empty array may be on any GPU.
         if gpu is not None and array.size and place_of(array) != f"GPU:{gpu.index}":
             raise ValueError(
                 f"expected an array on this rank's GPU:{gpu.index}, found one on "
@@ -94,9 +96,9 @@ class DeviceGroup:
             )
 
     def transport(self, name: str, make: Callable[[], _Made]) -> _Made:
-        """Return a transport or a mover; not collective.
+        """Return the transport or mover with this name; not collective.
 
-        It is made at its first use.
+        ``make`` creates it at its first use.
         """
         if name not in self._transports:
             self._transports[name] = make()
@@ -104,7 +106,7 @@ class DeviceGroup:
         return found
 
     def explain(self, name: str, reason: str) -> None:
-        """Log once which transport is used, and why; replica 0 does."""
+        """Log on replica 0, once, which transport is used, and why."""
         text = f"{name}: {reason}"
         if text != self.reason:
             self.reason = text
@@ -112,15 +114,15 @@ class DeviceGroup:
                 get_logger("device").info("arrays on GPUs are reduced by %s", text)
 
     def abandon(self) -> None:
-        """Give up everything on this rank: another rank has died."""
+        """Abandon all transports on this rank, because another rank has died."""
         for made in self._transports.values():
             made.abandon()
         self._transports.clear()
 
     def close(self) -> None:
-        """Free the memory of the transports; every rank must do it."""
-        # Memory that goes back to CUDA, or to CuPy's pool, must not be written any
-        # more.
+        """Close all transports; every rank must call this method."""
+        # Wait for the lane, because work must not write to memory that has been
+        # returned to CUDA, or to CuPy's pool.
         self.lane.synchronize()
         for made in self._transports.values():
             made.close()
@@ -130,10 +132,10 @@ class DeviceGroup:
 def device_group(
     channel: Channel, what: str, timeout_seconds: float | None
 ) -> DeviceGroup:
-    """Return the group of a channel, which its ranks make together at its first use.
+    """Return the device group of a channel; the ranks create it at the first use.
 
     Collective over ``topology.replica_comm`` at the first use, then not collective.
-    Raises ValueError on every rank, if one cannot use its GPU.
+    Raises ValueError on every rank if a rank cannot use its GPU.
     """
     if channel.device_group is None:
         call = describe_call(f"{what}: first use of arrays on a GPU")

@@ -1,8 +1,8 @@
-"""Reduction of arrays on GPUs: the part that all transports share.
+"""Reduction of arrays on GPUs: the code that all transports share.
 
-A piece is packed into a buffer of the transport by a kernel for each run, is reduced,
-and is unpacked by a kernel for each run. All this is work of a lane, which the host
-only describes; results are ready for the program's stream, in its order.
+One kernel per run packs a piece into a buffer of the transport. The buffer is reduced,
+and one kernel per run unpacks the sums. All this work is enqueued on a lane, and the
+program's stream waits for the lane before it uses the results.
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ __all__ = [
     "unpack_run",
 ]
 
-# Arrays of this size among others are reduced where they lie. To pack one and unpack it
-# moves its bytes twice each, which takes longer than the launch of a collective.
+# Arrays of at least this size are reduced in place, without packing. Packing and
+# unpacking read and write each byte twice, which takes longer than the launch of one
+# more collective.
 _LARGE_BYTES = 1 << 20
 
 
 class Transport(Protocol):
-    """A carrier of pieces between the replicas' GPUs; all its work is on its lane."""
+    """The interface of a transport, which reduces pieces over the replicas' GPUs."""
 
     name: str
     lane: Lane
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
-        """Make the memory that this rank needs for some pieces of at most a size.
+        """Allocate the buffers for ``count`` pieces of at most ``nbytes`` each.
 
-        Before the header; may raise. Both numbers are the same on every rank.
+        Called before the header; may raise. Both numbers are the same on every rank.
         """
         ...
 
     def reduce(self, work: Work, channel: Channel) -> WaitSteps:
-        """Reduce all pieces, from the sources of the work to its results.
+        """Reduce all pieces of the work, from its sources to its results.
 
         Collective over ``topology.replica_comm``.
         """
         ...
 
     def close(self) -> None:
-        """Free everything, when all calls have ended.
+        """Free all resources; all calls must have ended.
 
         Collective over ``topology.replica_comm``.
         """
         ...
 
     def abandon(self) -> None:
-        """Give up everything on this rank: another rank has died."""
+        """Abandon all resources on this rank, because another rank has died."""
         ...
 
 
@@ -78,25 +79,26 @@ def reduce_on_device(
 ) -> WaitSteps:
     """Reduce contiguous arrays of this rank's GPU with those of the other ranks.
 
-    Collective over ``topology.replica_comm``. A call that is started, whose steps other
-    threads may take, has two marks: the program has recorded ``begin`` after it gave
-    the sources and results to its stream, and joins ``end`` when it waits for the call.
-    Without marks the call comes in the order of this thread's current stream.
-    ``in_half`` adds arrays of half types in these.
+    Collective over ``topology.replica_comm``. A pending call, which other threads may
+    advance, has two marks: the program has recorded ``begin`` after its work on sources
+    and results, and joins ``end`` when it waits for the call. Without marks, the call
+    is ordered with this thread's current stream. With ``in_half``, arrays of half types
+    are added in half precision.
     """
     pieces = tuple(work.pieces)
     if in_half:
         pieces = tuple(_in_half(piece, work) for piece in pieces)
     work = replace(work, pieces=pieces)
     lane = transport.lane
-    # Before the header, which tells all ranks of an error of one.
+    # Allocate before the header, because the header reports a rank's error to all
+    # ranks.
     transport.prepare(max(map(_piece_bytes, pieces)), len(pieces))
     _compile(pieces, work)
     lane.enter(begin)
     yield HEADER
     yield from transport.reduce(work, channel)
     if end is not None:
-        # The program may drop the arrays before it waits for the call.
+        # Keep the arrays: the program may delete them before it waits for the call.
         lane.keep((work.sources, work.results))
     lane.leave(end)
 
@@ -104,26 +106,27 @@ def reduce_on_device(
 def _compile(pieces: Sequence[Piece], work: Work) -> None:
     for piece in pieces:
         for run in piece:
-            # The arrays of a run are of one type.
+            # All arrays of a run have the same type.
             index = run.spans[0][0]
             kernels.prepare(work.sources[index].dtype, run.dtype)
             kernels.prepare(work.results[index].dtype, run.dtype)
 
 
 def _piece_bytes(piece: Piece) -> int:
-    """Return the bytes of a piece, to the end of its last run."""
+    """Return the size of a piece in bytes, up to the end of its last run."""
     last = piece[-1]
     return (last.start + last.size) * last.dtype.itemsize
 
 
 def straight(run: Run, work: Work) -> tuple[list[tuple[Any, Any]], Run | None]:
-    """Return arrays of a run that are reduced where they lie, and a run of the rest.
+    """Return the arrays of a run to reduce in place, and a run of the other arrays.
 
-    Parts of sources, each with that of its result, which may be the same memory. They
-    are of the type in which they are added, and large or alone; so it is on every rank
-    or none. They may begin at any multiple of their item size.
+    The arrays are pairs of a source and its result, which may be the same memory. Their
+    dtype is the type in which they are added, and each is large, or the only array of
+    the run. The choice is the same on every rank. The arrays may start at any multiple
+    of their item size.
     """
-    # The arrays of a run are of one type.
+    # All arrays of a run have the same type.
     index = run.spans[0][0]
     if not work.sources[index].dtype == work.results[index].dtype == run.dtype:
         return [], run
@@ -137,7 +140,7 @@ def straight(run: Run, work: Work) -> tuple[list[tuple[Any, Any]], Run | None]:
 
 @functools.lru_cache(maxsize=256)
 def _split(run: Run) -> tuple[tuple[Span, ...], Run | None]:
-    """Return the spans of a run that are large or alone, and a run of the others."""
+    """Return the spans that are large or alone, and a run of the other spans."""
     if len(run.spans) == 1:
         return run.spans, None
     least = _LARGE_BYTES // run.dtype.itemsize
@@ -155,7 +158,7 @@ def _split(run: Run) -> tuple[tuple[Span, ...], Run | None]:
 
 
 def _in_half(piece: Piece, work: Work) -> Piece:
-    """Return a piece whose runs of half types are added without a cast to float32."""
+    """Return a piece whose half-precision runs are added without a cast to float32."""
     runs = []
     for run in piece:
         dtype = work.sources[run.spans[0][0]].dtype
@@ -166,9 +169,9 @@ def _in_half(piece: Piece, work: Work) -> Piece:
 
 
 def pack_run(run: Run, work: Work, buffer: Any, lane: Lane) -> Any:
-    """Copy a run of the sources into its part of a piece's buffer; return that part.
+    """Pack a run of the sources into its part of a piece's buffer; return that part.
 
-    The buffer has bytes of the whole piece, and begins at a multiple of 16.
+    The buffer has the bytes of the whole piece; its address is a multiple of 16.
     """
     size = run.dtype.itemsize
     part = buffer[run.start * size : (run.start + run.size) * size].view(run.dtype)
@@ -179,7 +182,7 @@ def pack_run(run: Run, work: Work, buffer: Any, lane: Lane) -> Any:
 def unpack_run(
     run: Run, work: Work, part: Any, lane: Lane, *, divides: bool = True
 ) -> None:
-    """Copy the sums of a run into the results, divided as the work says."""
+    """Unpack the sums of a run into the results, divided by the work's divisor."""
     kernels.unpack(
         part.data.ptr,
         run.spans,
@@ -191,7 +194,7 @@ def unpack_run(
 
 
 def divide(array: Any, divisor: int, lane: Lane) -> None:
-    """Divide an array in place, in the type in which its values were added."""
+    """Divide an array in place, in its own dtype."""
     spans, dtype = [(0, 0, array.size, 0)], array.dtype
     address, stream = array.data.ptr, lane.stream
     kernels.unpack(address, spans, [array], stream, dtype=dtype, divisor=divisor)

@@ -1,22 +1,23 @@
-"""Sums of device memory by messages between pairs of ranks, and a kernel that adds.
+"""Sums of GPU memory by MPI point-to-point messages, and a kernel that adds.
 
-For an MPI that moves device memory from rank to rank. MPI's own reductions of device
-memory are often missing, slow, or wrong, and are not used.
+This transport needs an MPI library that can send and receive GPU memory. MPI's own
+reductions of GPU memory are not used, because they are often missing, slow, or wrong.
 
 Small arrays are summed by recursive doubling, in which each rank sends its whole array
 in each of ``log2 p`` steps (Thakur, Rabenseifner and Gropp 2005,
-doi:10.1177/1094342005051521, also for numbers of ranks that are no power of two);
-larger ones by a ring, in which each rank sends about twice its bytes to one neighbor,
-in ``2 (p - 1)`` steps (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002), cut
-into chunks so that one is added while the next ones travel.
+doi:10.1177/1094342005051521, also for numbers of ranks that are not a power of two).
+Larger arrays are summed by a ring, in which each rank sends about twice the bytes of
+its array to one neighbor, in ``2 (p - 1)`` steps (Patarasuk and Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002). The array is cut into chunks, so that one chunk is
+added while the next chunks are sent.
 
 All ranks get the same bits. In a ring, each element is summed on one rank, which sends
-the sum to the others. By doubling, two ranks make the same sum at the same time: both
-add the values of the lower ranks to those of the higher ones.
+the sum to the others. In recursive doubling, two ranks compute the same sum at the same
+time: both add the values of the lower ranks and of the higher ranks in the same order.
 
-MPI knows nothing of the order of a stream. Before it reads what a kernel writes, and
-before it writes what a kernel reads, the host waits for the lane; a kernel is launched
-only when the message that it reads has come.
+MPI does not follow the order of a CUDA stream. The host waits for the lane before MPI
+reads memory that a kernel writes, and before MPI writes memory that a kernel reads. A
+kernel is launched only after the message that it reads has arrived.
 """
 
 from __future__ import annotations
@@ -36,30 +37,32 @@ from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["Limits", "MpiTransport"]
 
-# The tag of all messages with device memory. One call is in flight at a time, and all
-# ranks make the calls in one order, so that messages match in the order of sending.
+# The tag of all messages with GPU memory. One tag is enough: one call is in flight at a
+# time, and all ranks make the calls in the same order, so that messages match in the
+# order of sending.
 _TAG = 11
 
 _FEWEST_CHUNK_BYTES = 256 << 10
-# Chunks of unequal lengths, each at a multiple of 64 bytes.
+# Extra bytes per chunk: chunks have unequal lengths, and start at multiples of 64
+# bytes.
 _ROUNDING_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of messages; the same on all ranks."""
+    """Limits for the sizes of messages; the same on all ranks."""
 
-    # A ring is taken where each rank sums at least this share of the array, and
-    # recursive doubling where it is less.
+    # A ring is used if each rank's segment of the array has at least this size, and
+    # recursive doubling if it is smaller.
     segment_bytes: int = 64 << 10
-    # Most bytes of a message of a ring, and how many are under way at once in each
-    # direction.
+    # Maximum size of a message of a ring, and maximum number of messages in flight in
+    # each direction.
     chunk_bytes: int = 2 << 20
     in_flight: int = 4
 
 
 class MpiTransport:
-    """The transport for an MPI that can send and receive device memory."""
+    """The transport for MPI libraries that can send and receive GPU memory."""
 
     name = "ring"
 
@@ -79,8 +82,8 @@ class MpiTransport:
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Make the buffers for pieces of at most a size; may raise."""
         del count
-        # Not from CuPy's pool, whose arrays are parts of larger blocks, which MPI could
-        # have another process open only as a whole.
+        # The buffers are not from CuPy's pool: its arrays are parts of larger blocks,
+        # and another process could only map a whole block.
         self._values = self._buffers.get("values", nbytes)
         self._scratch = self._buffers.get("scratch", self._scratch_bytes(nbytes))
 
@@ -92,7 +95,7 @@ class MpiTransport:
         return needed + -needed % 64
 
     def reduce(self, work: Work, channel: Channel) -> WaitSteps:
-        """Reduce the pieces of a work.
+        """Reduce all pieces of the work.
 
         Collective over ``topology.replica_comm``.
         """
@@ -109,8 +112,8 @@ class MpiTransport:
     def _sum(self, values: Any) -> WaitSteps:
         """Sum contiguous values over the ranks, in place.
 
-        Earlier work of the lane may still write them; afterwards they are the sums, for
-        the lane's next work.
+        Earlier work of the lane may still be writing the values. Afterwards, the lane's
+        next work can read the sums.
         """
         if self._size == 1 or not values.size:
             return
@@ -121,10 +124,11 @@ class MpiTransport:
             yield from self._by_ring(values)
 
     def _by_doubling(self, values: Any) -> WaitSteps:
-        """Let pairs of ranks, then of twice as distant ranks, exchange their sums.
+        """Sum by recursive doubling: exchange sums with ranks at distance 1, 2, 4, ...
 
-        A power of two of the ranks do so. Of the first other ranks, each second one
-        gives its values to the next before, and gets the sums from it afterwards.
+        A power of two of the ranks take part. Before, each surplus rank (an even rank
+        among the first ranks) sends its values to the next rank, and afterwards it
+        receives the sums from that rank.
         """
         active = 1 << (self._size.bit_length() - 1)
         pairs = self._size - active
@@ -152,15 +156,16 @@ class MpiTransport:
             yield from self._send(values, self._rank - 1)
 
     def _by_ring(self, values: Any) -> WaitSteps:
-        """Send segments to the next rank, and chunks of them before it has the last.
+        """Sum by a ring: send segments to the next rank, in chunks that overlap.
 
         In step ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In
-        the first ``p - 1`` steps it adds what it receives to its own values; in the
-        others it receives sums, in their places. Flights are chunks of steps, in order;
-        ``window`` of them are under way, at most the chunks of a step. So two flights
-        have ended before a flight begins: the one that received its values, a step
-        before, and the one that sent the old values of its place, ``p - 1`` steps
-        before.
+        the first ``p - 1`` steps, the rank adds the received values to its own values.
+        In the other steps, it receives sums directly into ``values``. A flight is one
+        chunk of one step. Flights begin in order, and ``window`` flights are in
+        progress, at most as many as a step has chunks. Therefore, two flights have
+        ended before a flight begins: the flight one step before, which received the
+        values to send, and the flight ``p - 1`` steps before, which sent the old values
+        of the chunk to receive into.
         """
         size, rank = self._size, self._rank
         chunks = self._chunks(values)
@@ -181,7 +186,8 @@ class MpiTransport:
                 yield from messages
                 if theirs is not own:
                     self._add(own, theirs, own)
-                    # The next flight reuses its memory, and a later one sends the sum.
+                    # Wait: the next flight reuses ``theirs``, and a later flight sends
+                    # the sum.
                     yield self.lane.done()
             if flight >= 2 * adding:
                 continue
@@ -195,10 +201,10 @@ class MpiTransport:
             flights.append((messages, own, theirs))
 
     def _chunks(self, values: Any) -> int:
-        """Return in how many chunks each segment is sent."""
+        """Return the number of chunks in which each segment is sent."""
         limits = self._limits
         segment: int = -(-values.size // self._size) * values.itemsize
-        # A chunk's last element may be half in it.
+        # Rounding may make a chunk one element longer.
         most: int = max(values.itemsize, limits.chunk_bytes - values.itemsize)
         wanted = min(limits.in_flight, segment // _FEWEST_CHUNK_BYTES)
         return max(1, wanted, -(-segment // most))
@@ -207,20 +213,21 @@ class MpiTransport:
         kernels.add(one, other, out, self.lane.stream)
 
     def _send(self, array: Any, rank: int) -> list[Message]:
-        """Begin to send an array, which must not be written before the end."""
+        """Begin to send an array, which must not be written before completion."""
         return self._begin(self._comm.Isend, array, rank)
 
     def _receive(self, array: Any, rank: int) -> list[Message]:
-        """Begin to receive an array, which must not be used before the end."""
+        """Begin to receive an array, which must not be used before completion."""
         return self._begin(self._comm.Irecv, array, rank)
 
     def _begin(self, call: Any, array: Any, rank: int) -> list[Message]:
         nbytes = array.nbytes
         if not nbytes:
             return []
-        # The address alone: MPI is given device memory as it is given any other.
+        # Pass the address, because an MPI call takes GPU memory in the same way as host
+        # memory.
         buffer = self._mpi.buffer.fromaddress(array.data.ptr, nbytes)
-        # MPI's request knows only the address; the message keeps the array.
+        # The message keeps the array alive, because the request only has its address.
         return [Message(call([buffer, nbytes, self._mpi.BYTE], rank, _TAG), array)]
 
     def close(self) -> None:
@@ -229,5 +236,5 @@ class MpiTransport:
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the buffers to the end of the process: a rank has died."""
+        """Keep the buffers until the process ends, because a rank has died."""
         self._buffers.abandon()

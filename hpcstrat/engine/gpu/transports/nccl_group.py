@@ -1,22 +1,24 @@
-"""Sums and copies of device memory by NCCL, one GPU for each rank.
+"""Sums and copies of GPU memory by NCCL, with one GPU for each rank.
 
-Calls go to a lane's stream and return at once. The host waits only where NCCL makes its
-communicator, which needs every rank: all agree first that they can, and afterwards that
-the communicator is made and has summed (`nccl_trial`).
+Calls are enqueued on a lane's stream, and return at once. The host waits only while
+NCCL creates its communicator, which needs every rank: the ranks agree first that all
+can create it, and afterwards that it exists and has computed correct sums
+(`nccl_trial`).
 
-Kernels of NCCL wait on the device for those of the other ranks. So they must never be
-in flight together with device memory in MPI, whose copies may wait for the device on
-one rank and for a message on another. All device calls of a channel share one lane, and
-one generator after the other takes it; a transport that gives device memory to MPI
-waits for the lane first (`hpcstrat.engine.gpu.transports.mpi_transport`), and its
-messages have ended when its generator goes on to its next kernel.
+NCCL kernels wait on the GPU for the kernels of other ranks. Therefore, an NCCL kernel
+must never be in flight together with an MPI message of GPU memory, because this may
+deadlock: the message's copy may wait for the GPU on one rank, and for a message on
+another rank. All GPU calls of a channel share one lane, which only one generator uses
+at a time. A transport that passes GPU memory to MPI waits for the lane first
+(`hpcstrat.engine.gpu.transports.mpi_transport`), and its messages have ended before its
+generator launches its next kernel.
 
-When a rank dies, the kernels of the others wait for its kernels for ever, and so does
-everything that waits for their stream (NCCL user guide, "Fault Tolerance"). Where the
-loss of a rank is to be survived, a call therefore does not end before its kernels have:
-the wait for them looks for deaths, and `NcclGroup.abandon` then ends them. Elsewhere
-the program may be inside of CUDA when the network or another rank fails, and never come
-out: `nccl_failure` and `kernels_wait_since` tell the watchdog.
+When a rank dies, the kernels of the other ranks wait for its kernels forever, and so
+does all work that waits for their streams (NCCL user guide, "Fault Tolerance"). If the
+job must survive the loss of a rank, a call therefore waits for its kernels: this wait
+detects dead ranks, and `NcclGroup.abandon` then ends the kernels. In other jobs, the
+program may hang inside of a CUDA call when the network or another rank fails. The
+watchdog detects this by `nccl_failure` and `kernels_wait_since`.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["NcclGroup", "kernels_wait_since", "look_at_kernels", "nccl_failure"]
 
 _ADVICE = "set NCCL_DEBUG=INFO to see why"
-# Length of the text of a problem that one rank sends the others.
+# Maximum length of an error text that one rank sends to the other ranks.
 _TEXT_BYTES = 512
-# NCCL has no complex numbers: each is a pair of floats.
+# NCCL has no complex types, so a complex number is passed as two floats.
 _TYPES = {
     "int32": ("NCCL_INT32", 1),
     "uint32": ("NCCL_UINT32", 1),
@@ -66,23 +68,23 @@ _TYPES = {
     "complex128": ("NCCL_FLOAT64", 2),
     "uint8": ("NCCL_UINT8", 1),
 }
-# ncclAvg, from NCCL 2.10 on: each value is divided first, so that no sum overflows.
+# ncclAvg (since NCCL 2.10) divides each value before the sum, so no sum overflows.
 _AVERAGE = 4
 _ID_NUMBERS = 128
 
-# The groups of this process whose communicators were made.
+# The groups of this process whose communicators have been created.
 _connected: set[weakref.ref[NcclGroup]] = set()
 
 
 class NcclEnding:
-    """The end of calls, as a step of a call; ``check`` raises where NCCL has failed."""
+    """A step that waits for the end of NCCL calls; ``check`` raises NCCL's errors."""
 
     def __init__(self, done: Any, check: Callable[[], None]) -> None:
         self.agreed: Callable[[], bool] = done.agreed
         self._check = check
 
     def missing(self) -> list[int]:
-        """Return ``[-1]`` until the calls have ended; raise where NCCL has failed."""
+        """Return ``[-1]`` until the calls have ended; raise if NCCL has failed."""
         if self.agreed():
             return []
         self._check()
@@ -90,11 +92,11 @@ class NcclEnding:
 
 
 class NcclGroup:
-    """The ranks of a communicator, in NCCL; with None for a single rank.
+    """An NCCL communicator over the ranks of ``comm`` (None for a single rank).
 
-    ``comm`` is used in `connect` only. Each sum names its lane; everything else runs on
-    ``lane``, in the order of the calls. ``survives`` says that the loss of a rank is to
-    be survived.
+    ``comm`` is used in `connect` only. A sum runs on the lane that is passed to
+    `all_reduce`; all other calls run on ``lane``, in the order of the calls.
+    ``survives`` says that the job must survive the loss of a rank.
     """
 
     def __init__(
@@ -106,22 +108,22 @@ class NcclGroup:
         self.survives = survives
         self._nccl: Any = None
         self._comm: Any = None
-        # Recorded behind each call; `look_at_kernels` takes it.
+        # Recorded after each call; `look_at_kernels` moves it to ``_watched``.
         self._last: Mark | None = None
         self._watched: Mark | None = None
         self.waits_since = math.inf
-        # NCCL's communicator is not freed while another thread asks about it.
+        # Held so that no thread frees NCCL's communicator while another thread uses it.
         self._lock = threading.Lock()
-        # Whether the program knows that it has failed.
+        # Whether an error of this group has been raised in the program.
         self._told = False
         self.rank: int = 0 if comm is None else comm.rank
         self.size: int = 1 if comm is None else comm.size
 
     def connect(self, limit_seconds: float = math.inf) -> WaitSteps:
-        """Make the communicator and try it.
+        """Create the NCCL communicator, and run its trial.
 
-        Collective over ``comm``. ``limit_seconds`` is how long a rank waits for others.
-        Raises EveryRankError on every rank, if one cannot.
+        Collective over ``comm``. A rank waits at most ``limit_seconds`` for other
+        ranks. Raises EveryRankError on every rank if a rank fails.
         """
         unique, problem = np.zeros(_ID_NUMBERS + 1, np.int16), ""
         try:
@@ -136,11 +138,12 @@ class NcclGroup:
                 unique[:] = *identity, isinstance(identity, bytes)
         except Exception as error:
             problem = described(error)
-        # Agreed before any rank is inside of NCCL, where it might wait for ever.
+        # Agree before any rank calls NCCL, where it might wait forever for a failed
+        # rank.
         yield from self._raise_on_all(problem)
         if self.size > 1:
             yield Message(self._mpi_comm.Ibcast(unique, 0))
-        # CuPy's identity is bytes, or in older versions a tuple of C's chars.
+        # CuPy returns the NCCL id as bytes, or in older versions as a tuple of C chars.
         *numbers, plain = unique.tolist()
         identity = bytes(numbers) if plain else tuple(numbers)
         joining = Joining(self._nccl, identity, self.rank, self.size, limit_seconds)
@@ -149,7 +152,8 @@ class NcclGroup:
             for problem in joining.problems():
                 yield from self._raise_on_all(problem)
         except BaseException:
-            # A rank may have died meanwhile; nobody else knows the communicator yet.
+            # A rank may have died. Abort here, because no other object has the
+            # communicator.
             joining.give_up()
             raise
         self._comm = joining.keep()
@@ -165,11 +169,12 @@ class NcclGroup:
             )
 
     def all_reduce(self, sums: Sequence[tuple[Any, Any, bool]], lane: Lane) -> None:
-        """Sum contiguous arrays over the ranks, or average them, on a lane.
+        """Sum or average contiguous arrays over the ranks, on a lane.
 
-        Collective over ``comm``; waits for nobody. Each array comes with its result,
-        which may be the same memory, and with whether that is the average. Raises
-        CollectiveError on this rank, if NCCL says so, as all calls here do.
+        Collective over ``comm``; does not wait. ``sums`` has tuples of an array, its
+        result, which may be the same memory, and whether to average. Raises
+        CollectiveError on this rank if NCCL reports an error, as do all calls of this
+        class.
         """
 
         def call() -> None:
@@ -182,10 +187,10 @@ class NcclGroup:
         self._grouped(call, lane)
 
     def all_gather(self, parts: Sequence[Any]) -> None:
-        """Give every rank the parts of an array, of which each rank has one, in place.
+        """Gather the parts of an array on all ranks, in place; each rank has one part.
 
-        Collective over ``comm``; waits for nobody. The parts lie one behind the other;
-        rank ``r`` has part ``r``. They may differ in length, or be empty.
+        Collective over ``comm``; does not wait. The parts are consecutive in memory;
+        rank ``r`` has part ``r``. Parts may have different lengths, or be empty.
         """
 
         def call() -> None:
@@ -201,7 +206,7 @@ class NcclGroup:
         self._grouped(call, self._lane)
 
     def broadcast(self, arrays: Sequence[Any], root: int) -> None:
-        """Give every rank the contiguous arrays of ``root``, in place.
+        """Copy the contiguous arrays of rank ``root`` to all ranks, in place.
 
         Collective over ``comm``; waits for nobody.
         """
@@ -219,19 +224,20 @@ class NcclGroup:
             self._comm.broadcast(address, address, count, kind, root, stream)
 
     def _kind(self, array: Any) -> tuple[int, int]:
-        """Return NCCL's type of an array, and how many elements of it there are."""
+        """Return NCCL's type for an array, and the number of elements of that type."""
         name, factor = _TYPES[array.dtype.name]
         return getattr(self._nccl, name), array.size * factor
 
     def _grouped(self, call: Callable[[], None], lane: Lane) -> None:
-        """Make calls on a lane, which NCCL joins."""
+        """Make NCCL calls on a lane as one NCCL group, which NCCL launches together."""
         self._check()
         try:
             self._nccl.groupStart()
             try:
                 call()
             finally:
-                # Also after an error: a group left open would swallow all later calls.
+                # End the group after an error, too: an open group would hold back all
+                # later calls.
                 self._nccl.groupEnd()
             with self._lock:
                 self._last = (self._last or Mark()).record(lane.stream)
@@ -242,15 +248,16 @@ class NcclGroup:
             ) from error
 
     def _check(self) -> None:
-        """Raise the failure of earlier calls, if there is one."""
+        """Raise TransportError if earlier calls have failed."""
         problem = self.failure()
         if problem:
             self._told = True
             raise TransportError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
 
     def failure(self) -> str:
-        """Return the failure of earlier calls as text; never blocks. For any thread."""
-        # Another thread frees it, or asks already: there is nothing to wait for.
+        """Return the error of earlier calls as text. Never blocks; for any thread."""
+        # Another thread frees the communicator, or checks it already: do not wait for
+        # it.
         if not self._lock.acquire(blocking=False):
             return ""
         try:
@@ -263,7 +270,7 @@ class NcclGroup:
         return ""
 
     def look_at_kernels(self) -> None:
-        """Set `waits_since` to when calls began that have not ended; may block."""
+        """Set `waits_since` to the time since which calls have not ended; may block."""
         while True:
             if self._watched is None:
                 with self._lock:
@@ -279,19 +286,19 @@ class NcclGroup:
     def ended(self) -> WaitSteps:
         """Wait until all earlier calls have ended, if ranks may be lost.
 
-        Otherwise it does nothing: streams wait, and the host does not.
+        If ranks may not be lost, it does nothing: only streams wait, not the host.
         """
         if self.survives:
             yield NcclEnding(self._lane.done(), self._check)
 
     def abandon(self) -> None:
-        """Give up what is in flight, and the communicator: ranks may have died."""
+        """Abort the communicator and its calls, because ranks may have died."""
         with self._lock:
             comm, self._comm = self._comm, None
         abort_beside(comm)
 
     def close(self) -> None:
-        """Free the communicator; the lane's work must have ended.
+        """Free the communicator; all work of the lane must have ended.
 
         Collective over ``comm``, since NCCL may wait for the other ranks.
         """
@@ -302,33 +309,34 @@ class NcclGroup:
 
 
 def nccl_failure() -> str:
-    """Say what has failed in a communicator of this process; its kernels never end.
+    """Return the error of a failed communicator, whose kernels will never end.
 
-    Never blocks; for any thread. Empty where nothing has failed, or where the program
-    has seen the error, as it does in groups that wait for the end of their calls.
+    Never blocks; for any thread. Returns an empty string if nothing has failed, or if
+    the program itself gets the error, as in groups that wait for the end of their
+    calls.
     """
     return next(filter(None, (group.failure() for group in _unaware())), "")
 
 
 def look_at_kernels() -> None:
-    """Look whether calls of this process have ended, for `kernels_wait_since`.
+    """Check whether calls of this process have ended, for `kernels_wait_since`.
 
-    In a thread of its own: it blocks where another thread, which waits for a kernel,
-    holds CUDA's context.
+    Call this function in a separate thread, because it blocks while another thread that
+    waits for a kernel holds the CUDA context.
     """
     for group in _unaware():
-        # A device that has failed raises in the program's own calls, too.
+        # Ignore errors: the program's own calls raise the error of a failed GPU, too.
         with contextlib.suppress(Exception):
             group.look_at_kernels()
 
 
 def kernels_wait_since() -> float:
-    """Return since when calls have not ended, as last seen; infinity if all have."""
+    """Return the time since which calls have not ended, or infinity if all have."""
     return min((group.waits_since for group in _unaware()), default=math.inf)
 
 
 def _unaware() -> list[NcclGroup]:
-    """Return the groups whose program does not wait for the end of its calls."""
+    """Return the groups in which the program would not notice an error."""
     groups = [reference() for reference in list(_connected)]
     return [g for g in groups if g is not None and not (g.survives or g._told)]
 
@@ -336,9 +344,10 @@ def _unaware() -> list[NcclGroup]:
 def _error_on_any_rank(
     mpi: Any, comm: Any, problem: str
 ) -> Generator[Waitable, None, str]:
-    """Return the problem of the last rank that has one, the same on all ranks.
+    """Return, on all ranks, the problem of the highest rank that has one.
 
-    Collective over ``comm``. ``problem`` is this rank's, empty where there is none.
+    Collective over ``comm``. ``problem`` is this rank's error text; empty if there is
+    no error.
     """
     last = np.array([comm.rank if problem else -1], np.int64)
     yield Message(comm.Iallreduce(mpi.IN_PLACE, last, op=mpi.MAX))

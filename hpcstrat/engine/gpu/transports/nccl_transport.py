@@ -1,4 +1,4 @@
-"""Reduction of device memory by NCCL over all replicas."""
+"""Reduction of GPU memory by NCCL over all replicas."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["NcclTransport"]
 
 
 class NcclTransport:
-    """The transport by NCCL, whose group is connected; it frees the group, too.
+    """The NCCL transport; ``group`` is connected, and `close` closes it.
 
-    Pieces that follow one another take two lanes in turn, so that one is packed or
-    unpacked while another is summed; NCCL itself makes the sums of a communicator one
-    after the other, on whichever streams.
+    Successive pieces use two lanes in turn, so that one piece is packed or unpacked
+    while another piece is summed. NCCL runs the sums of a communicator one after the
+    other, even if they are on different streams.
     """
 
     name = "nccl"
@@ -36,29 +36,30 @@ class NcclTransport:
         self.lane = lane
         self.group = group
         self._buffers = Buffers()
-        # Each with its memory; the second for calls of several pieces only.
+        # Each lane has its own buffer. The second lane is only for calls of several
+        # pieces.
         self._lanes = [lane]
         self._values: list[Any] = []
         self._tie = Mark()
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
-        """Make lanes, and memory for some pieces of at most a size; may raise."""
-        # A second lane is of no use to calls that are awaited one by one.
+        """Create lanes and buffers for pieces of at most ``nbytes``; may raise."""
+        # A second lane is useless if `reduce` waits for each piece.
         num_lanes = 1 if self.group.survives else min(count, 2)
         while len(self._lanes) < num_lanes:
             self._lanes.append(Lane(urgent=True))
         self._values = [self._buffers.get(n, nbytes) for n in range(num_lanes)]
 
     def reduce(self, work: Work, channel: Channel) -> WaitSteps:
-        """Reduce all pieces; waits for no rank, unless the loss of one is survived.
+        """Reduce all pieces; wait for their end only if the group survives lost ranks.
 
-        Collective over ``topology.replica_comm``. Raises CollectiveError on this rank,
-        if NCCL says so.
+        Collective over ``topology.replica_comm``. Raises CollectiveError on this rank
+        if NCCL reports an error.
         """
         del channel
         lanes = list(zip(self._lanes, self._values, strict=False))
-        # Like the first lane, the second comes after the program's work, and the call
-        # before.
+        # Make the second lane, like the first, wait for the program's work and for the
+        # previous call.
         self.lane.leave(self._tie)
         for lane, _ in lanes[1:]:
             lane.enter(self._tie)
@@ -88,7 +89,7 @@ class NcclTransport:
             unpack_run(run, work, part, lane, divides=divides)
 
     def close(self) -> None:
-        """Free everything, when all calls have ended.
+        """Free the buffers, and close the group; all calls must have ended.
 
         Collective over ``topology.replica_comm``.
         """
@@ -98,5 +99,5 @@ class NcclTransport:
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Give up what is in flight: a rank has died."""
+        """Abort the calls in flight, because a rank has died."""
         self.group.abandon()

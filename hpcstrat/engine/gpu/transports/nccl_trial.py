@@ -1,13 +1,13 @@
-"""The making of an NCCL communicator and its first sums, in a thread of their own.
+"""Creates an NCCL communicator and tests its first sums, in a separate thread.
 
-A communicator that was made is not yet one that works. From 2.22 on, NCCL connects the
-ranks at the first call of each of its algorithms (``NCCL_RUNTIME_CONNECT``), so that a
-small /dev/shm, a network that leads nowhere or a broken way between two GPUs shows in
-the first sum: as an error on one rank, as a call or a kernel that does not end on the
-others (github.com/NVIDIA/nccl/issues/2190), or as wrong numbers. Sums of three sizes,
-which take different algorithms and protocols, are therefore made and compared before
-any of the program's. Algorithms that these do not take, such as those of gathers over
-many nodes, connect later.
+A new communicator may not work. Since 2.22, NCCL connects the ranks at the first call
+of each of its algorithms (``NCCL_RUNTIME_CONNECT``). Therefore, a small /dev/shm, an
+unreachable network or a broken link between two GPUs causes a failure only in the first
+sum: an error on one rank, a call or a kernel that never ends on the other ranks
+(github.com/NVIDIA/nccl/issues/2190), or wrong numbers. For this reason, the trial
+computes and checks sums of three sizes, which use different algorithms and protocols,
+before any sum of the program. Algorithms that these sums do not use, such as gathers
+over many nodes, are connected later.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["Joining", "abort_beside", "described"]
 
-# Many times as long as thousands of ranks need.
+# Many times the time that thousands of ranks need.
 _JOIN_SECONDS = 300.0
-# From when this rank has joined; all ranks join at about the same time.
+# Counted from the time at which this rank has joined; all ranks join at about the same
+# time.
 _TRIAL_SECONDS = 60.0
 _TRIAL_BYTES = (4, 1 << 20, 64 << 20)
 _POLL_SECONDS = 1e-3
@@ -40,14 +41,15 @@ _SUM_ADVICE = (
 
 
 class Joining:
-    """The making of a communicator and its trial; can be awaited as a step of a call.
+    """A step of a call: the creation and the trial of an NCCL communicator.
 
-    It is made on the device that is current here. It ends with `keep` or `give_up`,
-    when every rank knows the result of each: the ranks of a node abort at the same
-    time, as none may free memory that another's kernel still reads. A call of NCCL may
-    not return, and its memory must not be freed meanwhile. So only the thread that made
-    the call aborts, when the call returns, as it does when another rank aborts. Where
-    all ranks wait in such calls, threads and memory stay until the processes end.
+    The communicator is created on the current device. The trial ends with `keep` or
+    `give_up`, after every rank knows the results of all ranks. The ranks of a node must
+    abort at the same time, because a rank must not free memory that the kernel of
+    another rank still reads. An NCCL call may never return, and its memory must not be
+    freed before. Therefore, only the thread that made the call aborts, after the call
+    has returned; the call returns if another rank aborts. If all ranks wait in such
+    calls, threads and memory stay until the processes end.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Joining:
         self._made: Any = None
         self._problem = ""
         self._doing, self._advice = f"joined {size} ranks", _JOIN_ADVICE
-        # Both end before the wait for the other ranks does, which would be an error.
+        # Both limits expire before the wait for other ranks times out with an error.
         self._limit_seconds = min(_JOIN_SECONDS, limit_seconds / 2)
         self._trial_seconds = min(_TRIAL_SECONDS, limit_seconds / 4)
         self._begun = time.monotonic()
@@ -70,7 +72,8 @@ class Joining:
             self._device = library.current_gpu()
             thread.start()
         except Exception as error:
-            # `NcclGroup.connect` tells the other ranks, which may be waiting in NCCL.
+            # `NcclGroup.connect` reports the problem to the other ranks, which may be
+            # waiting in NCCL.
             self._problem = described(error)
             self._ended.set()
 
@@ -93,11 +96,11 @@ class Joining:
             abort_quietly(self._made)
 
     def _sum(self, nbytes: int) -> None:
-        """Sum over the ranks on a stream that nobody else uses, and compare."""
+        """Sum known values over the ranks, on a new stream, and check the result."""
         import cupy
 
         nccl, stream = self._nccl, cupy.cuda.Stream(non_blocking=True)
-        # Whole numbers, whose sums are exact for 66,000 ranks.
+        # The values are small integers, whose float32 sums are exact for 66,000 ranks.
         values = np.resize(np.arange(251, dtype=np.float32), nbytes // 4)
         own = values + np.float32(self._rank % 7)
         ranks = np.float32(sum(rank % 7 for rank in range(self._size)))
@@ -110,26 +113,29 @@ class Joining:
         mark = Mark().record(stream)
         while not mark.passed():
             if self._decided.wait(_POLL_SECONDS):
-                # Before the memory is freed, which waits for the kernel.
+                # Abort before the memory is freed, because freeing waits for the
+                # kernel.
                 abort_quietly(self._made)
             self._made.check_async_error()
-        # Only now, as a copy to memory that is not page-locked holds the host.
+        # Copy only now, because a copy to memory that is not page-locked blocks the
+        # host.
         _compare(memory.get(stream=stream), values * np.float32(self._size) + ranks)
 
     def agreed(self) -> bool:
-        """Return whether the trial has ended, or is given up."""
+        """Return whether the trial has ended, or has exceeded its time limit."""
         return self._ended.is_set() or (
             time.monotonic() > self._begun + self._limit_seconds
         )
 
     def missing(self) -> list[int]:
-        """Return ``[-1]`` until the trial has ended: the ranks are not known."""
+        """Return ``[-1]`` until the trial has ended: the late ranks are unknown."""
         return [] if self.agreed() else [-1]
 
     def problems(self) -> tuple[str, str]:
-        """Say what failed on this rank, and what took too long, once `agreed`.
+        """Return the error and the timeout of this rank as texts, after `agreed`.
 
-        Empty texts for neither. A failure comes first, since it makes others late.
+        A text is empty without an error or timeout. The ranks compare errors first,
+        because an error of one rank causes timeouts on other ranks.
         """
         if self._ended.is_set():
             return self._problem, ""
@@ -139,13 +145,13 @@ class Joining:
         )
 
     def keep(self) -> Any:
-        """Return the communicator, when no rank has a problem."""
+        """Return the communicator, if no rank has a problem."""
         self._kept = True
         self._decided.set()
         return self._made
 
     def give_up(self) -> None:
-        """Have the communicator aborted, when all ranks know of the problem of one."""
+        """Let the thread abort, after all ranks know the problem of a rank."""
         self._decided.set()
 
 
@@ -160,17 +166,17 @@ def _compare(found: Array, expected: Array) -> None:
 
 
 def abort_quietly(comm: Any) -> None:
-    """Abort a communicator and its calls; does not raise."""
+    """Abort a communicator and its calls, ignoring errors."""
     if comm is not None:
         with contextlib.suppress(Exception):
             comm.abort()
 
 
 def abort_beside(comm: Any) -> None:
-    """Call `abort_quietly` in a thread, without waiting for it.
+    """Call `abort_quietly` in a new thread, without waiting for it.
 
-    An abort may need the other ranks, and waits for kernels of other communicators on
-    this device, which may have to be aborted, too (github.com/NVIDIA/nccl/pull/564).
+    An abort may need the other ranks. It also waits for kernels of other communicators
+    on this device, which may have to be aborted, too (github.com/NVIDIA/nccl/pull/564).
     """
     threading.Thread(
         target=abort_quietly, args=(comm,), name="hpcstrat-nccl-abort", daemon=True
@@ -178,6 +184,7 @@ def abort_beside(comm: Any) -> None:
 
 
 def described(error: Exception) -> str:
-    """Return an error of NCCL as text."""
-    # CuPy has no text for some of NCCL's errors, and raises KeyError then.
+    """Return an NCCL error as text."""
+    # The type is part of the text, because CuPy raises KeyError for NCCL errors without
+    # a known message.
     return f"{type(error).__name__}: {error}"

@@ -1,26 +1,28 @@
-"""Reduction of device memory on the host, where neither NCCL nor MPI can do it.
+"""Reduction of GPU memory on the host, if neither NCCL nor MPI can reduce it.
 
-A piece is packed on the device. Parts of it are copied to page-locked memory, summed
-there by an algorithm for arrays of the host, and copied back: while one part is summed,
-the next is copied down and the last one up. Two buffers suffice. All copies are work of
-one lane, so that the copy down into a buffer runs after the copy up from it; and the
-host writes to a buffer only between the copy down, for which it waits, and the copy up.
+A piece is packed on the GPU. Parts of the piece are copied to page-locked host memory,
+summed there by an algorithm for host arrays, and copied back. While one part is summed,
+the next part is copied to the host, and the previous part back to the GPU. Two host
+buffers are enough: all copies are on one lane, so that a copy into a buffer runs after
+the earlier copy from the buffer back to the GPU. The host writes to a buffer only after
+the copy to the host, for which it waits, and before the copy to the GPU.
 
 **Shared memory.** The algorithms of `hpcstrat.engine.collectives.shared_memory` write
-this rank's values to shared memory before the header of the call, which is their first
-step: a rank that has seen the headers of all ranks reads the values of all. Here the
-header has been agreed before the first part is on the host. Instead, the worker's ranks
-make a step for each part. It orders the memory as a header of one worker does, with the
-same records (`SegmentHeaders`); where there are several workers, whose header orders no
-memory, the algorithm makes a step of its own in addition.
+this rank's values to shared memory before their first step, the header of the call:
+after a rank has seen the headers of all ranks, it reads the values of all ranks. In
+this transport, however, the ranks agree on the header before the first part is on the
+host. Therefore, the worker's ranks make one additional step for each part. This step
+orders accesses to shared memory in the same way as the header of a single worker, with
+the same records (`SegmentHeaders`). With several workers, a header does not order
+memory, and the algorithm makes another step of its own.
 
-So each rank sees a sequence of calls, one for each part, and every rank ends a part
-before it begins the next. `hpcstrat.engine.channel.shared_rings` demands that a rank
-comes to step ``n - 1`` only after its last look at the memory of step ``n - 3``, and
-that all ranks take memory of equal sizes in equal order. The first holds, as each piece
-of memory is taken for one step, and a rank writes for a step only when it has done
-everything after the step before the last. The second holds, as the parts depend on the
-plan alone.
+So each rank makes a sequence of calls, one for each part, and every rank ends a part
+before it begins the next part. `hpcstrat.engine.channel.shared_rings` has two
+requirements. First, a rank must reach step ``n - 1`` only after its last read of the
+memory of step ``n - 3``. This holds because each piece of memory is used for one step,
+and a rank writes for a step only after all its work that follows the step before the
+last. Second, all ranks must use memory of equal sizes in equal order. This holds
+because the parts depend on the plan only.
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["StagingTransport"]
 
-# Most bytes of a part: twice as much is page-locked.
+# Maximum size of a part; two buffers of this size are page-locked.
 _PART_BYTES = 8 << 20
 
-# Returns an algorithm for arrays of the host, and the most bytes of its pieces, for the
-# size of an array, and for whether it must be summed exactly: then no half-precision
-# numbers may be sent in its place. The same on all ranks.
+# A function of an array's size, and of whether it must be summed exactly, without
+# half-precision numbers on the network. Returns an algorithm for host arrays, and the
+# maximum size of its pieces. The result is the same on all ranks.
 _Choose = Callable[[int, bool], tuple[Algorithm, int]]
 
 
 class StagingTransport:
-    """The transport that sums on the host, at most ``part_bytes`` at once."""
+    """The transport that sums on the host, in parts of at most ``part_bytes``."""
 
     name = "staging"
 
@@ -63,13 +65,14 @@ class StagingTransport:
         self._buffers = Buffers()
         self._values: Any = None
         self._pinned = Buffers(pinned_memory)
-        # The page-locked memory of even and of odd parts.
+        # The page-locked buffer of even parts, and the buffer of odd parts.
         self._places: tuple[Array, ...] = ()
 
     def choosing(self, choose: _Choose) -> StagingTransport:
-        """Return a transport with the same buffers that makes other choices.
+        """Return a transport with the same buffers and another function ``choose``.
 
-        For calls that do not overlap with those of this one, which is closed for both.
+        Calls of the two transports must not overlap. Closing this transport closes
+        both.
         """
         other = copy.copy(self)
         other._choose = choose
@@ -81,12 +84,12 @@ class StagingTransport:
         self._values = self._buffers.get("values", nbytes)
         nbytes = max(1, min(nbytes, self._part_bytes))
         if self._places and self._places[0].size < nbytes:
-            # The last part of the call before may still be copied from there.
+            # The last part of the previous call may still be copied from this memory.
             self.lane.keep(self._places)
         self._places = tuple(self._pinned.get(n, nbytes) for n in range(2))
 
     def reduce(self, work: Work, channel: Channel) -> WaitSteps:
-        """Reduce the pieces of a work.
+        """Reduce all pieces of the work.
 
         Collective over ``topology.replica_comm``.
         """
@@ -95,7 +98,8 @@ class StagingTransport:
                 (run, pack_run(run, work, self._values, self.lane)) for run in piece
             ]
             parts = [part for run, array in packed for part in self._parts(run, array)]
-            # One part ahead: the copy of the next runs while the host sums this one.
+            # Stay one part ahead, so that the next part is copied while the host sums
+            # this part.
             ahead = self._copied_down(parts)
             down: Any = next(ahead, None)
             for run, part in parts:
@@ -113,9 +117,9 @@ class StagingTransport:
             yield run, array[start : start + length]
 
     def _copied_down(self, parts: list[tuple[Run, Any]]) -> Iterator[Any]:
-        """Begin to copy one part after the other to the host.
+        """Begin to copy the parts to the host, one after the other.
 
-        Yields the memory of each, and what to wait for until the part lies there.
+        Yields the host buffer of each part, and the step that waits for the copy.
         """
         for number, (run, part) in enumerate(parts):
             host = self._places[number % 2][: part.nbytes].view(run.dtype)
@@ -124,8 +128,8 @@ class StagingTransport:
             yield host, self.lane.done()
 
     def _sum(self, run: Run, host: Array, work: Work, channel: Channel) -> WaitSteps:
-        """Sum an array of the host over the ranks, in place."""
-        # The mean of integers is summed in float64.
+        """Sum a host array over the ranks, in place."""
+        # Means of integers are summed in float64, which must not be rounded either.
         exact = work.sources[run.spans[0][0]].dtype.kind in "iu"
         algorithm, piece_bytes = self._choose(host.nbytes, exact)
         pieces = tuple(cut([(host.dtype, host.shape)], False, piece_bytes))
@@ -137,16 +141,16 @@ class StagingTransport:
         yield from steps
 
     def close(self) -> None:
-        """Free the buffers, when all calls have ended."""
+        """Free the buffers; all calls must have ended."""
         self._values, self._places = None, ()
         self._pinned.clear()
         self._buffers.clear()
 
     def abandon(self) -> None:
-        """Leave the memory to the end of the process: a rank has died.
+        """Keep the memory until the process ends, because a rank has died.
 
-        To free memory of the device waits for the lane, which may wait for an event of
-        the dead rank; and MPI may still write to memory of the host.
+        Freeing GPU memory would wait for the lane, which may wait for an event of the
+        dead rank. Also, MPI may still write to the host memory.
         """
         self._pinned.abandon()
         self._buffers.abandon()

@@ -1,7 +1,7 @@
 """Chooses the transport for arrays on GPUs.
 
-The choice depends on what all ranks have agreed that they can do, on the options and on
-the topology, and on nothing else.
+The choice depends only on the capabilities that all ranks have agreed on, on the
+options and on the topology, so that it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcstrat.engine.topology.topology import Topology
 
 __all__ = ["mover", "nccl", "ring", "select_on_gpu", "staged"]
 
-# Size of a piece: most models are one, and buffers stay bounded.
+# Size of a piece: most models fit in one piece, and buffers have a bounded size.
 _PIECE_BYTES = 64 << 20
 
 Choose = Callable[[int, Topology, CommunicationOptions], Choice]
@@ -32,11 +32,11 @@ Choose = Callable[[int, Topology, CommunicationOptions], Choice]
 def select_on_gpu(
     nbytes: int, group: DeviceGroup, options: CommunicationOptions
 ) -> Choice:
-    """Choose how to reduce arrays on GPUs over the replicas; the same on every rank.
+    """Choose the transport of a reduction of GPU arrays; the same on every rank.
 
-    ``nbytes`` is the size of all, in the types in which they are added. Raises
-    ValueError on every rank, if the implementation that the options ask for is not
-    there.
+    ``nbytes`` is the total size of the arrays, in the types in which they are added.
+    Raises ValueError on every rank if the options request an implementation that is not
+    available.
     """
     able, wanted = group.capabilities, options.implementation
     if wanted is CommunicationImplementation.NCCL:
@@ -49,7 +49,7 @@ def select_on_gpu(
                 "implementation out"
             )
         return ring(group, options)
-    # NCCL and MPI send no half-precision numbers in place of others.
+    # NCCL and MPI cannot send half-precision numbers instead of wider types.
     if able.nccl and options.wire_dtype is None:
         return nccl(group, options)
     if able.mpi_sendrecv and options.wire_dtype is None:
@@ -62,7 +62,7 @@ def nccl(
 ) -> Choice:
     """Return the all-reduce of NCCL; raise ValueError if the ranks cannot use it.
 
-    ``in_half`` adds arrays of half types in these.
+    With ``in_half``, arrays of half types are added in half precision.
     """
     reason = group.capabilities.nccl.reason
     if group.nccl is None:
@@ -76,7 +76,7 @@ def nccl(
 
 
 def ring(group: DeviceGroup, options: CommunicationOptions) -> Choice:
-    """Return the sum by messages of an MPI that moves the memory of GPUs."""
+    """Return the reduction by MPI messages with GPU memory."""
     able = group.capabilities
     known = [able.mpi_sendrecv.reason, *_why_not(group, nccl="NCCL")]
     group.explain("messages of MPI", "; ".join(known))
@@ -91,9 +91,10 @@ def staged(
     choose: Choose,
     name: str = "",
 ) -> Choice:
-    """Return the algorithm of the host that is chosen, with copies there and back.
+    """Return a reduction on the host, with copies from the GPU and back.
 
-    ``name`` is that of the choice; empty for the library's.
+    ``choose`` selects the algorithm for host arrays. ``name`` is the name of this
+    choice for the log; empty for the library's own choice.
     """
     reasons = _why_not(
         group, nccl="NCCL", mpi_sendrecv="memory of GPUs in messages of MPI"
@@ -102,23 +103,23 @@ def staged(
         f"{name or 'algorithms'} on the host, with copies there and back",
         "; ".join(reasons) or "the program asks for it",
     )
-    # Integers are never rounded to half precision, whatever is asked for floats.
+    # Integers are never rounded to half precision, even if ``wire_dtype`` is set.
     exactly = replace(options, wire_dtype=None)
 
     def choose_for(size: int, exact: bool) -> tuple[Algorithm, int]:
         choice = choose(size, group.topology, exactly if exact else options)
         return choice.algorithm, choice.piece_bytes
 
-    # An algorithm that does not serve the topology is refused here.
+    # This call raises an error if the algorithm does not support the topology.
     starts = choose(nbytes, group.topology, options).starts
     made = group.transport("staging", lambda: StagingTransport(group.lane, choose_for))
     return replace(_choice(made.choosing(choose_for), options), starts=starts)
 
 
 def mover(group: DeviceGroup) -> Mover:
-    """Return the mover of arrays between GPUs: by NCCL, or by copies through the host.
+    """Return the mover of arrays between GPUs: by NCCL, or through host memory.
 
-    Ready for a call; may raise on this rank alone.
+    The mover is ready for a call. The function may raise on this rank only.
     """
     if group.nccl is not None:
         return NcclMover(group.nccl.group, group.lane)
@@ -126,7 +127,7 @@ def mover(group: DeviceGroup) -> Mover:
 
 
 def _why_not(group: DeviceGroup, **words: str) -> list[str]:
-    """Say of abilities, by their names, why the ranks lack them, where they do."""
+    """Return texts with the reasons why the ranks lack some of these abilities."""
     abilities = {name: getattr(group.capabilities, name) for name in words}
     return [
         f"not {words[name]}: {ability.reason}"
