@@ -38,7 +38,7 @@ __all__ = [
 PLAIN = (bool, int, float, complex)
 # NumPy numbers its own types below this; ml_dtypes' eight-bit floats lie above.
 FIRST_FOREIGN_TYPE = 256
-# A number may be cast to its own kind, or to a kind with a higher rank here.
+# A number may be cast to a kind with the same or a higher value in this table.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
 _DEFAULTS = (
     ("integers", np.dtype(np.int32), "int64"),

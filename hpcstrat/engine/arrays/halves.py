@@ -1,4 +1,4 @@
-"""Conversion from float32 to half precision and back, by vectorized integer arithmetic.
+"""Conversion from float32 to half precision and back, by vectorized arithmetic.
 
 NumPy converts one number at a time, which takes longer than half precision saves on a
 network of 1 Gbit/s. Here, a float32 is multiplied by a power of two, so that its

@@ -28,8 +28,8 @@ class IndexedSlices:
         The rows. Python numbers become float32 or int32; in an update of a variable,
         they are cast to the variable's dtype.
     indices : array_like of int of shape (n,)
-        Row number of each row in ``values``; repeated row numbers are added up. The
-        indices are stored on the same device as ``values``.
+        Row number of each row in ``values``; a row number may occur several times, and
+        each occurrence counts. The indices are stored on the same device as ``values``.
     dense_shape : sequence of int, optional
         Shape of the whole array.
 

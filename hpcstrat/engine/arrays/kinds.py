@@ -42,7 +42,7 @@ _REFUSALS = (BufferError, RuntimeError, TypeError)
 
 
 def is_device(value: Any) -> bool:
-    """Return whether a value is a CuPy array, so in the memory of a GPU.
+    """Return whether a value is a CuPy array, which is in the memory of a GPU.
 
     The test is cheap, and never loads CuPy. Returns False for device arrays of other
     libraries, which `as_array` converts.

@@ -96,7 +96,7 @@ def _place(array: Any) -> tuple[Any, ...]:
 
 
 def _not_surely_apart(outs: list[Any]) -> list[int]:
-    """Return the outs that may share memory, without their addresses (slow to read)."""
+    """Return the outs that may share memory, without reading addresses (slow)."""
     owners: dict[int, list[int]] = {}
     for index, out in enumerate(outs if len(outs) > 1 else ()):
         # Two arrays never own the same memory, and a NumPy view refers to its owner.

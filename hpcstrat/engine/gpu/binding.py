@@ -80,10 +80,10 @@ def choose(views: Sequence[View]) -> list[Gpu | None]:
     """Choose a GPU for each rank of a host, with that rank's CUDA number.
 
     A rank gets the GPU that the program has named or chosen, or else the GPU that the
-    rank had earlier, if no other rank has it. The GPUs are then dealt to the remaining
-    ranks with equal lists in turn, first the GPUs that no rank has; a rank that sees a
-    single GPU gets it. The entry is None if a rank sees no GPU, or does not see the GPU
-    that was named.
+    rank had earlier, if no other rank has it. The remaining ranks that see the same
+    list of GPUs get these GPUs in turn, first the GPUs that no rank has; a rank that
+    sees a single GPU gets it. The entry is None if a rank sees no GPU, or does not see
+    the GPU that was named.
     """
     everything = worker_gpus(views)
     result: list[Gpu | None] = [_fixed(view, everything) for view in views]

@@ -1,4 +1,4 @@
-"""Finds by which ways all ranks can move arrays between their GPUs."""
+"""Determines how all ranks can move arrays between their GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """Whether all ranks have an ability; usable as a condition."""
+    """Whether all ranks have an ability, and the reason; can be used as a condition."""
 
     # ``reason`` says how the ability is known, or which rank and host lacks it, and
     # why.

@@ -44,7 +44,7 @@ def fits_device(dtype: np.dtype[Any]) -> bool:
 
 @dataclass(slots=True)
 class _BatchMemory:
-    """GPU memory or page-locked memory for a batch; may be reused after an event."""
+    """GPU or page-locked memory for a batch, reusable after the event ``free``."""
 
     memory: Array
     free: Any = None

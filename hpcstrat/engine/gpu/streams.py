@@ -78,7 +78,7 @@ class Done:
         return self._mark is None
 
     def missing(self) -> list[int]:
-        """Return ``[-1]`` until the work is done, because no rank is missing."""
+        """Return ``[-1]`` (no rank) until the work is done, then an empty list."""
         return [] if self.agreed() else [-1]
 
 

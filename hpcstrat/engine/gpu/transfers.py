@@ -91,14 +91,14 @@ def _unlock(memory: Array) -> None:
 
 
 class Arrival:
-    """Copies that are complete when the GPU has passed an event; now if it is None."""
+    """Copies that are complete after a CUDA event (None: they are complete already)."""
 
     def __init__(self, event: Any = None, device: Any = None) -> None:
         self._event = event
         self._device = device
 
     def wait(self) -> None:
-        """Wait for the copies only, not for other GPU work. Any thread may call it."""
+        """Wait for the copies, not for other GPU work. For any thread."""
         event, self._event = self._event, None
         if event is not None:
             self._device.use()
@@ -116,8 +116,9 @@ class Downloads:
     def __init__(self) -> None:
         import cupy
 
-        # Other threads set this device, because they would use CUDA's default GPU,
-        # number 0, and each process would then allocate a context on GPU 0.
+        # Each thread makes this device current before a copy. A thread would otherwise
+        # use CUDA's default GPU, number 0, and each process would allocate a context
+        # there.
         self._device = cupy.cuda.Device()
         self._lane = Lane()
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Calls between logical replicas, for code that runs as one of them."""
+"""Collective calls between logical replicas, for code that runs in a replica."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Listener(Protocol):
         """Resume after `pause`; called in the replica's thread."""
 
     def end(self) -> None:
-        """End a run."""
+        """End a run; called in the thread that called `run_listened`."""
 
 
 class EndedReduction:
@@ -56,7 +56,7 @@ class EndedReduction:
         return True
 
     def wait(self) -> Tree:
-        """Return the result."""
+        """Return the result of the reduction."""
         return self._result
 
 

@@ -29,8 +29,8 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["ReplicaSums", "require_no_wire_dtype"]
 
 _PIECE_BYTES = 4 << 20
-# Arrays up to _SMALL_BYTES are copied into one buffer of at most _PACK_BYTES, so that
-# one NumPy call adds many of them.
+# Arrays of at most _SMALL_BYTES are packed into buffers of at most _PACK_BYTES, so that
+# one NumPy call adds many arrays.
 _SMALL_BYTES = 32 << 10
 _PACK_BYTES = 256 << 10
 # For runs up to this size, every rank gathers all roots and adds them itself.
@@ -38,7 +38,7 @@ _GATHERED_BYTES = 8 << 10
 
 
 class ReplicaSums:
-    """Sums over logical replicas in the order of their tree.
+    """Sums over logical replicas in the order of a `TreeOrder`.
 
     ``ranks`` makes the calls between ranks, and ``rank`` is this rank's number.
     """
@@ -61,7 +61,7 @@ class ReplicaSums:
         out: Tree = None,
         are_roots: bool = False,
     ) -> Tree:
-        """Sum or average trees of arrays over all replicas; ``trees`` has this rank's.
+        """Sum or average trees of arrays over all replicas, given this rank's trees.
 
         Collective over ``topology.replica_comm``; the arguments are those of
         ``Collectives.reduce_in_call``. With ``are_roots``, ``trees`` are partial sums,

@@ -51,9 +51,9 @@ class ReplicaArrivals:
         Number of calls in which this replica waited for late replicas, before any data
         was exchanged.
     waited_seconds : float
-        Total of these waits.
+        Total time of the waits for late replicas.
     longest_seconds : float
-        The longest of these waits.
+        The longest wait for late replicas.
     longest_call : str
         Name of the call in which the longest wait happened.
     histogram : tuple of int
@@ -62,9 +62,9 @@ class ReplicaArrivals:
     data_waits : int
         Number of waits for data inside of a call, after all replicas had arrived.
     data_seconds : float
-        Total of these waits.
+        Total time of the waits for data.
     data_longest_seconds : float
-        The longest of these waits.
+        The longest wait for data.
     awaited : tuple of (int, float)
         Pairs of a replica of the same worker that arrived last, and the seconds for
         which this replica waited for it; longest first. Only known if the strategy has

@@ -29,7 +29,7 @@ __all__ = ["Arrivals"]
 _MOST_LOOKED_AT = 16
 _PUBLISH_SECONDS = 0.1
 _GATHER_SECONDS = 5.0
-# Repeats of a read that sees a page during a write, which takes some microseconds.
+# How often a read is tried: it fails during a write, which takes some microseconds.
 _READ_ATTEMPTS = 50
 
 
@@ -69,7 +69,7 @@ class Arrivals:
         self._header, self._data = _Waits(), _Waits()
         replicas, own = topology.worker_replicas, topology.worker_comm.rank
         self._awaited = dict.fromkeys(replicas, 0.0)
-        # Whether late ranks can be identified, and whether also in short waits.
+        # Whether late ranks can be identified at all, and whether in short waits, too.
         self._knows = topology.num_workers == 1 < topology.worker_comm.size
         self.looks_early = self._knows and len(replicas) <= _MOST_LOOKED_AT
         self._host = platform.node()

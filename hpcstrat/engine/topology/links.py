@@ -252,7 +252,7 @@ class _LinkPairs:
         first, last = int(self._first[self._worker]), int(self._last[self._worker])
         count = len(self._first)
         turns = _turns(count) if rank == first else []
-        # Each round has an equal share of 0.3 of the limit. The first half of the limit
+        # The rounds share 30 % of the time limit equally. The first half of the limit
         # is a reserve for very slow links: a rank that waits for a silent partner until
         # the end of a round is late for its next round.
         share = 0.3 * limit_seconds / max(1, len(turns))

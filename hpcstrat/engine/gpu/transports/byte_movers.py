@@ -97,7 +97,8 @@ class StagedMover:
                 yield from self._cast(places[number % 2], spans, root)
             return
         # Before a host buffer is overwritten, wait for the copies from it to the GPU:
-        # at first the copies of an earlier call, then those of the chunk two before.
+        # at first the copies of an earlier call, then the copies of the chunk before
+        # the previous one.
         free = deque([lane.done(), lane.done()])
         for number, spans in enumerate(chunks):
             yield free.popleft()

@@ -80,7 +80,7 @@ class MpiTransport:
         self._scratch: Any = None
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
-        """Make the buffers for pieces of at most a size; may raise."""
+        """Allocate buffers for pieces of at most ``nbytes``; may raise."""
         del count
         # The buffers are not from CuPy's pool: its arrays are parts of larger blocks,
         # and another process could only map a whole block.
@@ -126,8 +126,8 @@ class MpiTransport:
     def _by_doubling(self, values: Any) -> WaitSteps:
         """Sum by recursive doubling: exchange sums with ranks at distance 1, 2, 4, ...
 
-        A power of two of the ranks take part. Before, each surplus rank (an even rank
-        among the first ranks) sends its values to the next rank, and afterwards it
+        The largest power of two of ranks takes part. Each surplus rank, an even rank
+        among the first ranks, first sends its values to the next rank, and finally
         receives the sums from that rank.
         """
         active = 1 << (self._size.bit_length() - 1)

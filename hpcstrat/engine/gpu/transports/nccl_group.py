@@ -208,7 +208,7 @@ class NcclGroup:
     def broadcast(self, arrays: Sequence[Any], root: int) -> None:
         """Copy the contiguous arrays of rank ``root`` to all ranks, in place.
 
-        Collective over ``comm``; waits for nobody.
+        Collective over ``comm``; does not wait.
         """
 
         def call() -> None:
@@ -255,7 +255,7 @@ class NcclGroup:
             raise TransportError(f"expected NCCL to go on, found {problem}; {_ADVICE}")
 
     def failure(self) -> str:
-        """Return the error of earlier calls as text. Never blocks; for any thread."""
+        """Return the error of earlier calls as text; never blocks, in any thread."""
         # Another thread frees the communicator, or checks it already: do not wait for
         # it.
         if not self._lock.acquire(blocking=False):
@@ -284,9 +284,9 @@ class NcclGroup:
         self.waits_since = math.inf
 
     def ended(self) -> WaitSteps:
-        """Wait until all earlier calls have ended, if ranks may be lost.
+        """Wait until all earlier calls have ended, if the group survives lost ranks.
 
-        If ranks may not be lost, it does nothing: only streams wait, not the host.
+        Without ``survives``, it does nothing: only streams wait, not the host.
         """
         if self.survives:
             yield NcclEnding(self._lane.done(), self._check)
@@ -311,9 +311,9 @@ class NcclGroup:
 def nccl_failure() -> str:
     """Return the error of a failed communicator, whose kernels will never end.
 
-    Never blocks; for any thread. Returns an empty string if nothing has failed, or if
-    the program itself gets the error, as in groups that wait for the end of their
-    calls.
+    Never blocks; any thread may call this function. Returns an empty string if nothing
+    has failed, or if the program itself gets the error, as in groups that wait for the
+    end of their calls.
     """
     return next(filter(None, (group.failure() for group in _unaware())), "")
 

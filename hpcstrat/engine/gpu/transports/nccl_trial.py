@@ -26,10 +26,10 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["Joining", "abort_beside", "described"]
 
-# Many times the time that thousands of ranks need.
+# Time limit for joining: many times the time that thousands of ranks need.
 _JOIN_SECONDS = 300.0
-# Counted from the time at which this rank has joined; all ranks join at about the same
-# time.
+# Time limit of the sums, counted from the time at which this rank has joined; all ranks
+# join at about the same time.
 _TRIAL_SECONDS = 60.0
 _TRIAL_BYTES = (4, 1 << 20, 64 << 20)
 _POLL_SECONDS = 1e-3
@@ -47,9 +47,9 @@ class Joining:
     `give_up`, after every rank knows the results of all ranks. The ranks of a node must
     abort at the same time, because a rank must not free memory that the kernel of
     another rank still reads. An NCCL call may never return, and its memory must not be
-    freed before. Therefore, only the thread that made the call aborts, after the call
-    has returned; the call returns if another rank aborts. If all ranks wait in such
-    calls, threads and memory stay until the processes end.
+    freed while it runs. Therefore, only the thread that made the call aborts, after the
+    call has returned; the call returns if another rank aborts. If all ranks wait in
+    such calls, threads and memory stay until the processes end.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class StagingTransport:
         return other
 
     def prepare(self, nbytes: int, count: int = 1) -> None:
-        """Make the buffers for pieces of at most a size; may raise."""
+        """Allocate buffers for pieces of at most ``nbytes``; may raise."""
         del count
         self._values = self._buffers.get("values", nbytes)
         nbytes = max(1, min(nbytes, self._part_bytes))

@@ -47,7 +47,7 @@ class Track:
         ]
 
     def thread(self, number: int, name: str) -> list[str]:
-        """Return the metadata events with a thread's name; number 0 is the main one."""
+        """Return the metadata events that name a thread; 0 is the main thread."""
         index = {"sort_index": self.replica}
         return [
             metadata(self, "thread_name", {"name": name}, number),

@@ -31,7 +31,7 @@ class RankWaits:
 def last_arrivals(
     events: Iterable[tuple[RankFile, dict[str, Any]]],
 ) -> dict[int, RankWaits]:
-    """Return by replica how often it arrived last; the events have aligned times.
+    """Return the waits of each replica, from events with aligned times, by replica.
 
     Only calls that all replicas have recorded are counted.
     """
@@ -42,7 +42,7 @@ def last_arrivals(
         if event["ph"] == "X" and event["name"] == WAIT:
             args = event["args"]
             if "sequence" not in args:
-                continue  # A pending call: the start of the wait is not the arrival.
+                continue  # Skip pending calls: their waits begin after the arrival.
             key = args["channel"], args["sequence"]
             came.setdefault(key, {})[file.tid] = event["ts"], event["dur"]
     for times in came.values():

@@ -32,7 +32,7 @@ class _Active:
         self.recorder: Recorder | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and make channels leave the kernel's fast path."""
+        """Set an attribute, and make channels leave the fast path of the C kernel."""
         super().__setattr__(name, value)
         for channel in list(self.channels):
             channel.state.attention = True
