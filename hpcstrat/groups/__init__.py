@@ -1,4 +1,4 @@
-"""Replicas in sync inside of groups, whose parameters are averaged now and then."""
+"""Groups of replicas: in sync inside of each group, averaged after every few steps."""
 
 from hpcstrat.groups.sync_groups import SyncGroups
 

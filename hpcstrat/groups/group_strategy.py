@@ -1,4 +1,4 @@
-"""The strategy of one group of replicas, and which replicas form the groups."""
+"""The strategy of one group of replicas, and the assignment of replicas to groups."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from hpcstrat.variables import MirroredVariable
 class GroupStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on the replicas of a group.
 
-    Collective over ``comm``; making a trainable variable of floating type in its scope
-    is collective over all replicas, through ``take``, which is given each of them.
+    Collective over ``comm``. Making a trainable variable of floating type in the scope
+    is collective over all replicas of all groups, because ``take`` is called with the
+    variable.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
         super().__init__(**options)
 
     def variable_made(self, variable: MirroredVariable) -> None:
-        """Take a new variable; collective over all replicas if groups average it."""
+        """Register a new variable; collective over all replicas if it is averaged."""
         super().variable_made(variable)
         kind = variable.dtype
         if variable.trainable and (kind.kind in "fc" or is_half(kind)):
@@ -40,10 +41,11 @@ def make_groups(
     take: Callable[[MirroredVariable], None],
     **options: Any,
 ) -> GroupStrategy:
-    """Return the strategy of this replica's group; ``split`` of both says who is where.
+    """Return the strategy of this replica's group, and record the groups in ``split``.
 
-    Collective over the replicas of ``whole``. Groups are workers, or runs of ``size``
-    replicas.
+    Collective over the replicas of ``whole``. Each worker is a group, or, with
+    ``size``, each ``size`` consecutive replicas. Both strategies get the same
+    ``split``, which holds the group of each replica.
     """
     topology = whole.topology
     group = topology.worker_id if size is None else topology.replica_id // size

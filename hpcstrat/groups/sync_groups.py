@@ -1,4 +1,4 @@
-"""Groups of replicas: in sync at each step inside, averaged after many steps."""
+"""Groups of replicas: in sync inside at each step, averaged after many steps."""
 
 from __future__ import annotations
 
@@ -26,53 +26,57 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CREATION = "creation of SyncGroups"
-# Indices of the counts: steps since the last sum began, and since the pending sum began
-# (-1: none is pending).
+# Indices of the two counts: steps since the last sum over groups began, and steps since
+# the pending sum began (-1: no sum is pending).
 _SINCE, _UNDER_WAY = 0, 1
 
 
 class SyncGroups:
     """Replicas in groups that are in sync inside, and averaged after every few steps.
 
-    Collective over ``comm``, as are its methods, unless they say otherwise.
+    Creation is collective over ``comm``; so are the methods, unless a method says that
+    it is not.
 
-    Each group trains by itself with ``strategy``, whose sums stay in the group. A round
-    ends every ``every`` steps. Its outer gradient is the outer parameters, which are
-    equal in all groups, minus the mean of the groups' parameters over all replicas. The
-    outer optimizer changes the outer parameters by it, and each group continues from
-    them. ``SGD(1.0)`` takes the average of the groups' parameters: local SGD (Stich,
-    Local SGD Converges Fast and Communicates Little, ICLR 2019,
-    doi:10.48550/arXiv.1805.09767). The default is that of DiLoCo (Douillard et al.,
-    DiLoCo: Distributed Low-Communication Training of Language Models, 2023,
-    doi:10.48550/arXiv.2311.08105).
+    Each group trains by itself with ``strategy``, which sums gradients only inside of
+    the group. A round ends every ``every`` steps. The outer parameters are equal in all
+    groups. At the end of a round, the outer gradient is the outer parameters minus the
+    mean of the groups' parameters over all replicas. The outer optimizer updates the
+    outer parameters with this gradient, and each group continues from the outer
+    parameters. With ``outer=SGD(1.0)`` each group continues from the average of the
+    groups' parameters: this is local SGD (Stich, Local SGD Converges Fast and
+    Communicates Little, ICLR 2019, doi:10.48550/arXiv.1805.09767). The default outer
+    optimizer is the one of DiLoCo (Douillard et al., DiLoCo: Distributed
+    Low-Communication Training of Language Models, 2023, doi:10.48550/arXiv.2311.08105).
 
-    The trainable variables of floating types made in the scope of ``strategy`` are
-    averaged; all groups begin with replica 0's values. So making one is collective over
-    all replicas, and this object keeps them. All other state, such as that of inner
-    optimizers, belongs to a group.
+    The averaged variables are the trainable variables of floating types that are made
+    in the scope of ``strategy``; all groups begin with replica 0's values. Making such
+    a variable is therefore collective over all replicas, and this object keeps a
+    reference to it. All other state, such as the state of inner optimizers, belongs to
+    one group.
 
     Parameters
     ----------
     by : {"worker"}, optional
-        Each worker is a group; the default without ``size``.
+            Each worker is a group; this is the default if ``size`` is not given.
     every : int
         Number of steps of a round.
     size : int, optional
-        Number of replicas of a group, a divisor of the number of all.
+            Number of replicas of a group, a divisor of the number of all replicas.
     outer : Optimizer, optional
-        Changes the outer parameters; default: ``SGD(0.7, momentum=0.9,
-        nesterov=True)``. Its ``aggregation`` is not used.
+            The optimizer that updates the outer parameters; default: ``SGD(0.7,
+            momentum=0.9, nesterov=True)``. Its ``aggregation`` is not used.
     delay : int
-        Number of steps after the end of a round after which its sum is awaited, from 0
-        to ``every``. Messages travel meanwhile, as for `start_all_reduce`. The group
-        keeps what it has learned by then, and adds the change of the outer parameters.
-        Needs another copy of the parameters.
+            Number of steps between the end of a round and the wait for its sum, from 0
+            to ``every``. Messages travel during these steps, as for `start_all_reduce`.
+            The group keeps the updates that it has made in these steps, and adds the
+            change of the outer parameters to them. A delay needs another copy of the
+            parameters.
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks; default: all of the job.
+            The ranks; default: all ranks of the job.
     replicas_per_worker : int, optional
         As for `MultiWorkerMirroredStrategy`.
     communication_options : CommunicationOptions, optional
-        For sums between groups, such as their type in messages.
+            Options for sums between groups, such as the type of values in messages.
     on_error : str
         ``"abort"`` or ``"raise"``, for both strategies; see `Strategy`. An error in
         ``run`` is raised in its group only.
@@ -80,23 +84,23 @@ class SyncGroups:
         Whether a thread also continues sums between groups; see
         `MultiWorkerMirroredStrategy`.
     settings : Settings, optional
-        How the strategies watch over their ranks.
+            Settings of both strategies, such as their timeouts.
 
     Attributes
     ----------
     strategy : Strategy
-        The strategy of this replica's group, for ``scope`` and ``run``.
+            The strategy of this replica's group; use its ``scope`` and ``run``.
     everyone : MultiWorkerMirroredStrategy
-        The strategy of all replicas, for data sets and random numbers of all.
+            The strategy of all replicas, for datasets and random numbers of all
+            replicas.
     outer : Optimizer
         The outer optimizer; its ``iterations`` count the rounds.
 
     Raises
-    ------
     ValueError
         For arguments out of range.
     CollectiveError
-        If ranks give different arguments. On every rank.
+        If ranks pass different arguments; raised on every rank.
     ReplicaError
         If an argument is wrong on another rank.
     """
@@ -128,7 +132,7 @@ class SyncGroups:
         # The group's parameters when the pending sum began.
         self._starts: list[Variable] = []
         self._sum: PendingCall | None = None
-        # Learning rate of the outer optimizer in this round.
+        # Learning rate of the outer optimizer at the end of this round.
         self._rate = 0.0
         try:
             self._agree(by, size, every, delay, outer)
@@ -140,7 +144,8 @@ class SyncGroups:
                 on_error=on_error,
             )
         except Exception:
-            # Raised on all ranks, so that all close.
+            # The error is raised on all ranks, so all ranks close the strategy
+            # together.
             self.everyone.close()
             raise
         self._counts = _plain("counts", np.array([0, -1], np.int64))
@@ -153,7 +158,7 @@ class SyncGroups:
         delay: int,
         outer: Optimizer | None,
     ) -> None:
-        """Check on all ranks that the arguments are valid and equal."""
+        """Check that the arguments are valid, and equal on all ranks."""
         collectives = self.everyone.collectives
         try:
             _check(by, size, every, delay, self.everyone.num_replicas_in_sync)
@@ -175,7 +180,7 @@ class SyncGroups:
 
     @property
     def collectives(self) -> Collectives:
-        """The calls between all replicas; for the library's own modules."""
+        """The collective calls between all replicas, for the library's own modules."""
         found: Collectives = self.everyone.collectives
         return found
 
@@ -192,7 +197,7 @@ class SyncGroups:
         return self.everyone.split.own
 
     def _take(self, variable: MirroredVariable) -> None:
-        """Average a new variable from now on; give it replica 0's value in all groups.
+        """Set a new variable to replica 0's value, and average it from now on.
 
         Collective over all replicas.
         """
@@ -215,26 +220,29 @@ class SyncGroups:
 
     @collective
     def step(self) -> bool:
-        """Count a step of the group; the last one of a round ends it.
+        """Count a step of this group, and end the round at its last step.
 
-        Collective over all replicas at the end of a round; other calls do not wait for
-        other groups. Call it after each ``strategy.run`` that changes variables, also
-        if it failed in this group: groups meet by the number of these calls.
+        The call that ends a round is collective over all replicas; other calls do not
+        wait for other groups. Call it after each ``strategy.run`` that changes
+        variables, even if that ``run`` failed in this group, because all groups must
+        make the same number of these calls before they are averaged.
 
         Returns
         -------
         bool
-            Whether the groups have met at this step: they continue from the outer
-            parameters, or with a ``delay`` from these and their own changes.
+                True if this call averaged the groups. This group then continues from
+                the outer parameters or, with a ``delay``, from the outer parameters
+                plus the updates that it made during the delay.
 
         Raises
         ------
         ValueError
-            Without variables to average.
-        RuntimeError
-            In a replica function.
-        CollectiveError
-            If ranks have other variables. On every rank, as are errors of the sum.
+                If there are no variables to average.
+            RuntimeError
+                If called in a replica function.
+            CollectiveError
+                If ranks have different variables. This error and the errors of the sum
+                are raised on every rank.
         """
         self._require_outside("step")
         counts = self._counts.component
@@ -254,17 +262,18 @@ class SyncGroups:
 
     @collective
     def end_round(self) -> None:
-        """End the round now: all groups get the outer parameters.
+        """End the round now: all groups continue from the outer parameters.
 
-        Collective over all replicas. For the end of a training, or of a part of it; the
-        next round begins. Nothing is sent if a round has just ended.
+        Collective over all replicas. Call it at the end of a training, or of a part of
+        it; the next call of `step` begins a new round. Nothing is sent if a round has
+        just ended.
 
         Raises
         ------
         ValueError
-            Without variables to average.
-        RuntimeError
-            In a replica function.
+                If there are no variables to average.
+            RuntimeError
+                If called in a replica function.
         """
         self._require_outside("end_round")
         counts = self._counts.component
@@ -290,24 +299,27 @@ class SyncGroups:
 
     @without_fp_warnings
     def _changes(self) -> list[Array]:
-        """Return this group's changes since the last round, with opposite signs."""
+        """Return the outer gradients: outer parameters minus the group's parameters."""
         changes = [outer.component - own.component for own, outer in self._pairs]
-        # Arrays again, as NumPy turns those without dimensions into numbers.
+        # NumPy's differences of arrays without dimensions are scalars: convert them
+        # back.
         return [array_module(change).asarray(change) for change in changes]
 
     def _begin(self, delay: int) -> None:
-        """Begin the sum over the groups; without a delay also end it."""
+        """Begin the sum over the groups; without a delay, wait until it is complete."""
         collectives, changes = self.collectives, self._changes()
         names = ", ".join(variable.name for variable, _ in self._pairs)
         what = f"mean over groups of {names}"
-        # A function of the program may fail here on one rank: the header reports it.
+        # The program's own learning rate schedule may fail on one rank here; the header
+        # of the next collective call reports that error to the other ranks.
         self._rate = self.outer._rate(collectives)
         if not delay:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
             self._take_outer()
         else:
-            # No rank awaits this header, so the sum carries a notice of the job's end:
-            # see `_finish`.
+            # No rank waits for the headers of a pending sum, so no rank reads a notice
+            # of the job's end in them. Therefore the sum itself carries a flag: see
+            # `_finish`.
             told = array_module(changes[0]).zeros(1, np.float32)
             told += bool(getattr(collectives.channel, "notice", ""))
             given = [*changes, told]
@@ -318,16 +330,16 @@ class SyncGroups:
         self._counts.component[_SINCE] = 0
 
     def _take_outer(self) -> None:
-        """Continue from the outer parameters."""
+        """Set this group's parameters to the outer parameters."""
         for variable, outer in self._pairs:
             variable.component[...] = outer.component
 
     def _use(self, gradients: list[Array]) -> None:
-        """Change the outer parameters by the mean over the groups."""
-        # Variables that were made after the sum began have no part in it.
+        """Update the outer parameters with their mean gradients over the groups."""
+        # Variables that were made after the sum began have no gradient in it.
         outers = [outer for _, outer in self._pairs[: len(gradients)]]
         pairs = list(zip(gradients, outers, strict=True))
-        # Outside of the program's scope; `run` compares copies.
+        # The program's scope must not apply here; `run` compares the replicas' copies.
         token = push(None)
         try:
             self._build()
@@ -336,27 +348,29 @@ class SyncGroups:
             pop(token)
 
     def _build(self) -> None:
-        """Make the outer optimizer's state, if it is not made."""
+        """Make the outer optimizer's state, if it does not exist yet."""
         if self._pairs:
             self.outer.build([outer for _, outer in self._pairs])
 
     def _finish(self) -> None:
-        """Wait for the pending sum, if there is one."""
+        """Wait for a pending sum, if there is one, and update the outer parameters."""
         if self._sum is not None:
             started, self._sum = self._sum, None
             try:
                 *gradients, told = started.wait()
                 if float(told[0]):
-                    # All replicas know that one has a notice, and call together for it.
+                    # The flag is equal on all replicas, so all of them enter this
+                    # barrier, whose headers carry the notice.
                     self.collectives.barrier("notice to all groups")
                 self._use(gradients)
             except BaseException:
-                # The next round includes the changes of this one.
+                # The sum is lost, but the next round's differences include this round's
+                # updates.
                 self._counts.component[_UNDER_WAY] = -1
                 raise
 
     def _merge(self) -> None:
-        """Add the changes of the outer parameters to the group's parameters."""
+        """Wait for the pending sum, and add its changes to the group's parameters."""
         self._finish()
         self._add_changes()
         self._counts.component[_UNDER_WAY] = -1
@@ -364,15 +378,17 @@ class SyncGroups:
     @without_fp_warnings
     def _add_changes(self) -> None:
         for (variable, outer), start in zip(self._pairs, self._starts, strict=True):
-            # Into the memory of `start`, which is not needed any more.
+            # Write into the memory of `start`, because its values are not needed any
+            # more.
             change = np.subtract(outer.component, start.component, out=start.component)
             value = variable.component
             value += change
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the state to save, after waiting for a pending sum.
+        """Return the variables to save, after waiting for a pending sum.
 
-        Collective over all replicas. The program saves the groups' parameters itself.
+        Collective over all replicas. The returned variables do not include the groups'
+        parameters, which the program saves itself.
 
         Returns
         -------
@@ -398,7 +414,7 @@ class SyncGroups:
 
     @collective
     def close(self) -> None:
-        """Close both strategies, after a pending sum.
+        """Close the strategy of the group and the strategy of all replicas.
 
         Collective over all replicas. A second call does nothing.
         """
@@ -409,7 +425,8 @@ class SyncGroups:
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        # Closing is collective, and after an error the others may not come.
+        # Closing is collective: after an error on this rank it could wait for ranks
+        # that never call it.
         if kind is None:
             self.close()
 
@@ -422,7 +439,7 @@ class SyncGroups:
 
 
 def _plain(name: str, array: Array) -> Variable:
-    """Make a variable that belongs to no strategy, in any scope."""
+    """Make a variable that belongs to no strategy, whatever scope the caller is in."""
     token = push(None)
     try:
         return Variable(HostValue(array), trainable=False, name=name)

@@ -1,5 +1,5 @@
-"""Adapters to other libraries, one each.
+"""Adapters to other libraries, with one package for each library.
 
-Those to PyTorch and JAX are independent of one another. Those to libraries that use
-them, as Keras does, or that are adapters themselves, as Horovod is, build on them.
+The adapters to PyTorch and JAX are independent of one another. The adapter to Keras
+builds on both, because Keras runs on them; the adapter to Horovod builds on PyTorch's.
 """

@@ -1,4 +1,4 @@
-"""Checks that the adapters share: versions, strategies; the start of programs."""
+"""Functions that several adapters share, such as checks of versions and strategies."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
 
 
 def require_sums_each_step(strategy: Strategy, what: str) -> None:
-    """Refuse a strategy that does not sum gradients in each step, as frameworks do.
+    """Raise an error if a strategy does not sum gradients in each step.
 
-    Not collective, and the same on every rank: NotImplementedError.
+    Frameworks need these sums. Not collective; NotImplementedError on every rank.
     """
     if not strategy.sums_each_step:
         raise NotImplementedError(
@@ -43,9 +43,9 @@ def require_sums_each_step(strategy: Strategy, what: str) -> None:
 
 
 def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
-    """Refuse a strategy of logical replicas where each replica needs a rank.
+    """Raise an error if a strategy has logical replicas but each replica needs a rank.
 
-    Not collective, and the same on every rank: NotImplementedError.
+    Not collective; NotImplementedError on every rank.
     """
     if strategy.logical:
         raise NotImplementedError(
@@ -55,9 +55,10 @@ def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
 
 
 def require(name: str, least: str, distribution: str | None = None) -> None:
-    """Refuse a library that is missing or too old; does not import it.
+    """Raise ImportError if a library is missing or too old, without importing it.
 
-    From here on messages name lines of programs that call it, and not its own lines.
+    From this call on, messages that name a line of the program skip this library's own
+    lines, and name the line that called the library.
     """
     distribution = distribution or name
     spec = find_spec(name)
@@ -71,7 +72,8 @@ def require(name: str, least: str, distribution: str | None = None) -> None:
     try:
         found = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        # A build in its own folder can be imported without being installed.
+        # A build that is imported from its own folder has no installed version to
+        # check.
         return
     if _numbers(found) < _numbers(least):
         raise ImportError(
@@ -81,7 +83,7 @@ def require(name: str, least: str, distribution: str | None = None) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers before a local part or a mark such as rc1."""
+    """Return the numbers of a version, such as ``(2, 4, 0)`` for ``2.4.0rc1+cpu``."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 
@@ -89,7 +91,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def variable_over(
     value: Array, strategy: Strategy, name: str, *, trainable: bool
 ) -> Variable:
-    """Make a variable over memory that is equal on all replicas; not collective."""
+    """Make a variable over existing memory, equal on all replicas; not collective."""
     token = push(strategy.cross_entry)
     try:
         return Variable(Adopted(value, is_equal=True), trainable, name=name)
@@ -98,7 +100,7 @@ def variable_over(
 
 
 def meeting_place(strategy: Strategy) -> tuple[str, int]:
-    """Return an address of rank 0, and a port that is free there.
+    """Return an address of rank 0 and a free port there.
 
     Collective over the strategy's replicas.
     """
@@ -114,11 +116,11 @@ def meeting_place(strategy: Strategy) -> tuple[str, int]:
 
 
 def run_program(kind: str, program: str, words: Sequence[str]) -> None:
-    """Run a program as ``python PROGRAM`` or, for the kind module, ``-m`` does."""
+    """Run a program like ``python PROGRAM``, or ``python -m`` if the kind is module."""
     sys.argv = [program, *words]
     if kind == "module":
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
-    # As python itself does, so that the program imports from its own folder.
+    # python itself sets this, so that the program can import from its own folder.
     sys.path[0] = os.path.dirname(os.path.abspath(program))
     runpy.run_path(program, run_name="__main__")

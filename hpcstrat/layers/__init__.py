@@ -1,7 +1,8 @@
 """Layers whose result depends on the whole global batch, for NumPy code.
 
-Batch normalization is from Ioffe and Szegedy, Batch normalization: accelerating deep
-network training by reducing internal covariate shift, ICML 2015, arXiv:1502.03167.
+The method of batch normalization is from Ioffe and Szegedy, Batch normalization:
+accelerating deep network training by reducing internal covariate shift, ICML 2015,
+arXiv:1502.03167.
 """
 
 from hpcstrat.layers.moments import sync_batch_moments, sync_batch_moments_backward

@@ -31,11 +31,11 @@ def sync_batch_moments(
     Collective over the strategy's replicas, in replica context; one reduction.
 
     Each replica computes count, mean and sum of squared differences of its values in
-    float64. These are gathered, and combined as if one process had all values (Chan,
-    Golub and LeVeque, Algorithms for computing the sample variance, The American
-    Statistician 37, 1983, doi:10.1080/00031305.1983.10483115). Sums of values and
-    squares would be shorter messages, but lose twice as many digits of the variance of
-    channels with a large mean.
+    float64. The rows of all replicas are gathered, and combined as if one process had
+    all values (Chan, Golub and LeVeque, Algorithms for computing the sample variance,
+    The American Statistician 37, 1983, doi:10.1080/00031305.1983.10483115). Messages
+    with the sums of values and of squares would be shorter, but for channels with a
+    large mean the variance would lose twice as many digits.
 
     Parameters
     ----------
@@ -50,20 +50,23 @@ def sync_batch_moments(
     Returns
     -------
     mean, variance : ndarray of shape (channels,)
-        Of the library of the values; float64, equal bit for bit on every replica; 0 if
-        no replica has values. The variance is divided by the count.
+            Arrays of the library of ``x`` (NumPy or CuPy), float64, equal bit for bit
+            on every replica; 0 if no replica has values. The variance is divided by the
+            count.
     count : int
-        Number of values of each channel, of all replicas. For values on a GPU it is a
-        float64 of shape () there, so that nothing waits.
+            Number of values of each channel, over all replicas. For values on a GPU it
+            is a float64 array of shape () on that GPU, so that the host does not wait
+            for the GPU.
 
     Raises
     ------
     ValueError
-        For other types, or without such an axis; the other replicas raise ReplicaError.
-    CollectiveError
-        If replicas have other channels. On every replica.
-    RuntimeError
-        In cross-replica context.
+            If values are not real numbers, or if there is no such axis; the other
+            replicas raise ReplicaError.
+        CollectiveError
+            If replicas have different numbers of channels; raised on every replica.
+        RuntimeError
+            If called in cross-replica context.
     """
     strategy = strategy_of(name)
     moments: tuple[Array, Array, int] = strategy.collectives.call(
@@ -75,21 +78,22 @@ def sync_batch_moments(
 def _combined(
     strategy: Strategy, x: ArrayLike, axis: int, name: str
 ) -> tuple[Array, Array, int]:
-    """Return what `sync_batch_moments` does."""
+    """Compute the result of `sync_batch_moments`."""
     array, axes = checked(x, axis)
     channels = array.shape[axis]
     row = _own_moments(array, axes, channels)
     library = array_module(row)
-    # Gathers the rows by a sum with zeros, which is exact; the header of the reduction
-    # shows replicas with other channels.
+    # A sum of rows and zeros gathers the rows without rounding. The header of the
+    # reduction detects replicas with another number of channels.
     rows = library.zeros((strategy.num_replicas_in_sync, row.size))
     rows[strategy.replica_id] = row
     rows = strategy.collectives.batch_reduce(ReduceOp.SUM, rows, name)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, -channels:]
     count: Any = counts.sum()
-    # A batch may have no rows on any replica.
+    # The count is 0 if no replica has a row.
     divisor = library.maximum(count, 1)
-    # Differences from one of the means keep the digits of large means.
+    # Differences from one of the means keep the digits that a large mean would round
+    # off.
     origin = library.take(means, counts.argmax(), axis=0)
     mean = origin + (counts * (means - origin)).sum(axis=0) / divisor
     between = counts * (means - mean) ** 2
@@ -105,14 +109,14 @@ def sync_batch_moments_backward(
     dvariance: ArrayLike,
     axis: int = -1,
 ) -> Array:
-    """Return the gradient that reaches the values through their moments.
+    """Return the gradient of the loss by the values, through their mean and variance.
 
     Collective over the strategy's replicas, in replica context; one reduction.
 
     Parameters
     ----------
     x : array_like of shape (..., channels, ...)
-        As given to `sync_batch_moments`.
+            The values that were passed to `sync_batch_moments`.
     moments : tuple of (mean, variance, count)
         The result of `sync_batch_moments`.
     dmean, dvariance : array_like of shape (channels,)
@@ -123,14 +127,15 @@ def sync_batch_moments_backward(
     Returns
     -------
     ndarray of the shape of x
-        Derivative of the sum of all replicas' losses by this replica's values, float64.
+            Derivative of the sum of all replicas' losses by this replica's values, in
+            float64.
 
     Raises
     ------
     ValueError
-        For arrays that do not fit; the other replicas raise ReplicaError.
-    RuntimeError
-        In cross-replica context.
+            If shapes do not match; the other replicas raise ReplicaError.
+        RuntimeError
+            If called in cross-replica context.
     """
     strategy = strategy_of(_BACKWARD)
     gradient: Array = strategy.collectives.call(
@@ -146,7 +151,7 @@ def _backward(
     by_moments: tuple[ArrayLike, ArrayLike],
     axis: int,
 ) -> Array:
-    """Return what `sync_batch_moments_backward` does."""
+    """Compute the result of `sync_batch_moments_backward`."""
     mean, _, count = moments
     array, _ = checked(x, axis)
     derivatives = [as_array(d, np.float64) for d in by_moments]
@@ -168,7 +173,8 @@ def _backward(
 def strategy_of(what: str) -> Strategy:
     """Return the strategy of the running replica function, or the default strategy.
 
-    RuntimeError in cross-replica context; ``what`` names the call.
+    Raises RuntimeError in cross-replica context; ``what`` names the call in its
+    message.
     """
     entry = current()
     if entry is not None and entry.replica_context is None:
@@ -180,9 +186,10 @@ def strategy_of(what: str) -> Strategy:
 
 
 def checked(x: ArrayLike, axis: int) -> tuple[Array, tuple[int, ...]]:
-    """Return an array to normalize, and its dimensions other than the channels.
+    """Return values as an array to normalize, and the dimensions to average over.
 
-    ValueError for other types, fewer than two dimensions, or without such an axis.
+    Raises ValueError for types other than real numbers, for fewer than two dimensions,
+    or if the array has no such axis.
     """
     array = as_array(x)
     if array.dtype.kind not in "iuf" and not is_half(array.dtype):
@@ -198,7 +205,7 @@ def checked(x: ArrayLike, axis: int) -> tuple[Array, tuple[int, ...]]:
 
 
 def others(ndim: int, axis: int) -> tuple[int, ...]:
-    """Return the dimensions other than one, in order."""
+    """Return all dimensions except one, in ascending order."""
     return tuple(i for i in range(ndim) if i != axis % ndim)
 
 
@@ -210,16 +217,16 @@ def spread(vector: Array, ndim: int, axis: int) -> Array:
 
 
 def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
-    """Return count, means and sums of squared differences of this replica, in a row."""
+    """Return a row of count, means and sums of squared differences of this replica."""
     library = array_module(array)
     row: Array = library.zeros(1 + 2 * channels)
     count = array.size // channels if channels else 0
-    # Without values the row is zero.
+    # A replica without values sends a row of zeros.
     if not count:
         return row
     mean = array.sum(axis=axes, dtype=np.float64, keepdims=True) / count
     centered = array - mean
-    # The rounding error of the mean.
+    # Sum of the differences: their mean is the rounding error of `mean`.
     rest = centered.sum(axis=axes)
     library.square(centered, out=centered)
     row[0] = count
@@ -231,11 +238,12 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
 def through_moments(
     strategy: Strategy, partial: Array, count: Any, name: str
 ) -> tuple[Array, Array]:
-    """Sum derivatives by the moments over replicas; return offset and slope.
+    """Sum derivatives by mean and variance over replicas; return offset and slope.
 
     Collective over the strategy's replicas; one reduction. ``partial``, of shape (2,
     channels), has the derivatives of this replica's part of the loss by mean and
-    variance. The derivative by a value is ``offset + slope * (value - mean)``.
+    variance. The derivative of the loss by a value is ``offset + slope * (value -
+    mean)``.
     """
     summed = strategy.collectives.batch_reduce(ReduceOp.SUM, partial, name)
     offset, slope = summed / array_module(summed).maximum(count, 1)

@@ -33,13 +33,13 @@ from hpcstrat.variables import Variable, class_for_state
 class SyncBatchNormalization(AnnouncesInitErrors):
     """Normalizes each channel by its mean and variance over the global batch.
 
-    With ``m`` and ``v`` these moments, or the moving ones outside of training, the
+    With ``m`` and ``v`` these moments, or the moving moments outside of training, the
     result is ``gamma * (x - m) / sqrt(v + epsilon) + beta`` (Ioffe and Szegedy,
-    arXiv:1502.03167). Results, gradients and moving moments are those of one process
-    with all replicas' examples, however these are divided. Defaults and the update
-    ``moving = momentum * moving + (1 - momentum) * new``, with the batch's own
-    variance, are those of Keras. Making it in the strategy's scope is collective over
-    the replicas.
+    arXiv:1502.03167). Results, gradients and moving moments are the same as in one
+    process with all replicas' examples, however the examples are divided among
+    replicas. The defaults are Keras' defaults. The update is also Keras': ``moving =
+    momentum * moving + (1 - momentum) * new``, where ``new`` is the batch's mean or
+    variance. Creation in the strategy's scope is collective over the replicas.
 
     Parameters
     ----------
@@ -48,23 +48,24 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     axis : int
         The dimension of the channels.
     momentum : float
-        From 0 to 1.
+            Weight of the old moving moments in an update, from 0 to 1.
     epsilon : float
-        Added to the variance.
+            Small number that is added to the variance.
     center, scale : bool
-        Whether there is a ``beta``, and a ``gamma``.
+            Whether the layer has a ``beta``, and a ``gamma``.
     name : str
-        First part of the variables' names; optimizers need another one for each layer.
+            First part of the variables' names. Each layer needs its own name, because
+            optimizers need unique names of variables.
     dtype : dtype
         Type of the variables.
 
     Attributes
     ----------
     gamma, beta : Variable or None
-        Trainable; 1 and 0 at first.
+            Trainable variables; their initial values are 1 and 0.
     moving_mean, moving_variance : Variable
-        SyncOnRead variables with aggregation ``MEAN``; 0 and 1 at first. Replicas
-        update their components with the same moments.
+            SyncOnRead variables with aggregation ``MEAN``; their initial values are 0
+            and 1. All replicas update their components with the same moments.
 
     Raises
     ------
@@ -104,8 +105,9 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
-        # For `backward`, by replica of this process: centered values, inverse
-        # deviations, type of the result, number of values (None outside of training).
+        # State for `backward`, for each replica of this process: centered values,
+        # inverse deviations, type of the result, number of values (None outside of
+        # training).
         self._kept_by: dict[int, tuple[Array, Array, Any, Any]] = {}
 
     @property
@@ -128,39 +130,42 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     def forward(self, x: ArrayLike, training: bool = False) -> Array:
         """Normalize this replica's part of the batch.
 
-        Collective over the strategy's replicas with ``training``, in replica context,
-        one reduction; else not collective.
+        With ``training`` the call is collective over the strategy's replicas, in
+        replica context, with one reduction; without ``training`` it is not collective.
 
         Parameters
         ----------
         x : array_like of shape (..., channels, ...)
             This replica's values; may be empty.
         training : bool
-            Whether to normalize by the moments of the global batch, and update the
-            moving ones, or by the moving ones.
+                True: normalize by the moments of the global batch, and update the
+                moving moments. False: normalize by the moving moments.
 
         Returns
         -------
         ndarray of the shape of x
-            Type of ``x``, float32 for integers; computed in float64.
+                The type is that of ``x``, or float32 if ``x`` has integers; computed in
+                float64.
 
         Raises
         ------
         ValueError
-            For an array that does not fit; the other replicas raise ReplicaError.
-        RuntimeError
-            With ``training``, in cross-replica context, or outside ``run``.
+                If the array's shape or type is wrong; the other replicas raise
+                ReplicaError.
+            RuntimeError
+                With ``training``, if called in cross-replica context, or outside of
+                ``run``.
         """
         if not training:
             return self._normalized(x, training)
-        # As a collective call, so that all replicas learn of an error on one.
+        # A collective call, so that an error on one replica is raised on all of them.
         normalized: Array = self._replicas(self._forward).collectives.call(
             self._forward, self._normalized, x, training
         )
         return normalized
 
     def _normalized(self, x: ArrayLike, training: bool) -> Array:
-        """Return what `forward` does."""
+        """Compute the result of `forward`."""
         array, _ = checked(x, self.axis)
         self._require_channels(array)
         count: Any = None
@@ -187,10 +192,11 @@ class SyncBatchNormalization(AnnouncesInitErrors):
 
     @without_fp_warnings
     def backward(self, dy: ArrayLike) -> tuple[Array, Array | None, Array | None]:
-        """Return the gradients of the latest `forward`, which can be used once.
+        """Return the gradients of the latest `forward`; each `forward` allows one call.
 
-        Collective over the strategy's replicas after a `forward` with ``training``, one
-        reduction; else not collective.
+        After a `forward` with ``training`` the call is collective over the strategy's
+        replicas, with one reduction; after a `forward` without ``training`` it is not
+        collective.
 
         Parameters
         ----------
@@ -200,17 +206,18 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         Returns
         -------
         dx : ndarray of the shape of x
-            Derivative of that sum by this replica's values.
+                Derivative of the sum of all replicas' losses by this replica's values.
         dgamma, dbeta : ndarray of shape (channels,), or None
-            This replica's part of the derivatives by gamma and beta, which optimizers
-            sum over replicas; None without such a variable.
+                Derivatives by gamma and beta of this replica's part of the loss.
+                Optimizers sum them over replicas. None if the layer has no such
+                variable.
 
         Raises
         ------
         ValueError
-            For an array of another shape; the other replicas raise ReplicaError.
-        RuntimeError
-            Without a `forward` before it, or in another context.
+                If ``dy`` has another shape; the other replicas raise ReplicaError.
+            RuntimeError
+                If no `forward` was called before it, or in another context.
         """
         if self._kept is None:
             raise RuntimeError(
@@ -230,7 +237,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     def _gradients(
         self, dy: ArrayLike, strategy: Strategy | None
     ) -> tuple[Array, Array | None, Array | None]:
-        """Return what `backward` does."""
+        """Compute the result of `backward`."""
         assert self._kept is not None
         centered, inverse, dtype, count = self._kept
         found = _beside(centered, as_array(dy))
@@ -240,7 +247,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
                 f"forward of layer {self.name!r}, found {found.shape}; call "
                 "backward once after each forward"
             )
-        # Each forward has one backward: the large arrays are freed.
+        # Each forward has one backward, so these large arrays can be freed now.
         self._kept = None
         gradient = found.astype(np.float64, copy=False)
         axes = others(centered.ndim, self.axis)
@@ -256,13 +263,14 @@ class SyncBatchNormalization(AnnouncesInitErrors):
             dx += self._spread(offset, dx) + self._spread(slope, dx) * centered
         return (
             dx.astype(dtype, copy=False),
-            # Not summed over replicas: optimizers do so with all gradients at once.
+            # Not summed over replicas: the optimizer sums all gradients in one
+            # reduction.
             _cast(products * inverse, self.gamma),
             _cast(dbeta, self.beta),
         )
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the state to save.
+        """Return the variables to save.
 
         Not collective.
 
@@ -276,7 +284,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         return {name: v for name, v in found.items() if v is not None}
 
     def _replicas(self, what: str) -> Strategy:
-        """Return the strategy; refuse other replicas than those that have the layer."""
+        """Return the current strategy; RuntimeError if it does not own the layer."""
         strategy = strategy_of(what)
         own = self.moving_mean.distribute_strategy
         if own is not None and own is not strategy:
@@ -302,17 +310,19 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         return spread(vector, array.ndim, self.axis)
 
     def _move(self, moving: Variable, new: Array, count: Any) -> None:
-        # The component itself: the same moments reach all replicas' components.
+        # Change only this replica's component: every replica does so with equal
+        # moments.
         old = moving.component
         moved = self.momentum * _beside(new, old) + (1 - self.momentum) * new
         if is_device(count):
-            # Only the GPU knows whether there were any values.
+            # The count is on the GPU: the host cannot test it without waiting.
             moved = array_module(count).where(count > 0, moved, _beside(new, old))
         moved = _beside(old, moved)
         if is_device(old):
             old[...] = moved.astype(old.dtype)
         else:
-            # In place, as checkpoints and views of the program refer to this memory.
+            # Write in place, because checkpoints and views of the program use this
+            # memory.
             np.copyto(old, moved, casting="same_kind")
 
     def __repr__(self) -> str:

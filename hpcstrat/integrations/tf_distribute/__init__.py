@@ -1,1 +1,1 @@
-"""Names of tf.distribute that hpcstrat has for programs that are ported."""
+"""Names of tf.distribute that hpcstrat offers to programs that were written for it."""

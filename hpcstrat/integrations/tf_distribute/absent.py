@@ -1,4 +1,4 @@
-"""Classes of tf.distribute without a counterpart, so that ``isinstance`` works."""
+"""Unsupported classes of tf.distribute, kept so that ``isinstance`` checks work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["PreemptionWatcher", "TPUStrategy"]
 
 
 class TPUStrategy(Strategy):
-    """Replicas on TPUs: an error that says what to use instead.
+    """Raise an error that names the strategy to use instead of TPUs.
 
     Not collective.
 
@@ -28,7 +28,7 @@ class TPUStrategy(Strategy):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to be made."""
+        """Raise NotImplementedError."""
         raise NotImplementedError(
             "expected replicas on CPUs or GPUs, found TPUStrategy, and no TPU is "
             "supported; use MultiWorkerMirroredStrategy"
@@ -36,7 +36,7 @@ class TPUStrategy(Strategy):
 
 
 class PreemptionWatcher:
-    """TensorFlow's watch for notices to TPUs: an error that says what to use.
+    """Raise an error that names the class to use instead of TensorFlow's TPU watcher.
 
     Not collective.
 
@@ -47,7 +47,7 @@ class PreemptionWatcher:
     """
 
     def __init__(self) -> None:
-        """Refuse to be made."""
+        """Raise NotImplementedError."""
         raise NotImplementedError(
             "expected a PreemptionCheckpointHandler, which takes notice of signals and "
             "of Slurm's end of the job, found PreemptionWatcher, which is for TPUs; "

@@ -41,24 +41,25 @@ CollectiveCommunication = CommunicationImplementation
 
 
 class _AlsoNewer(type):
-    """Makes ``isinstance`` accept the newer class, as in tf.distribute."""
+    """Makes ``isinstance`` accept instances of the newer class, as in tf.distribute."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Newer)
 
 
 class MultiWorkerMirroredStrategy(_Newer, metaclass=_AlsoNewer):
-    """`hpcstrat.MultiWorkerMirroredStrategy`, by its older arguments.
+    """`hpcstrat.MultiWorkerMirroredStrategy` with the arguments of its older version.
 
     Collective over ``comm``.
 
     Parameters
     ----------
     communication : CommunicationImplementation or str
-        A hint, as in tf.distribute.
-    cluster_resolver : object, optional
-        Kept for programs that read it; MPI says which ranks there are.
-    **options : object
+            A hint about the implementation, as in tf.distribute.
+        cluster_resolver : object, optional
+            Kept only for programs that read it, because MPI defines the ranks.
+        **options : object
+            Other arguments of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
         Others of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
     """
 

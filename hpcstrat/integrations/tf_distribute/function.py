@@ -1,4 +1,4 @@
-"""The decorator of TensorFlow's graphs, which has nothing to do here."""
+"""A stand-in for the decorator ``tf.function``, which compiles nothing."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ def function(
 
 
 def function(func: Any = None, input_signature: Any = None, **options: Any) -> Any:
-    """Return the function as it is: there are no graphs.
+    """Return the function unchanged, because hpcstrat compiles no graphs.
 
-    Not collective. In place of ``tf.function``, so that programs keep their decorators;
-    all other arguments are ignored, and named in one line of the log at level DEBUG.
+    Not collective. It replaces ``tf.function``, so that programs can keep their
+    decorators. All other arguments are ignored, and named in one line of the log at
+    level DEBUG.
 
     Parameters
     ----------
     func : callable, optional
-        The function; without it, a decorator is returned.
+            The function; if it is left out, a decorator is returned.
     input_signature : object, optional
         Not used.
     **options : object
@@ -60,7 +61,8 @@ def function(func: Any = None, input_signature: Any = None, **options: Any) -> A
     Raises
     ------
     TypeError
-        If ``func`` cannot be called, or tf.function has no such argument.
+            If ``func`` cannot be called, or if tf.function has no argument of that
+            name.
 
     Examples
     --------

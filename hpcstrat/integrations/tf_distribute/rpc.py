@@ -1,4 +1,4 @@
-"""Names of ``tf.distribute.experimental.rpc``: errors that say what to use."""
+"""Classes of ``tf.distribute.experimental.rpc``, which raise an error with advice."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ __all__ = ["Client", "Server"]
 
 
 class _Absent:
-    """A class that cannot be made."""
+    """A class without instances: its creation raises an error with advice."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to be made."""
+        """Raise NotImplementedError."""
         self.create()
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse to be made.
+        """Raise NotImplementedError, with advice what to use instead.
 
         Not collective.
 
@@ -42,8 +42,8 @@ class _Absent:
 
 
 class Server(_Absent):
-    """Functions that clients call: an error that says what to use instead."""
+    """TensorFlow's server of functions for clients: raises an error with advice."""
 
 
 class Client(_Absent):
-    """Refuses to call functions of a server, and says what to use instead."""
+    """TensorFlow's client of such a server: raises an error with advice."""

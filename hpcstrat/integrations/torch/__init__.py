@@ -1,8 +1,8 @@
-"""PyTorch's modules, optimizers and loaders of data on replicas."""
+"""PyTorch's modules, optimizers and data loaders on replicas."""
 
 from hpcstrat.integrations.frameworks import require
 
-# Before its import, so that a missing or too old one is one sentence.
+# Check before the import, so that a missing or old torch is reported in one sentence.
 require("torch", "2.4")
 
 # ruff: noqa: E402

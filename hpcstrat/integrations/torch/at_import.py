@@ -1,6 +1,7 @@
-"""Changes that the import makes in torch.distributed; nothing to call.
+"""Changes that the import of the adapter makes in torch.distributed.
 
-A module of its own, which the reference leaves out where torch is not installed.
+They are in a module of their own, because the reference documentation omits it if torch
+is not installed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__: list[str] = []
 
 
 def _create(options: Any, backend_options: Any = None) -> HpcstratProcessGroup:
-    """Make a group, on all of its ranks; torch calls this."""
+    """Make a process group on all of its ranks; torch calls this function."""
     del backend_options
     world, ranks = Topology.world(), list(options.global_ranks_in_group or ())
     if ranks:

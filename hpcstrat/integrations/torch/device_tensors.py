@@ -1,8 +1,8 @@
-"""Tensors on GPUs in calls of the process group, in their own memory.
+"""Tensors on GPUs in calls of the process group, used without copies to the host.
 
-All is work of torch's current stream, which is CuPy's while a call is made: kernels of
-torch before the call have written the tensors, kernels after it read the results, and
-torch reuses the memory of tensors in the order of this stream.
+All work runs on torch's current stream, which is also CuPy's stream during a call. So
+torch's kernels before the call have written the tensors, its kernels after the call
+read the results, and torch reuses the tensors' memory in the order of this stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpcstrat.integrations.torch.tensors import memory_of
 
 __all__ = ["DeviceTensors", "all_gather", "broadcast", "is_on_gpu", "reduce_scatter"]
 
-# Types of CuPy that the library's kernels and messages take.
+# Types of tensors that hpcstrat's kernels and messages support.
 _TYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
@@ -27,30 +27,30 @@ _TYPES = {
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a dense tensor, of numbers, is in the memory of a GPU with CUDA."""
+    """Return whether a dense tensor of numbers is in the memory of a CUDA GPU."""
     dense = tensor.layout is torch.strided
     return dense and tensor.device.type == "cuda" and tensor.dtype in _TYPES
 
 
 class DeviceTensors:
-    """The arrays of one call, as `HostTensors` has them of tensors on the host."""
+    """The arrays of one call for GPU tensors, like `HostTensors` on the host."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def read(self, tensor: torch.Tensor) -> Array:
-        """Return a contiguous array of a tensor's values."""
+        """Return a contiguous array with a tensor's values."""
         return memory_of(_contiguous(tensor))
 
     def write(self, tensor: torch.Tensor) -> Array:
-        """Return an array of a tensor's values, to be overwritten by the call."""
+        """Return an array of a tensor's values, into which the call writes."""
         own = _contiguous(tensor)
         if own.data_ptr() != tensor.data_ptr():
             self._copies.append((tensor, own))
         return memory_of(own)
 
     def written(self) -> None:
-        """Copy results into tensors that lie elsewhere, once."""
+        """Copy results into tensors that are not contiguous, once."""
         copies, self._copies = self._copies, []
         for tensor, own in copies:
             tensor.copy_(own)
@@ -61,16 +61,16 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(collectives: Any, arrays: Sequence[Array], root: int) -> None:
-    """Give all ranks one rank's arrays, in place; collective over them."""
+    """Copy one rank's arrays into the arrays of all ranks; collective over ranks."""
     found = collectives.broadcast(list(arrays), root, "broadcast")
     for array, result in zip(arrays, found, strict=True):
         array[...] = result
 
 
 def all_gather(collectives: Any, own: Array, parts: Sequence[Array], what: str) -> None:
-    """Copy all ranks' arrays, one behind the other, into parts; collective over them.
+    """Copy all ranks' arrays, one after the other, into ``parts``; collective.
 
-    ValueError on this rank where the parts are not as large as the arrays.
+    Raises ValueError on this rank if the sizes of ``parts`` and of the arrays differ.
     """
     whole = collectives.all_gather(own.reshape(-1), 0, what)
     size = sum(part.size for part in parts)
@@ -88,9 +88,9 @@ def all_gather(collectives: Any, own: Array, parts: Sequence[Array], what: str) 
 def reduce_scatter(
     collectives: Any, op: ReduceOp, parts: Sequence[Array], out: Array, rank: int
 ) -> None:
-    """Reduce parts, and keep the one of this rank's number; collective over the ranks.
+    """Reduce all parts, and copy the part of this rank into ``out``; collective.
 
-    All ranks get all parts: twice the bytes of NCCL's own call.
+    All ranks receive all parts, so it moves twice the bytes of NCCL's reduce_scatter.
     """
     sums = collectives.batch_reduce(op, list(parts), "reduce_scatter")
     out.reshape(-1)[...] = sums[rank].reshape(-1)

@@ -1,4 +1,4 @@
-"""Memory of tensors as arrays that the library's calls take."""
+"""Conversions between torch tensors and arrays over the same memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ __all__ = [
 
 @contextmanager
 def torchs_stream() -> Iterator[None]:
-    """Make calls of the library work in torch's current stream of the GPU.
+    """Make calls of hpcstrat use torch's current stream of the GPU.
 
-    Also a decorator. They follow CuPy's current stream, which torch does not wait for:
-    its kernels would read results, and use memory again, too early.
+    Also a decorator. Without it, hpcstrat's kernels run on CuPy's current stream, for
+    which torch does not wait: torch's kernels would read results, and reuse memory, too
+    early.
     """
     if not (library.is_loaded() and torch.cuda.is_initialized()):
         yield
@@ -42,9 +43,9 @@ def torchs_stream() -> Iterator[None]:
 
 @contextmanager
 def takes_hooks(parameter: torch.Tensor) -> Iterator[None]:
-    """Let a frozen parameter take hooks, which work once it is thawed."""
+    """Allow hooks on a frozen parameter; they run once it is unfrozen."""
     trained = parameter.requires_grad
-    # torch refuses hooks of a tensor that needs no gradient.
+    # torch raises an error for hooks on a tensor that needs no gradient.
     parameter.requires_grad_(True)
     yield
     parameter.requires_grad_(trained)
@@ -66,7 +67,7 @@ def memory_of(tensor: torch.Tensor) -> Array:
     """Return the memory of a dense tensor as an array, never a copy."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
-        # CuPy's, by DLPack.
+        # A CuPy array, converted by DLPack.
         return as_array(tensor)
     if tensor.dtype is torch.bfloat16:
         bits: Array = tensor.view(torch.int16).numpy()
@@ -85,7 +86,7 @@ def as_tensor(array: Array) -> torch.Tensor:
 def rows_of(
     gradient: torch.Tensor | None, parameter: torch.Tensor, name: str
 ) -> IndexedSlices:
-    """Return the rows of a parameter's gradient; no rows where it has none."""
+    """Return the rows of a parameter's sparse gradient, or no rows if it is None."""
     shape = tuple(parameter.shape)
     if gradient is None:
         indices = torch.zeros(0, dtype=torch.int64, device=parameter.device)
@@ -103,13 +104,13 @@ def rows_of(
 
 def gradient_of(rows: Any, parameter: torch.Tensor) -> torch.Tensor:
     """Return rows as a sparse gradient of a parameter."""
-    # Cloned: another backward enlarges a tensor that coalesce has left as it is, as one
-    # without rows, and memory of NumPy cannot be enlarged.
+    # Cloned: coalesce returns some tensors unchanged, such as a tensor without rows.
+    # The next backward enlarges that tensor, and NumPy's memory cannot be enlarged.
     made: torch.Tensor = torch.sparse_coo_tensor(
         as_tensor(rows.indices).to(parameter.device)[None].clone(),
         as_tensor(rows.values).to(parameter.device).clone(),
         parameter.shape,
-        # torch warns where this argument is missing.
+        # torch warns if this argument is missing.
         check_invariants=False,
     )
     return made.coalesce()
