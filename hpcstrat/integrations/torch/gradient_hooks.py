@@ -1,15 +1,16 @@
-"""Combines the gradients of a replicated module, in its hooks.
+"""Hooks that combine the gradients of a replicated module.
 
-The hooks note which parameters a backward has reached; when it ends, one reduction
-combines their gradients, in place. Replicas may reach different parameters, from step
-to step, so each reduction also carries a table that says which. It combines the
-parameters that all replicas agreed on the last time; another reduction combines the
-missing ones, if there are any.
+The hooks record which parameters a backward has reached. When the backward ends, one
+reduction combines their gradients in place. Replicas may reach different parameters,
+which change from step to step, so each reduction also carries a table of the parameters
+that each replica has reached. The first reduction combines the parameters that were
+reached in the last step, a list that is equal on all replicas. A second reduction
+combines the missing parameters, if there are any.
 
-Between workers, gradients that all replicas reached the last time are reduced in
-buckets while the backward goes on, see `hpcstrat.engine.reduction.buckets`. The sums
-are written to the gradients when it ends: autograd may let a gradient share its memory
-with a value that the rest of the backward needs.
+Between workers, gradients that all replicas reached in the last step are reduced in
+buckets during the backward, see `hpcstrat.engine.reduction.buckets`. The sums are
+written to the gradients only when the backward ends, because autograd may let a
+gradient share its memory with a value that the rest of the backward needs.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from hpcstrat.strategies import Strategy
 __all__ = ["Replicated"]
 
 _WHAT = "gradients"
-# The attribute of a parameter with the object that combines its gradients.
+# The attribute of a parameter that refers to the object that combines its gradients.
 _OWNER = "_hpcstrat_replicated"
-# Rows of the table that each replica sends of its parameters: dense gradients, sparse
-# ones, further additions since their bucket ended, and the order in which replica 0
-# reached them.
+# Rows of the table that each replica sends, with one column for each parameter: it has
+# a dense gradient, it has a sparse gradient, gradients were added after its bucket
+# ended, and the order in which replica 0 reached it.
 _DENSE, _SPARSE, _AGAIN, _ORDER = range(4)
 
 
 class Replicated:
-    """The state of a replicated module; its hooks hold it, not the module."""
+    """The state of a replicated module, which its parameters own, not the module."""
 
     buffers_class = ModuleBuffers
 
@@ -74,9 +75,9 @@ class Replicated:
         self.op = op
         self.buffers = self.buffers_class(module, strategy, buffers)
         self.syncs = True
-        # Counts the steps of a single replica, which are not compared.
+        # Step counts of a strategy with a single replica; no rank compares them.
         self._alone = Position()
-        # Another replicated module combines the parameters that it shares.
+        # Parameters that another replicated module combines already are left out.
         named = [
             (name, parameter)
             for name, parameter in differentiable_parameters(module)
@@ -85,25 +86,27 @@ class Replicated:
         self._layout = ModuleLayout(module)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        # All that follows counts parameters. Those that a backward has reached and no
-        # reduction has combined, in that order, with the version that each had.
+        # Parameters are identified by their index in `_parameters` from here on. These
+        # have been reached by a backward but not combined yet; the value is the version
+        # of the parameter's tensor at that time. The dict keeps the order.
         self._touched: dict[int, int] = {}
-        # Gradients that are equal on all replicas.
+        # Parameters whose gradients are combined, and so equal on all replicas.
         self._combined: set[int] = set()
-        # Dense gradients of the last reduction, which all replicas know.
+        # Parameters with dense gradients in the last reduction, equal on all replicas.
         self._expected: list[int] = []
         overlaps = strategy.collectives.overlaps and not strategy.logical
         self._bucket_bytes = bucket_bytes if overlaps else 0
-        # Dense gradients that all replicas had in the last backward pass, and their
-        # buckets. All buckets but the last start during the backward pass.
+        # Parameters with dense gradients on all replicas in the last backward pass, and
+        # their buckets. All buckets but the last start during the backward pass.
         self._planned_for: list[int] = []
         self._plan: list[Bucket] = []
-        # Buckets of the current backward, the parameters whose sums were taken from
-        # them, and the arrays for the sums.
+        # Buckets of the current backward, the parameters whose sums were already copied
+        # from these buckets, and the arrays for the sums.
         self._buckets: Buckets | None = None
         self._taken: set[int] = set()
         self._sums: dict[int, Array] = {}
-        # The function at the end of a backward, which lives as long as that.
+        # The callback at the end of a backward; autograd deletes it after that
+        # backward.
         self._end: weakref.ref[Any] | None = None
         self._handles = [module.register_forward_hook(_OutputHook(self))]
         for index, parameter in enumerate(self._parameters):
@@ -111,7 +114,7 @@ class Replicated:
         _every.add(self)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         for parameter in self._parameters:
@@ -119,7 +122,8 @@ class Replicated:
                 delattr(parameter, _OWNER)
 
     def _hook(self, index: int, parameter: torch.Tensor) -> None:
-        # The garbage collector sees attributes, but not objects that hooks hold.
+        # The parameter owns this object, and hooks have only weak references to it,
+        # because the garbage collector does not see objects that torch's hooks hold.
         setattr(parameter, _OWNER, self)
         myself = weakref.ref(self)
 
@@ -137,21 +141,22 @@ class Replicated:
                 self._handles.append(parameter.register_hook(prepare))
 
     def __reduce__(self) -> Any:
-        """Do not save this object with a parameter."""
+        """Pickle as None, so that a saved parameter does not include this object."""
         return type(None), ()
 
     def watch(self, module: torch.nn.Module, output: Any) -> None:
-        """Find the outermost backward; reentrant checkpoints begin others inside.
+        """Register hooks on a forward's output, which detect the start of a backward.
 
-        Raises ValueError where the module has got parameters that are not combined.
+        They find the outermost backward; reentrant checkpoints begin inner ones later.
+        Raises ValueError if the module has new parameters that are not combined.
         """
         watches = self.syncs and torch.is_grad_enabled()
-        # In compiled code, the hooks of the parameters find the end by themselves.
+        # In compiled code, the hooks of the parameters detect the end themselves.
         if torch.compiler.is_compiling() or not watches:
             return
-        # Logical replicas of a rank share the module: the first looks at it for all.
+        # Logical replicas of a rank share the module: only the first checks its layout.
         if not own_index() and not self._layout.is_current():
-            # A call, so that the other replicas learn of an error.
+            # A collective call, so that an error is raised on the other replicas, too.
             self.strategy.collectives.call(_WHAT, self._require_known, module)
         for leaf in flatten(output)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -169,33 +174,37 @@ class Replicated:
         self._layout = ModuleLayout(module)
 
     def prepare(self, index: int) -> None:
-        """Prepare a gradient to which a backward is about to add."""
+        """Prepare a gradient just before a backward adds to it."""
         buckets = self._buckets if self._is_under_way() else None
         taken = buckets is None or index in self._taken
         if buckets is not None and not taken and buckets.was_started(index):
-            # Reached before, as several reentrant checkpoints do.
+            # This backward reached the parameter before, in another reentrant
+            # checkpoint.
             self._parameters[index].grad = as_tensor(self._sums.pop(index))
             self._taken.add(index)
             self._touched.pop(index, None)
             self._combined.add(index)
-        # Seldom: a second backward before the gradients are set to None.
+        # This is rare: a second backward before the gradients are set to None.
         if self.op is ReduceOp.SUM and index in self._combined and self._adds(index):
             self._make_share(index)
 
     def _adds(self, index: int) -> bool:
-        """Whether this backward adds to a gradient; `torch.autograd.grad` does not."""
+        """Return whether this backward adds to a gradient.
+
+        ``torch.autograd.grad`` calls the same hooks, but adds to no gradient.
+        """
         node = torch.autograd.graph.get_gradient_edge(self._parameters[index]).node
         try:
             return bool(torch._C._will_engine_execute_node(node))
         except RuntimeError:
-            # torch raises this in `torch.autograd.grad`, which calls the same hooks.
+            # torch raises this error inside of `torch.autograd.grad`.
             return False
 
     def touch(self, index: int) -> None:
-        """Take note that a backward has added to a gradient."""
+        """Record that a backward has added to a gradient."""
         self._touched.setdefault(index, self._parameters[index]._version)
         self._combined.discard(index)
-        # Checked before the call: the first of hundreds of parameters makes the end.
+        # Check before the call: only the first of hundreds of parameters needs it.
         end = self._end
         if end is None or end() is None:
             self._await_end()
@@ -203,30 +212,32 @@ class Replicated:
             self._buckets.ready(index)
 
     def _await_end(self, _gradient: Any = None) -> None:
-        """Combine the gradients when the backward under way ends."""
+        """Register a callback that combines the gradients when this backward ends."""
         if self._is_under_way():
             return
-        # The buckets of a backward that an error has ended are not waited for.
+        # Do not wait for the buckets of an earlier backward that ended with an error.
         self._buckets = None
         self._taken.clear()
-        # The program may have dropped gradients since, as after such an error.
+        # The program may have dropped gradients since then, for instance after an
+        # error.
         for index in [i for i in self._touched if self._parameters[i].grad is None]:
             del self._touched[index]
         if not self.syncs:
             return
-        # Logical replicas meet in order, and need no count of backwards.
+        # Logical replicas synchronize in a fixed order, and need no count of backwards.
         first = not self.strategy.logical and not self._is_beside_another()
         trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         if first and any(map(self._adds, trained)):
-            # A rank that fails in a backward and goes on with the next one differs by
-            # this count. Of several modules, the first one counts the backward.
+            # If a rank fails in a backward and continues with the next one, this count
+            # differs from the other ranks' counts. Only the first of several modules
+            # counts.
             self._position().enter_backward()
         if self._plan and first:
             self._buckets = Buckets(self._plan, self._start)
 
         def end() -> None:
             self._end = None
-            # None after torch.autograd.grad, which adds to no parameter.
+            # No parameter was reached if this is torch.autograd.grad.
             if self._touched and self.syncs:
                 self.strategy.collectives.call(_WHAT, self._combine)
             self._buckets = None
@@ -239,15 +250,16 @@ class Replicated:
         return self._alone if channel is None else channel.position
 
     def _is_under_way(self) -> bool:
-        """Whether a backward is under way, and its end awaited."""
-        # A backward that an error has ended leaves a dead reference only.
+        """Return whether a backward is under way, and its end will be handled."""
+        # A backward that ended with an error leaves only a dead weak reference.
         return self._end is not None and self._end() is not None
 
     def _is_beside_another(self) -> bool:
-        """Whether this backward reaches another module, too, which begins first.
+        """Return whether another module is already handling this backward.
 
-        Only that one starts its buckets during the backward: ranks reach parameters in
-        different orders, and would add buckets of one module to those of the other.
+        Only the first module starts its buckets during the backward. Ranks reach
+        parameters in different orders, so with two modules a bucket of one module could
+        be summed with a bucket of the other module.
         """
         channel = self.strategy.collectives.channel
         return any(
@@ -258,7 +270,7 @@ class Replicated:
         )
 
     def _make_share(self, index: int) -> None:
-        """Zero a sum on all replicas but one, before gradients are added to it."""
+        """Zero a combined sum on all replicas except 0, before gradients are added."""
         gradient = self._parameters[index].grad
         if index in self._combined and gradient is not None:
             if self.strategy.replica_id:
@@ -268,7 +280,7 @@ class Replicated:
 
     @torch.no_grad()
     def _combine(self) -> None:
-        """Combine the gradients of all replicas; one reduction, as a rule."""
+        """Combine the gradients of all replicas, usually with one reduction."""
         for index, version in self._touched.items():
             if self._parameters[index]._version != version:
                 self._touched.clear()
@@ -301,7 +313,7 @@ class Replicated:
         self.buffers.synchronize(changed_anywhere.tolist())
 
     def _marks(self) -> Array:
-        """Return this replica's table of its parameters."""
+        """Return this replica's table of reached parameters."""
         marks = np.zeros((4, len(self._parameters)), np.int32)
         touched = list(self._touched)
         sparse = [index for index in touched if self._is_sparse(index)]
@@ -317,22 +329,22 @@ class Replicated:
         return marks
 
     def _finish(self, buckets: Buckets, marks: Array) -> Array:
-        """Start the last reductions, and take the sums of the buckets as they come."""
+        """Start the last reductions, and copy the sums of each bucket when it ends."""
         buckets.start_rest()
         rest = [index for index in self._expected if index not in buckets]
         last = self._reduce(rest, marks, waits=False)
         for bucket in buckets.ended():
             for index in bucket:
                 gradient = self._parameters[index].grad
-                # A parameter without a gradient here may have one elsewhere: the table
-                # says so later.
+                # A parameter without a gradient here may have one on another replica:
+                # the table shows this after the last reduction.
                 if gradient is not None and not gradient.is_sparse:
                     self._take_sums(buckets, index)
                     buckets.drive()
         return last()
 
     def _take_sums(self, buckets: Buckets, index: int) -> None:
-        """Write the sums of a bucket into a gradient, unless that has been done."""
+        """Write a bucket's sum into a gradient, unless this was already done."""
         if index not in buckets or index in self._taken:
             return
         parameter = self._parameters[index]
@@ -344,7 +356,7 @@ class Replicated:
         self._combined.add(index)
 
     def _replan(self, rows: Array) -> None:
-        """Plan the next backward's buckets of the parameters that all have reached."""
+        """Plan the next backward's buckets, of parameters that all replicas reached."""
         if not self._bucket_bytes:
             return
         by_all = 1 if self.op is ReduceOp.MEAN else self.strategy.num_replicas_in_sync
@@ -367,12 +379,14 @@ class Replicated:
         arrays = [memory_of(self._own_share(index)) for index in bucket]
         for index, array in zip(bucket, arrays, strict=True):
             kept = self._sums.get(index)
-            # The module may have another type, or another shape, since then.
+            # The program may have changed the parameter's type or shape since the last
+            # step.
             if kept is None or (kept.shape, kept.dtype) != (array.shape, array.dtype):
                 self._sums[index] = np.empty(array.shape, array.dtype)
         outs = [self._sums[index] for index in bucket]
         start = self.strategy.collectives.start_in_call
-        # With its number: after an error of one replica buckets must not be mixed up.
+        # The name contains the bucket's number, so that ranks never sum different
+        # buckets after an error on one replica.
         what = f"{_WHAT}, bucket {self._plan.index(bucket)}"
         return start(self.op, arrays, what, out=outs, part=True)
 
@@ -380,15 +394,16 @@ class Replicated:
     def _reduce(
         self, indices: list[int], marks: Array | None = None, *, waits: bool = True
     ) -> Callable[[], Array]:
-        """Reduce dense gradients that all replicas know, in place, and the marks.
+        """Reduce dense gradients of the given parameters in place, and the marks.
 
-        Returns a function that returns the marks of all; it waits where this does not.
+        The parameters are the same on all replicas. Returns a function that returns the
+        combined marks; with ``waits=False`` that function waits for the reduction.
         """
         tensors = [self._own_share(index) for index in indices]
         arrays = [memory_of(tensor) for tensor in tensors]
         outs, told = list(arrays), np.empty(0)
         if marks is not None:
-            # Integers are exact, whatever type carries gradients between workers.
+            # Sums of integers are exact, even if gradients travel in a narrower type.
             kind = np.float64 if self.op is ReduceOp.MEAN else np.int32
             told = np.empty(marks.shape, kind)
             arrays, outs = [*arrays, marks], [*outs, told]
@@ -413,7 +428,7 @@ class Replicated:
         return end
 
     def _own_share(self, index: int) -> torch.Tensor:
-        """Return this replica's term of the sum: its gradient, or zeros."""
+        """Return this replica's term of the sum: its gradient, or zeros without one."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
@@ -427,7 +442,7 @@ class Replicated:
         return gradient is not None and gradient.is_sparse
 
     def _refuse_mixed(self, dense: list[int], sparse: list[int]) -> None:
-        """Refuse gradients of one parameter of two kinds; all replicas raise."""
+        """Raise ValueError on all replicas for both dense and sparse gradients."""
         if both := sorted({*dense} & {*sparse}):
             raise ValueError(
                 f"expected gradients of {self._names[both[0]]!r} of one kind on all "
@@ -437,7 +452,7 @@ class Replicated:
 
     @torchs_stream()
     def _reduce_rows(self, index: int) -> None:
-        """Reduce a gradient that has some rows only."""
+        """Reduce a sparse gradient, which has only some of the rows."""
         parameter = self._parameters[index]
         if self.op is ReduceOp.SUM:
             self._make_share(index)
@@ -449,9 +464,9 @@ class Replicated:
 def _is_combined_by_another(
     name: str, parameter: Any, strategy: Strategy, op: ReduceOp
 ) -> bool:
-    """Whether a parameter is in another replicated module, which combines it.
+    """Return whether another replicated module combines a parameter already.
 
-    Raises ValueError where that does it on another strategy, or by another operation.
+    Raises ValueError if the other module has another strategy or another operation.
     """
     owner = getattr(parameter, _OWNER, None)
     if owner is None or isinstance(owner.strategy.collectives.channel, ClosedChannel):
@@ -487,5 +502,5 @@ class _OutputHook:
             )
 
     def __reduce__(self) -> Any:
-        """Do not copy or save the reference to the replicated module."""
+        """Return a hook without the replicated module, for copies and saved files."""
         return _OutputHook, (None,)

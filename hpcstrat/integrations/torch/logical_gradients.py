@@ -1,10 +1,10 @@
-"""Combines the gradients of logical replicas, which share one module on each rank.
+"""Gradients of logical replicas, which share one module on each rank.
 
-They take turns inside ``Strategy.run``. At the end of a replica's backward its
-gradients are taken from the parameters and added to those of the replicas before, in
-the order of the tree, and the next replica runs; after the last one the sums are put
-into ``.grad``. Buffers, such as running means, and PyTorch's generator of random
-numbers are those of the replica whose turn it is.
+The logical replicas of a rank run in turn inside ``Strategy.run``. At the end of a
+replica's backward its gradients are moved out of the parameters and added to the
+gradients of earlier replicas, in a fixed order. Then the next replica runs. After the
+last replica the sums are stored in ``.grad``. Buffers, such as running means, and
+PyTorch's random generator are switched to the state of the replica that runs.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class LogicalReplicated(Replicated):
         self, module: torch.nn.Module, strategy: Strategy, op: ReduceOp, **options: Any
     ) -> None:
         super().__init__(module, strategy, op, **options)
-        # Gradients from before the backward, to which its sum is added.
+        # Gradients from before the backward; the sum of the backward is added to them.
         self._before: dict[int, torch.Tensor] = {}
-        # Sums of this rank's replicas so far, by parameter, half types as float32; and
-        # the sparse gradients of each replica.
+        # Partial sums of this rank's replicas by parameter, with half types as float32,
+        # and the sparse gradients of each replica.
         self._stack: list[dict[int, torch.Tensor]] = []
         self._sparse: list[dict[int, torch.Tensor]] = []
         _turns_of(strategy).modules.add(self)
 
     def prepare(self, index: int) -> None:
-        """Put a gradient aside, so that the backward gives the replica's own."""
+        """Set aside an earlier gradient, so that ``.grad`` gets this replica's own."""
         if own_index() is None and self._adds(index):
             raise RuntimeError(
                 "expected backward() in the function that strategy.run runs, with "
@@ -89,13 +89,13 @@ class LogicalReplicated(Replicated):
         self._touched.clear()
         self._stack.append(dense)
         self._sparse.append(sparse)
-        # Added at once, while they are in a cache, and so that few are kept.
+        # Add now, while gradients are in a cache, and so that few are kept in memory.
         for _ in range(strategy.replicas.merges[place]):
             upper = self._stack.pop()
             _add(self._stack[-1], upper)
 
         def act(given: list[None]) -> list[None]:
-            # A call, so that the other ranks learn of an error.
+            # A collective call, so that an error is raised on the other ranks, too.
             strategy.collectives.call(_WHAT, self._combine_all)
             return given
 
@@ -110,7 +110,7 @@ class LogicalReplicated(Replicated):
 
     @torch.no_grad()
     def _combine_all(self) -> None:
-        """Add the sums of all ranks, once for this rank."""
+        """Sum the gradients over all ranks, once for all replicas of this rank."""
         sums, self._stack = self._stack, []
         rows, self._sparse = self._sparse, []
         count = len(self._parameters)
@@ -119,7 +119,7 @@ class LogicalReplicated(Replicated):
         marks[[index for one in sums for index in one]] = 1
         marks[[count + index for one in rows for index in one]] = 1
         marks[2 * count :] = changed
-        # The gradients of the last time travel with the marks; missing ones follow.
+        # The first sum has the parameters of the last step; a second sum has new ones.
         *totals, told = self._summed(self._expected, sums, marks)
         dense, sparse = (
             np.flatnonzero(row).tolist() for row in told[: 2 * count].reshape(2, -1)
@@ -148,7 +148,7 @@ class LogicalReplicated(Replicated):
         sums: list[dict[int, torch.Tensor]],
         marks: Array | None = None,
     ) -> list[Array]:
-        """Return sums of dense gradients over all ranks, and of the marks."""
+        """Return sums of dense gradients and, if given, of the marks over all ranks."""
         parts = [
             [memory_of(one[i] if i in one else self._zeros(i)) for i in indices]
             for one in sums
@@ -166,13 +166,14 @@ class LogicalReplicated(Replicated):
 
     def _give(self, index: int, total: torch.Tensor) -> None:
         parameter = self._parameters[index]
-        # Where no replica of this rank has reached the parameter, it has its gradient.
+        # If no replica of this rank has reached the parameter, `.grad` still has the
+        # earlier gradient.
         before = self._before.get(index, parameter.grad)
         total = total.to(parameter.dtype)
         parameter.grad = total if before is None else before + total
 
     def _add_rows(self, index: int, given: list[torch.Tensor | None]) -> None:
-        """Combine the rows of sparse gradients."""
+        """Combine the rows of one parameter's sparse gradients over all replicas."""
         parameter, name = self._parameters[index], self._names[index]
         parts = [rows_of(gradient, parameter, name) for gradient in given]
         rows = self.strategy.replicas.reduce_parts(self.op, parts, _WHAT)
@@ -180,9 +181,9 @@ class LogicalReplicated(Replicated):
 
 
 def _addable(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense gradient in the type in which it is added, free to be changed."""
+    """Return a dense gradient in the type of the sums, which may be overwritten."""
     if gradient.requires_grad:
-        # A backward with create_graph may need the gradient as it is.
+        # A backward with create_graph may still need the unchanged gradient.
         gradient = gradient.detach().clone()
     if gradient.dtype in (torch.float16, torch.bfloat16):
         gradient = gradient.float()
@@ -190,11 +191,11 @@ def _addable(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _add(sums: dict[int, torch.Tensor], others: dict[int, torch.Tensor]) -> None:
-    """Add gradients to others, by parameter; a missing gradient counts as zeros."""
+    """Add the second gradients to the first by parameter; a missing one is zero."""
     both = [index for index in sums if index in others]
     if both:
         torch._foreach_add_([sums[i] for i in both], [others[i] for i in both])
-    # The sum of -0.0 and a zero is 0.0.
+    # Adding zero turns -0.0 into 0.0, as a sum with a zero gradient would.
     for index in sums.keys() - others.keys():
         sums[index].add_(0)
     for index in others.keys() - sums.keys():
@@ -206,13 +207,13 @@ class _TorchReplicaState:
 
     def __init__(self, strategy: Strategy) -> None:
         self.modules: weakref.WeakSet[LogicalReplicated] = weakref.WeakSet()
-        # The streams give a seed for each replica and run, and checkpoints save them.
+        # The streams draw a seed for each replica and run, and checkpoints save them.
         seed = strategy.broadcast_object(torch.initial_seed()) % (1 << 63)
         self.streams = strategy.random("hpcstrat.torch", seed=seed)
         count = len(strategy.local_replicas)
         self._states: list[Any] = [None] * count
         self._seeds: list[int] = []
-        # States of the threads that have called `run`; a run may be inside another.
+        # Generator states of the callers of `run`; one run may be inside of another.
         self._outside: list[Any] = []
         self._modes: tuple[Any, ...] = ()
 
@@ -222,7 +223,8 @@ class _TorchReplicaState:
         enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
         autocast = [(name, enabled(name), dtype(name)) for name in ("cpu", "cuda")]
         self._modes = torch.is_grad_enabled(), autocast
-        # All here, as the threads of the replicas would need longer, one by one.
+        # Draw all seeds here: that is faster than drawing them in each replica's
+        # thread.
         self._seeds = [
             int(self.streams.generator_of(index).integers(1 << 63))
             for index in range(len(self._states))
@@ -237,7 +239,7 @@ class _TorchReplicaState:
         for device, enabled, dtype in self._modes[1]:
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, dtype)
-        # `torch.manual_seed` would try all kinds of devices, and take longer.
+        # `torch.manual_seed` would be slower, because it tries all kinds of devices.
         seed = self._seeds[index]
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
@@ -246,11 +248,11 @@ class _TorchReplicaState:
             module.buffers.use(index)
 
     def pause(self, index: int) -> None:
-        """Give the turn to other replicas."""
+        """Save this replica's generator state before other replicas run."""
         self._states[index] = torch.get_rng_state()
 
     def resume(self, index: int) -> None:
-        """Have the turn again."""
+        """Restore this replica's generator state and buffers before it runs again."""
         torch.set_rng_state(self._states[index])
         for module in self.modules:
             module.buffers.use(index)
@@ -262,15 +264,16 @@ class _TorchReplicaState:
             module.buffers.use(0)
 
 
-# The gradients that were hidden from an optimizer's step, by optimizer.
+# Gradients that are hidden from a step of an optimizer, by optimizer.
 _hidden: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]]
 _hidden = weakref.WeakKeyDictionary()
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """Skip a step that another replica of this rank has made.
+    """Hide the gradients from a step that the rank's first replica has already made.
 
-    The replicas of a rank share parameters: the first steps for all of them.
+    The replicas of a rank share parameters, so only the first replica's step has
+    effect.
     """
     if own_index():
         owned = [p for group in optimizer.param_groups for p in group["params"]]

@@ -31,8 +31,8 @@ __all__ = [
 _BUFFERS = ("first", "mean", None)
 
 
-# By the module that `no_sync` and `state` get: a copied or saved module does not carry
-# its strategy along.
+# Not an attribute of the module, so that a copied or saved module does not include its
+# strategy.
 _replicated: weakref.WeakKeyDictionary[torch.nn.Module, Replicated] = (
     weakref.WeakKeyDictionary()
 )
@@ -46,41 +46,43 @@ def replicate(
     buffers: str | None = "first",
     bucket_bytes: int = 4 << 20,
 ) -> torch.nn.Module:
-    """Make a module begin with replica 0's weights, and combine its gradients.
+    """Give a module replica 0's weights, and combine its gradients over replicas.
 
     Collective over the strategy's replicas, as is each ``backward()`` through the
     module from then on, except inside `no_sync`.
 
-    The module stays what it is: hooks on its parameters combine what a backward has
-    added to ``.grad``, in that memory, by one reduction when the backward ends. Between
-    workers, gradients in host memory are summed in buckets while the backward goes on.
-    When ``backward()`` returns, gradients can be clipped, and any optimizer applies
-    them. Several backwards before a step add up as in one process.
+    The module is not wrapped: hooks on its parameters combine the gradients in
+    ``.grad``, in place, with one reduction when the backward ends. Between workers,
+    gradients in host memory are summed in buckets during the backward. When
+    ``backward()`` returns, gradients can be clipped, and any optimizer can apply them.
+    Gradients of several backwards before a step add up as in one process.
 
-    A backward need not reach all parameters, on some replicas or on all, but one on
-    each replica. Parameters may be frozen and thawed later; after parameters were added
-    or replaced call this again: the module's next forward raises ValueError otherwise.
-    ``torch.autograd.grad`` gives this replica's gradients alone. A parameter in two
-    replicated modules is combined once. Step an optimizer after ``backward()``, and not
-    in hooks.
+    A backward need not reach all parameters, but it must reach at least one on each
+    replica. Parameters may be frozen and unfrozen later. After parameters were added or
+    replaced call `replicate` again; without it the module's next forward raises
+    ValueError. ``torch.autograd.grad`` returns this replica's gradients only. A
+    parameter in two replicated modules is combined once. Step an optimizer after
+    ``backward()``, and not in hooks.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The same on every replica: names, shapes, dtypes. Parameters in host memory, or
-        on this replica's GPU.
-    strategy : Strategy
-        Whose replicas.
+            The module, with the same names, shapes and dtypes on every replica. Its
+            parameters are in host memory, or on this replica's GPU.
+        strategy : Strategy
+            The strategy whose replicas train the module.
     op : ReduceOp or str
-        ``"mean"`` or ``"sum"`` of the replicas' gradients. For the gradient of a mean
-        over the global batch see `global_mean`.
-    buffers : str or None
-        Buffers that a replica has changed, such as running means, become replica 0's at
-        the end of a backward with ``"first"``, and their mean, if they are of floating
-        types, with ``"mean"``; None leaves them as they are.
-    bucket_bytes : int
-        Size of a bucket, large enough that a worker's link needs some milliseconds for
-        it; 0 for one reduction at the end, as inside of one worker. Buckets take as
+            ``"mean"`` or ``"sum"`` of the replicas' gradients. For the gradient of a
+            mean over the global batch see `global_mean`.
+        buffers : str or None
+            Treatment, at the end of a backward, of buffers that a replica has changed,
+            such as running means. ``"first"``: all replicas get replica 0's.
+            ``"mean"``: buffers of floating types get the mean over replicas. None:
+            buffers are not synchronized.
+        bucket_bytes : int
+            Size of a bucket, large enough that its transfer between workers takes some
+            milliseconds. 0: one reduction at the end, which is always used inside of
+            one worker. Buckets take as much memory as the gradients.
         much memory as the gradients.
 
     Returns
@@ -91,15 +93,16 @@ def replicate(
     Raises
     ------
     ValueError
-        For an unknown ``op`` or ``buffers``, a negative size, or another ``op`` than
-        that of a replicated module that shares parameters; the other replicas raise
-        ReplicaError.
-    NotImplementedError
-        For a strategy whose replicas are not in sync.
-    CollectiveError
-        If the replicas' modules differ. On every replica. Later, ``backward()`` raises
-        it where replicas do different things, or have begun different numbers of
-        backwards: one that failed on a replica is never taken for the next one.
+            For an unknown ``op`` or ``buffers``, a negative size, or another ``op``
+            than that of a replicated module that shares parameters; the other replicas
+            raise ReplicaError.
+        NotImplementedError
+            For a strategy whose replicas are not in sync.
+        CollectiveError
+            If the replicas' modules differ; raised on every replica. A later
+            ``backward()`` raises it if replicas make different calls, or have begun
+            different numbers of backwards. So a backward that failed on one replica is
+            never combined with the next backward of the others.
 
     Examples
     --------
@@ -155,15 +158,15 @@ def _replicate(
 
 @contextmanager
 def no_sync(module: torch.nn.Module) -> Iterator[None]:
-    """Leave gradients as each replica has them, to add up several backwards.
+    """Keep each replica's own gradients in this block, to add up several backwards.
 
-    Logically collective over the strategy's replicas: all must do it. The next backward
-    outside of it combines all that has been added up.
+    Logically collective over the strategy's replicas: all must enter the block. The
+    next backward outside of it combines the accumulated gradients.
 
     Parameters
     ----------
     module : torch.nn.Module
-        From `replicate`.
+            A module that was passed to `replicate`.
 
     Yields
     ------
@@ -173,7 +176,7 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
     Raises
     ------
     ValueError
-        If it was not replicated.
+            If the module was not replicated.
 
     Examples
     --------
@@ -198,23 +201,23 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
 
 
 def inner(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that torch.compile has wrapped."""
+    """Return the module inside of a wrapper of torch.compile, or the module itself."""
     inner: torch.nn.Module = getattr(module, "_orig_mod", module)
     return inner
 
 
 def strategy_of(module: torch.nn.Module) -> Strategy:
-    """Return the strategy that a module was replicated on; else the current one."""
+    """Return the strategy that a module was replicated on, or else the current one."""
     replicated = _replicated.get(inner(module))
     return get_strategy() if replicated is None else replicated.strategy
 
 
 def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
-    """Return the strategy and the operation of all replicated modules."""
+    """Return the strategy and the reduction operation of all replicated modules."""
     strategy = strategy or get_strategy()
     strategies, ops = _candidates(strategy)
     if len(strategies) > 1 or len(ops) > 1:
-        # Modules that the program has dropped exist until they are collected.
+        # Modules that the program has dropped exist until the garbage collector runs.
         gc.collect()
         strategies, ops = _candidates(strategy)
     if len(strategies) > 1:
@@ -244,7 +247,7 @@ def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
 
 
 class _GlobalMean(torch.autograd.Function):
-    """A value of all replicas, with the gradient of this one's part of it."""
+    """A mean over all replicas, differentiable by this replica's sum of losses."""
 
     @staticmethod
     def forward(ctx: Any, loss_sum: Any, value: float, scale: float) -> Any:
@@ -263,19 +266,20 @@ def global_mean(
 
     Collective over the strategy's replicas.
 
-    Its gradient, combined by the hooks of `replicate`, is that of the mean over the
-    global batch, as of one process. The mean of the replicas' own means differs where
-    their counts do.
+    After the hooks of `replicate` have combined the gradient of this mean, it is the
+    gradient of the mean over the global batch, as in one process. A mean of the
+    replicas' own means would differ if their numbers of examples differ.
 
     Parameters
     ----------
     loss_sum : torch.Tensor of one element
-        The sum of the losses of this replica's examples, as of ``reduction="sum"``; of
-        none it is 0.
-    count : int, float or tensor of one element
-        How many examples these are, or the sum of their weights.
-    strategy : Strategy, optional
-        Default: the current one; outside of scopes, that of the replicated modules.
+            The sum of the losses of this replica's examples, as ``reduction="sum"``
+            returns; 0 if there are no examples.
+        count : int, float or tensor of one element
+            Number of these examples, or the sum of their weights.
+        strategy : Strategy, optional
+            Default: the current strategy; outside of scopes, that of the replicated
+            modules.
 
     Returns
     -------
@@ -285,8 +289,9 @@ def global_mean(
     Raises
     ------
     ValueError
-        If all counts together are not positive, on every replica; and for a loss of
-        several elements: the other replicas raise ReplicaError.
+            On every replica, if the counts of all replicas have no positive sum. On
+            this replica, for a loss of several elements; the other replicas raise
+            ReplicaError.
 
     Examples
     --------

@@ -1,8 +1,8 @@
-"""Global batches of PyTorch's data sets, of which each replica reads its part.
+"""Global batches of PyTorch's datasets, of which each replica reads its part.
 
-A loader with workers asks for batches long before the program gets them. So the loader
-of `GlobalBatchSampler.loader` tells the sampler which batches the program has got, and
-the sampler's position counts only these.
+A loader with workers requests batches long before the program receives them. So the
+loader of `GlobalBatchSampler.loader` reports to the sampler which batches the program
+has received, and the sampler's position counts only these batches.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ class GlobalBatchSampler(Sampler[list[int]]):
     Logically collective over the strategy's replicas; each ``iter()``, which begins an
     epoch, is collective.
 
-    The batches are those of one process, on any number of replicas; the last one may be
-    smaller. All replicas make the same number of steps. Give it to a
-    `CheckpointManager`, and the next ``iter()`` after a restore goes on behind the
-    batches that the program had got, also on another number of replicas.
+    The global batches are the same on any number of replicas; the last batch may be
+    smaller. All replicas make the same number of steps. Pass the sampler to a
+    `CheckpointManager`: the next ``iter()`` after a restore continues after the batches
+    that the program had received, even on another number of replicas.
 
-    Iterate over `loader`. A ``DataLoader(dataset, batch_sampler=sampler)`` will do
-    where it has no workers and each global batch has a row for every replica.
+    Iterate over `loader`. A ``DataLoader(dataset, batch_sampler=sampler)`` also works
+    if it has no workers and each global batch has a row for every replica.
 
     Parameters
     ----------
     dataset : torch.utils.data.Dataset
-        With ``__len__`` and ``__getitem__``, the same on every replica.
+            A dataset with ``__len__`` and ``__getitem__``, the same on every replica.
     batch_size : int
         Rows in a global batch.
     strategy : Strategy
-        Whose replicas.
+            The strategy whose replicas read the dataset.
     shuffle : bool
-        Whether each epoch has an order of its own, drawn from ``(seed, epoch)``: that
-        of `hpcstrat.Dataset`.
-    seed : int
-        Key of the order.
+            Whether each epoch has its own order, drawn from ``(seed, epoch)`` like the
+            order of `hpcstrat.Dataset`.
+        seed : int
+            Seed of the order.
     drop_remainder : bool
         Whether to leave out a last batch that is not full.
 
@@ -86,7 +86,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         refuse_logical_replicas(strategy, "GlobalBatchSampler", advice)
         self.dataset = dataset
         self.distribute_strategy = strategy
-        # Data set of the numbers of rows: their order, in batches.
+        # A dataset of row numbers, which decides their order and batches.
         self._rows = Dataset(
             np.arange(len(dataset)),
             batch_size,
@@ -96,7 +96,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         )
         self._batch_size = batch_size
         self._epoch = self._position = 0
-        # Whether the program has taken some batches of the latest iteration, not all.
+        # Whether the program has received some but not all batches of the latest
+        # iteration.
         self._is_begun = False
         self._is_known = True
 
@@ -106,32 +107,33 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the latest iteration; after its end, that of the next one.
+        """The epoch of the latest iteration; after its end, the next epoch.
 
-        Setting it makes the next iteration that epoch, from its beginning.
+        Setting it makes the next iteration start this epoch at its beginning.
         """
         return self._epoch
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        """Begin the next iteration with this epoch, from 0.
+        """Start the next iteration at the beginning of this epoch; epochs count from 0.
 
         Not collective.
         """
         self._epoch, self._position, self._is_begun = int(value), 0, False
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Begin an epoch, or go on with one that was restored."""
+        """Begin an epoch, or continue with an epoch that was restored."""
         loader = _loader_of(sys._getframe(1))
         if self._is_begun:
-            # The program left the epoch early; or a loader with workers calls twice.
+            # The program left the epoch early, or a loader with workers calls iter()
+            # twice.
             self.ended()
         counts = not isinstance(loader, _Loader)
         rows, strategy = self._rows, self.distribute_strategy
         if loader is not None and loader.collate_fn is default_collate:
             self._require_rows()
         self._is_known = not (counts and loader is not None and loader.num_workers)
-        # The header compares everything that decides which rows replicas read.
+        # The header compares everything that determines which rows replicas read.
         strategy.collectives.barrier(
             f"iteration over {rows.describe()}, epoch {self._epoch} from row "
             f"{self._position}"
@@ -139,7 +141,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self._batches(counts)
 
     def _require_rows(self) -> None:
-        """Refuse batches of no rows, which PyTorch cannot make; on all replicas."""
+        """Raise ValueError on all replicas if one would get a batch without rows."""
         count = self.distribute_strategy.num_replicas_in_sync
         left = self._end() - self._position
         least = left % self._batch_size or min(left, self._batch_size)
@@ -171,40 +173,41 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self.ended()
 
     def took(self) -> None:
-        """Count a batch that the program gets; for the library's own modules."""
+        """Count a batch that the program receives; for the library's own modules."""
         self._position = min(self._position + self._batch_size, self._end())
         self._is_begun = True
 
     def ended(self) -> None:
-        """Go on to the next epoch; for the library's own modules."""
+        """Advance to the next epoch; for the library's own modules."""
         self._epoch, self._position, self._is_begun = self._epoch + 1, 0, False
 
     def loader(
         self, *, collate_fn: Callable[[list[Any]], Any] | None = None, **options: Any
     ) -> DataLoader[Any]:
-        """Make a loader of the data set's global batches.
+        """Make a loader of the dataset's global batches.
 
         Not collective; each ``iter()`` of it is collective over the strategy's
         replicas.
 
-        A batch without a row for this replica has the usual structure, of tensors
-        without rows. With workers, the position of the sampler counts the batches that
-        the program has got, not those that were read ahead.
+        A batch without a row for this replica has the usual structure, with tensors
+        that have no rows. With workers, the position of the sampler counts the batches
+        that the program has received, not the batches that were read ahead.
 
         Parameters
         ----------
         collate_fn : callable, optional
-            Makes a batch of a list of samples; default: PyTorch's. For a batch without
-            rows, its result for the first sample is cut to no rows.
-        **options : object
-            Of `torch.utils.data.DataLoader`, such as ``num_workers``. Start workers
-            with ``multiprocessing_context="spawn"`` or ``"forkserver"``: a fork of a
-            process that runs MPI may crash.
+                Makes a batch from a list of samples; default: PyTorch's function. For a
+                batch without rows, it is called with the first sample, and the row is
+                cut off the result.
+            **options : object
+                Options of `torch.utils.data.DataLoader`, such as ``num_workers``. Start
+                workers with ``multiprocessing_context="spawn"`` or ``"forkserver"``: a
+                fork of a process that runs MPI may crash.
 
         Returns
         -------
         torch.utils.data.DataLoader
-            For one iteration at a time.
+                The loader; only one iteration over it may run at a time.
         """
         collate = _Collate(self.dataset, collate_fn or default_collate)
         return _Loader(self.dataset, batch_sampler=self, collate_fn=collate, **options)
@@ -217,13 +220,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Returns
         -------
         dict of str to int
-            ``epoch``, ``global_position`` (rows given out in it, over all replicas),
-            ``shuffle_seed``, ``num_rows`` and ``order_version``.
+                ``epoch``, ``global_position`` (number of rows of this epoch that all
+                replicas together have received), ``shuffle_seed``, ``num_rows`` and
+                ``order_version``.
 
         Raises
         ------
         ValueError
-            If a DataLoader of another kind reads ahead, by workers.
+                If the iteration is by another DataLoader whose workers read ahead.
         """
         if not self._is_known:
             raise ValueError(
@@ -240,7 +244,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         }
 
     def check_state(self, state: dict[str, int]) -> None:
-        """Check that a state is of this data set; ValueError where it is not.
+        """Raise ValueError if a state belongs to another dataset.
 
         For the library's own modules.
         """
@@ -253,36 +257,36 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 )
 
     def restore_state(self, state: dict[str, int]) -> None:
-        """Make the next iteration go on from a state of `state`.
+        """Make the next iteration continue from a state that `state` returned.
 
         Not collective: call it on every replica with the same state.
 
         Parameters
         ----------
         state : dict of str to int
-            Perhaps of another number of replicas. ValueError for a state of another
-            data set.
+                The state may be from another number of replicas. Raises ValueError for
+                a state of another dataset.
         """
         self.check_state(state)
         self.epoch = state["epoch"]
         self._position = int(state["global_position"])
         self._is_known = True
         if self._position and int(state.get("order_version", 1)) < ORDER_VERSION:
-            # The rest of that epoch must be the rest of its order.
+            # The rest of that epoch must use the old order in which the epoch began.
             self._rows.keep_old_order(self._epoch)
 
     def __repr__(self) -> str:
-        """Show what is sampled, and the epoch."""
+        """Return the sampled rows and the epoch as text."""
         return (
             f"<{type(self).__name__} of {self._rows.describe()}, epoch {self._epoch}>"
         )
 
 
 def _loader_of(caller: FrameType) -> DataLoader[Any] | None:
-    """Return the loader that begins to read a sampler; None if it is the program.
+    """Return the loader that called ``iter(sampler)``, or None if the program did.
 
-    torch has no hook for it: a loader calls ``iter(sampler)`` without an argument, and
-    a sampler gets no other call before batches are read.
+    torch has no hook for this: a loader calls ``iter(sampler)`` without an argument,
+    and calls nothing else of the sampler before it reads batches.
     """
     if caller.f_globals["__name__"] != DataLoader.__module__:
         return None
@@ -291,7 +295,7 @@ def _loader_of(caller: FrameType) -> DataLoader[Any] | None:
 
 
 class _Loader(DataLoader[Any]):
-    """Tells its sampler which batches the program has got."""
+    """A loader that reports to its sampler which batches the program has received."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
@@ -307,7 +311,7 @@ class _Loader(DataLoader[Any]):
 
 
 class _Collate:
-    """Makes batches, also of no rows; workers take the data set that they have."""
+    """Makes batches, even without rows; a worker process uses its own dataset copy."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
@@ -325,7 +329,7 @@ class _Collate:
 
 
 def _without_rows(batch: Any) -> Any:
-    """Return a batch of one row without it."""
+    """Return a batch of one row with that row removed."""
     if isinstance(batch, (torch.Tensor, np.ndarray)):
         return batch[:0]
     if isinstance(batch, dict):
@@ -333,7 +337,7 @@ def _without_rows(batch: Any) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(_without_rows, batch))
     if isinstance(batch, (list, tuple)):
-        # Values that are no tensors come as they are, in a list of rows.
+        # Values that are not tensors are in a list with one item per row.
         plain = all(not isinstance(p, (torch.Tensor, dict, list, tuple)) for p in batch)
         return type(batch)([] if plain else map(_without_rows, batch))
     raise ValueError(
