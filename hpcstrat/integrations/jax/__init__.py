@@ -2,7 +2,7 @@
 
 from hpcstrat.integrations.frameworks import require
 
-# Before its import, so that a missing or too old one is one sentence.
+# Check before the import, so that a missing or old jax is reported in one sentence.
 require("jax", "0.5.3")
 
 # ruff: noqa: E402
@@ -19,7 +19,7 @@ from hpcstrat.integrations.jax.transformation import (
     cross_replica,
 )
 
-# A strategy of logical replicas may have been made before.
+# A strategy of logical replicas may already exist.
 let_xla_wait()
 
 __all__ = [

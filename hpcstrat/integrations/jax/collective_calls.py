@@ -1,4 +1,4 @@
-"""The calls that exchange trees of JAX's arrays between replicas."""
+"""Collective calls that exchange trees of JAX's arrays between replicas."""
 
 from __future__ import annotations
 
@@ -21,41 +21,42 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "global_mean", "leaf_names"]
 
 
 def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
-    """Sum the arrays of all replicas, or take their mean, inside or outside of jit.
+    """Return the sum or mean of all replicas' arrays, inside or outside of jit.
 
-    Collective over the strategy's replicas, each time that it runs; inside of a jitted
-    function that is when the function runs. All calls are made in the order of the
-    program; the strategy's own calls wait for the exchanges in jitted functions that
-    still run.
+    Collective over the strategy's replicas, each time that it runs; a call in a jitted
+    function runs when that function runs. All calls are made in the order of the
+    program. The strategy's own calls wait for exchanges in jitted functions that still
+    run.
 
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-        Of the same structure, shapes and dtypes on all replicas: integers, floating and
-        complex numbers of at least 8 bits. Not modified.
+            A tree with the same structure, shapes and dtypes on all replicas: integers,
+            floating and complex numbers of at least 8 bits. Not modified.
     op : ReduceOp or str
-        ``SUM`` or ``MEAN``. The mean of integers is of JAX's floating type, as of
-        ``jnp.mean``.
+            ``SUM`` or ``MEAN``. The mean of integers has JAX's floating type, as in
+            ``jnp.mean``.
     strategy : Strategy
-        Whose replicas.
+            The strategy whose replicas exchange arrays.
 
     Returns
     -------
     tree of jax.Array
-        Equal bit for bit on all replicas. Its gradient is that of the sum of what all
-        replicas compute: cotangents are reduced in the same way.
+            Equal bit for bit on all replicas. Its gradient is the gradient of the sum
+            of all replicas' results: cotangents are reduced in the same way.
 
     Raises
     ------
     CollectiveError
-        On every replica, if they disagree on structure, shapes or dtypes. Inside of
-        jit, and on GPUs, JAX raises its own RuntimeError with the same text, where the
-        result is waited for.
-    ValueError
-        For another operation, or arrays without a sum, such as of bool.
+            On every replica, if structure, shapes or dtypes differ between replicas.
+            Inside of jit, and on GPUs, JAX raises its own RuntimeError with the same
+            text when the program waits for the result.
+        ValueError
+            For another operation, or for arrays that have no sum, such as arrays of
+            bool.
     NotImplementedError
-        Inside of ``vmap``; and for arrays on a GPU if the strategy has none, see the
-        guide on GPUs.
+            Inside of ``vmap``; also for arrays on a GPU if the strategy has no GPU, see
+            the guide on GPUs.
 
     Examples
     --------
@@ -87,29 +88,29 @@ def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
     """Return the means over the examples of all replicas, inside or outside of jit.
 
     Collective over the strategy's replicas, as `all_reduce` is; one call for a loss,
-    its gradient and the count. The result is that of one process with the global batch;
-    the mean of the replicas' own means differs where their counts do.
+    its gradient and the count. The result is the same as in one process with the global
+    batch. A mean of the replicas' own means would differ if their counts differ.
 
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-        Sums over this replica's examples, of which there may be none: what
-        ``jax.value_and_grad`` returns of the sum of the losses.
-    count : int, float or jax.Array of shape ()
-        How many examples these are, or the sum of their weights.
-    strategy : Strategy
-        Whose replicas.
+            Sums over this replica's examples, of which there may be none. For example
+            the values that ``jax.value_and_grad`` returns for the sum of the losses.
+        count : int, float or jax.Array of shape ()
+            Number of these examples, or the sum of their weights.
+        strategy : Strategy
+            The strategy whose replicas exchange arrays.
 
     Returns
     -------
     tree of jax.Array
-        Equal bit for bit on all replicas; NaN where no replica has an example. Means of
-        integers are of JAX's floating type.
+            Equal bit for bit on all replicas; NaN if no replica has an example. Means
+            of integers have JAX's floating type.
 
     Raises
     ------
     ValueError
-        For a count of several elements. This and other errors as of `all_reduce`.
+            For a count of several elements. `all_reduce` describes the other errors.
 
     Examples
     --------
@@ -140,7 +141,8 @@ def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
     def divided(leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             leaf = leaf.astype(jnp.result_type(float))
-        # The count need not fit a half type.
+        # Divide in at least float32, because a half type may not be able to hold the
+        # count.
         wide = jnp.result_type(leaf.dtype, jnp.float32)
         return (leaf.astype(wide) / total.astype(wide)).astype(leaf.dtype)
 
@@ -155,18 +157,19 @@ def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-        As for `all_reduce`; `Strategy.gather` takes lengths that differ.
-    axis : int
-        At least 0, and smaller than the number of dimensions of all arrays; otherwise
-        ValueError.
+            As for `all_reduce`; for lengths that differ between replicas use
+            `Strategy.gather`.
+        axis : int
+            At least 0, and smaller than the number of dimensions of all arrays;
+            ValueError if not.
     strategy : Strategy
-        Whose replicas.
+            The strategy whose replicas exchange arrays.
 
     Returns
     -------
     tree of jax.Array
-        In replica order; the same on all replicas. Its gradient is that of the sum of
-        what all replicas compute.
+            The arrays in replica order, equal on all replicas. Its gradient is the
+            gradient of the sum of all replicas' results.
     """
 
     def convert(leaf: Any) -> Any:
@@ -182,7 +185,7 @@ def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
 
 
 def broadcast(tree: Tree, root: int, strategy: Any) -> Tree:
-    """Give all replicas the arrays of one, inside or outside of jit.
+    """Return one replica's arrays on all replicas, inside or outside of jit.
 
     Collective over the strategy's replicas, as `all_reduce` is, with the same errors.
 
@@ -191,16 +194,17 @@ def broadcast(tree: Tree, root: int, strategy: Any) -> Tree:
     tree : tree of jax.Array, each of shape (...)
         As for `all_reduce`.
     root : int
-        Replica whose values all get, from 0; the same on all. ValueError where there is
-        no such replica.
-    strategy : Strategy
-        Whose replicas.
+            Number, from 0, of the replica whose arrays are returned; the same on all
+            replicas. ValueError if there is no such replica.
+        strategy : Strategy
+            The strategy whose replicas exchange arrays.
 
     Returns
     -------
     tree of jax.Array
-        The same on all replicas. Its gradient, that of the sum of what all replicas
-        compute, is the root's; that of others is zero.
+            Equal on all replicas. Its gradient, by the sum of all replicas' results, is
+            nonzero only for the root's arrays; for the other replicas' arrays it is
+            zero.
     """
 
     def check() -> None:
@@ -249,7 +253,7 @@ def _exchanged(
 
 
 def _checked(strategy: Any, what: str, function: Any, *args: Any) -> Any:
-    """Call a function that checks arguments; the other replicas learn of an error."""
+    """Call a function that checks arguments; its error is raised on all replicas."""
     try:
         return function(*args)
     except Exception as error:

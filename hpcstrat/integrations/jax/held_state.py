@@ -1,4 +1,4 @@
-"""Trees of JAX's arrays in checkpoints."""
+"""Saving and restoring of trees of JAX's arrays in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ __all__ = ["HeldState", "state"]
 def state(tree: Tree, strategy: Any) -> HeldState:
     """Make a holder of a tree of arrays, for a CheckpointManager to save and restore.
 
-    Collective over the strategy's replicas. JAX's arrays cannot be written, so the
-    holder is given the newest tree before a save, and asked for it after a restore.
+    Collective over the strategy's replicas. JAX's arrays cannot be overwritten in
+    place. So assign the newest tree to the holder before a save, and read it from the
+    holder after a restore.
 
     Parameters
     ----------
@@ -28,19 +29,19 @@ def state(tree: Tree, strategy: Any) -> HeldState:
         The same on all replicas, such as parameters, optax's state and keys of
         ``jax.random``. All replicas start with replica 0's values.
     strategy : Strategy
-        Whose replicas.
+            The strategy whose replicas hold the state.
 
     Returns
     -------
     HeldState
-        Its ``tree`` is read and assigned.
+            The holder, whose ``tree`` is read and assigned.
 
     Raises
     ------
     ValueError
-        For leaves that are no arrays; the other replicas raise ReplicaError.
-    CollectiveError
-        On every replica, if they disagree on names, shapes or dtypes.
+            For leaves that are not arrays; the other replicas raise ReplicaError.
+        CollectiveError
+            On every replica, if names, shapes or dtypes differ between replicas.
 
     Examples
     --------
@@ -63,8 +64,8 @@ def state(tree: Tree, strategy: Any) -> HeldState:
 class HeldState:
     """A tree of JAX's arrays that a CheckpointManager saves and restores; see `state`.
 
-    The values are in host memory a second time, in variables whose copies the replicas
-    compare.
+    The values have a second copy in host memory, in variables that the replicas compare
+    with each other.
     """
 
     def __init__(self, tree: Tree, strategy: Any) -> None:
@@ -76,7 +77,7 @@ class HeldState:
             values = [np.array(_plain(leaf)) for leaf in leaves]
         except Exception as error:
             refuse(strategy, "state", error)
-        # As names in a file have it; a tree may be a single array.
+        # Names as they appear in a file; a tree may also be a single array.
         names = [name or "value" for name in leaf_names([path for path, _ in named])]
         with strategy.scope():
             self._variables = {
@@ -84,16 +85,17 @@ class HeldState:
                 for name, value in zip(names, values, strict=True)
             }
         self._leaves = leaves
-        # Whether a manager may have written the variables since the leaves were copied.
+        # Whether a manager may have overwritten the variables since the leaves were
+        # copied into them.
         self._lent = True
 
     @property
     def tree(self) -> Tree:
-        """The newest tree that was assigned, or restored; not collective.
+        """The tree that was assigned or restored most recently; not collective.
 
-        A tree that is assigned must have the structure, shapes and dtypes of the first;
-        otherwise ValueError. This waits for JAX, so that the calls of its threads do
-        not meet those of a save.
+        An assigned tree must have the structure, shapes and dtypes of the first tree;
+        ValueError if not. The assignment waits until JAX has computed the arrays, so
+        that collective calls in JAX's threads do not mix with the calls of a save.
         """
         if self._lent:
             for index, variable in enumerate(self._variables.values()):
@@ -122,9 +124,9 @@ class HeldState:
         self._lent = False
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return variables with the values of the tree, by the paths of its leaves.
+        """Return variables with the tree's current values, by the paths of its leaves.
 
-        For the library's own modules: CheckpointManager reads or writes them.
+        For the library's own modules: CheckpointManager reads or writes the variables.
         """
         if not self._lent:
             pairs = zip(self._leaves, self._variables.values(), strict=True)
@@ -134,7 +136,7 @@ class HeldState:
         return dict(self._variables)
 
     def __repr__(self) -> str:
-        """Show name, type and shape of each array."""
+        """Return name, type and shape of each array as text."""
         found = self._variables.items()
         arrays = ", ".join(f"{name} {v.dtype}{list(v.shape)}" for name, v in found)
         return f"<{type(self).__name__} of {arrays}>"
@@ -155,21 +157,21 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    """Return the numbers of an array, or of keys."""
+    """Return an array itself, or the integers of an array of random keys."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _like(leaf: Any, value: Array) -> Any:
-    """Return a copy of a value as an array of a leaf's kind, where the leaf is."""
+    """Return a copy of a value as an array of a leaf's kind, on the leaf's device."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(
             jnp.array(value), impl=jax.random.key_impl(leaf)
         )
-    # A copy, as JAX may take over memory of NumPy.
+    # Pass a copy, because JAX may keep NumPy's memory for its own array.
     return jax.device_put(value.copy(), leaf.sharding)
 
 
 def _same(one: Array, other: Array) -> bool:
-    """Whether all bits are the same; NaN, too."""
+    """Return whether two arrays are equal bit for bit; so a NaN equals itself."""
     first, second = (np.ascontiguousarray(a).reshape(-1) for a in (one, other))
     return bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))

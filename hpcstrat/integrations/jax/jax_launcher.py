@@ -1,7 +1,7 @@
 """Runs a program of several processes of JAX over MPI, for ``hpcstrat jax``.
 
-``python -m hpcstrat.integrations.jax.jax_launcher KIND PROGRAM [ARGS]``: ``KIND`` is
-``script`` or ``module``.
+Usage: ``python -m hpcstrat.integrations.jax.jax_launcher KIND PROGRAM [ARGS]``, where
+``KIND`` is ``script`` or ``module``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def initialize() -> None:
     """Initialize ``jax.distributed`` with the ranks of MPI.
 
     Collective over all ranks of the job. Later calls of ``jax.distributed.initialize``
-    do nothing, and raise ValueError for other arguments.
+    do nothing, or raise ValueError if their arguments differ.
     """
     if getattr(jax.config, _COLLECTIVES, None) in (None, "none"):
-        # Older versions have no sums between the CPUs of several processes without it.
+        # Without this option older versions cannot sum between CPUs of several
+        # processes.
         jax.config.update(_COLLECTIVES, "gloo")
     strategy = MultiWorkerMirroredStrategy()
     topology = strategy.topology
@@ -45,16 +46,16 @@ def initialize() -> None:
 
 
 def _own_gpu(local_rank: int, environment: Any) -> list[int] | None:
-    """Return the number of a rank's GPU among those that it sees."""
+    """Return the number of a rank's own GPU among the GPUs that are visible to it."""
     seen = [environment[name] for name in _GPUS if environment.get(name)]
-    # Some launchers show each rank its own GPU alone.
+    # Some launchers make only the rank's own GPU visible.
     if seen and len(seen[0].split(",")) == 1:
         return [0]
     return [local_rank]
 
 
 def _again(own: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """Check the arguments of another call of ``jax.distributed.initialize``."""
+    """Raise ValueError if a second call has arguments other than the first."""
     names = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
     asked = {**dict(zip(names, args, strict=False)), **kwargs}
     for name, value in own.items():

@@ -1,4 +1,4 @@
-"""Lets the logical replicas of a rank meet inside of functions that JAX compiles."""
+"""Synchronizes logical replicas of a rank inside of functions that JAX compiles."""
 
 from __future__ import annotations
 
@@ -13,50 +13,51 @@ from hpcstrat.strategies import Strategy
 
 __all__ = ["let_replicas_meet"]
 
-# Part of the key by which JAX looks up compiled functions; replica 0 has the default.
+# Part of the key by which JAX finds compiled functions; replica 0 uses the default.
 _make: Any = getattr(jax, "make_user_context", None)
 _replica = None if _make is None else _make(0)
 
 
 class _TurnListener:
-    """Tells JAX which replica has its turn, and waits at its end; see `Listener`."""
+    """Notifies JAX which replica runs, and waits when it pauses; see `Listener`."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
 
     def start(self) -> None:
-        """Begin a run."""
+        """Do nothing at the start of a run."""
 
     def begin(self, index: int) -> None:
-        """Let this thread, which serves one replica, compile functions of its own.
+        """Make this replica's thread compile its own versions of functions.
 
-        A function is locked until its first call has ended. In that call the first
-        replica may wait for the others, which therefore must not need the same lock.
+        JAX locks a function until its first call has ended. In that call the first
+        replica may wait for the other replicas. If they needed the same lock, all would
+        deadlock.
         """
         if index and _replica is not None and _replica.value != index:
             _replica(index).__enter__()
 
     def pause(self, index: int) -> None:
-        """Wait for the replica's exchanges in compiled functions that still run."""
+        """Wait for this replica's exchanges in compiled functions that still run."""
         self._wait()
 
     def resume(self, index: int) -> None:
-        """Begin, too: the replica may have begun before this listener was added."""
+        """Call `begin`: the replica may have begun before this listener existed."""
         self.begin(index)
 
     def end(self) -> None:
-        """End a run."""
+        """Do nothing at the end of a run."""
 
 
 _known: weakref.WeakKeyDictionary[Strategy, _TurnListener] = weakref.WeakKeyDictionary()
 
 
 def let_replicas_meet(strategy: Strategy, wait: Callable[[], None]) -> str:
-    """Let the replicas of a rank meet inside of compiled functions, from now on.
+    """Allow exchanges between a rank's replicas inside of compiled functions.
 
     Called when the first such function is compiled, before another replica runs;
-    ``wait`` waits for exchanges under way. Returns why that is not possible, or an
-    empty text.
+    ``wait`` waits for pending exchanges. Returns the reason if exchanges are not
+    possible, or an empty text.
     """
     count = len(strategy.local_replicas)
     if problem := xla_problem(count):

@@ -1,13 +1,15 @@
 """The primitive of JAX that exchanges arrays between replicas, and its rules.
 
-Outside of jit it reads the arrays where they are; inside, XLA calls the library. All
-exchanges have one effect with an order: XLA may run independent operations in any
-order, and at the same time, but replicas must make their calls in one order.
+Outside of jit the primitive reads arrays from their own memory; inside, XLA calls a
+handler of hpcstrat. All exchanges have the same ordered effect: XLA may run independent
+operations in any order, and at the same time, but all replicas must make their calls in
+the same order.
 
-On GPUs a call outside of jit is a small jitted function, too: XLA then gives memory and
-stream, see `hpcstrat.integrations.jax.xla_handler`. Results of CuPy, lent to JAX by
-DLPack, would be less safe: not every version of XLA holds such memory until its stream
-has read it (`TrackedDeviceBuffer::Delete`), and CuPy does not wait for that stream.
+On GPUs a call outside of jit is also compiled, as a small jitted function, so that XLA
+provides memory and a stream, see `hpcstrat.integrations.jax.xla_handler`. Passing
+CuPy's results to JAX by DLPack would be less safe: some versions of XLA release such
+memory before their stream has read it (`TrackedDeviceBuffer::Delete`), and CuPy does
+not wait for that stream.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ __all__ = ["TreeOperation", "bind", "is_on_host", "refuse", "require_replica_con
 
 
 class _Order(effects.Effect):
-    """An effect that keeps the exchanges of all replicas in one order."""
+    """An effect that keeps exchanges in program order, equal on all replicas."""
 
     def __str__(self) -> str:
         return "TreeOperation"
@@ -56,16 +58,16 @@ _order = _Order()
 
 
 class _Here(threading.local):
-    """Whether this thread is XLA's, in an exchange."""
+    """Marks a thread of XLA while it is in an exchange."""
 
     is_inside = False
 
 
 _here = _Here()
-# The kind of the gradient, where it is another one.
+# The kind of an operation's gradient, if it differs from the operation's own kind.
 _TRANSPOSED = {"gather": "part", "broadcast": "at root"}
 _TRANSPOSED |= {kind: other for other, kind in _TRANSPOSED.items()}
-# Newer versions of JAX have the first.
+# Newer versions of JAX have `jax.typeof`; older versions have only `get_aval`.
 _type_of = getattr(jax, "typeof", None) or jax.core.get_aval
 
 _exchange = Primitive("hpcstrat_exchange")
@@ -76,9 +78,10 @@ _exchange.multiple_results = True
 class TreeOperation:
     """An operation on the leaves of a tree, with the same names on all replicas.
 
-    ``kind`` is sum, mean, gather or broadcast, and ``place`` its axis or root. Two more
-    kinds are the gradients of the last two: "part" is this replica's part, along an
-    axis, of the sum; "at root" is the sum on the root, and zero on the others.
+    ``kind`` is sum, mean, gather or broadcast, and ``place`` is the axis of a gather or
+    the root of a broadcast. Two more kinds are gradients: "part", for gather, is this
+    replica's part of the sum along an axis; "at root", for broadcast, is the sum on the
+    root, and zero on the other replicas.
     """
 
     strategy: Any
@@ -88,12 +91,12 @@ class TreeOperation:
 
     @property
     def what(self) -> str:
-        """Name of the call in messages."""
+        """Name of the collective call in error messages."""
         call = {"gather": "all_gather", "broadcast": "broadcast"}
         return call.get(self.kind, "all_reduce")
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the result of a leaf."""
+        """Return the shape of the result for a leaf's shape."""
         lengths = list(shape)
         if self.kind == "gather":
             lengths[self.place] *= self.strategy.num_replicas_in_sync
@@ -102,7 +105,7 @@ class TreeOperation:
         return tuple(lengths)
 
     def results(self, leaves: list[Array], outs: list[Array] | None) -> list[Array]:
-        """Make the call; results are ``outs``, where these are given.
+        """Make the call; results are written into ``outs`` if given, or returned.
 
         Collective over the strategy's replicas.
         """
@@ -121,10 +124,10 @@ class TreeOperation:
     def later(
         self, leaves: list[Array], outs: list[Array], done: Callable[[Any], None]
     ) -> None:
-        """Make the call of the logical replica whose turn it is, without waiting.
+        """Make the call for the logical replica that is running, without waiting.
 
-        Collective over the strategy's replicas. ``done`` is called with None, or an
-        error, once ``outs`` have the results.
+        Collective over the strategy's replicas. ``done`` is called with None or an
+        error once ``outs`` have the results.
         """
         meetings = self.strategy.meetings
         if not meetings.runs:
@@ -149,7 +152,7 @@ class TreeOperation:
         meetings.meet_later(*call, argument, then)
 
     def _call(self, leaves: list[Array]) -> str:
-        # A compiled program has fixed shapes, so they must be equal on all ranks.
+        # A compiled program has fixed shapes, so shapes must be equal on all ranks.
         return f"{self.what} of {', '.join(str(leaf.shape) for leaf in leaves)}"
 
     @property
@@ -158,11 +161,11 @@ class TreeOperation:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all replicas get all of a sum."""
+        """Whether all replicas get the whole result of a sum."""
         return self.kind in ("sum", "mean")
 
     def _taken(self, found: Any, outs: list[Array] | None, replica: int) -> list[Array]:
-        """Return a replica's results, of those of the whole call."""
+        """Return a replica's results from the results of the whole call."""
         results = [found] if not self._is_named else [found[n] for n in self.names]
         if self.kind == "part":
             results = [self._own_part(total, replica) for total in results]
@@ -174,7 +177,7 @@ class TreeOperation:
         return results if outs is None else outs
 
     def _own_part(self, total: Array, replica: int) -> Array:
-        """Return a replica's part of an array along an axis."""
+        """Return a replica's part of an array along the axis."""
         length = total.shape[self.place] // self.strategy.num_replicas_in_sync
         start = replica * length
         at = (slice(None),) * self.place + (slice(start, start + length),)
@@ -186,7 +189,7 @@ class TreeOperation:
         return self.names != ("",)
 
     def _named(self, leaves: list[Any]) -> Any:
-        # Names are compared by the header; a single array needs none.
+        # The header compares the names between ranks; a single array needs no name.
         if not self._is_named:
             return leaves[0]
         return dict(zip(self.names, leaves, strict=True))
@@ -197,10 +200,11 @@ class TreeOperation:
         postpone: Callable[[], Callable[[Any], None]],
         stream: int | None,
     ) -> None:
-        """Make the call in a thread of XLA's; all replicas raise an error of one.
+        """Make the call in a thread of XLA; all replicas raise one replica's error.
 
         ``postpone`` makes XLA wait for the results, and returns a function that ends
-        the wait. On a GPU the call is work of XLA's ``stream``, and does not wait.
+        this wait. On a GPU the call is added to XLA's ``stream``, and the host does not
+        wait.
         """
         if self.strategy.meetings is not None:
             self.later(*arrays(), postpone())
@@ -221,7 +225,7 @@ class TreeOperation:
 
 
 def require_replica_context(strategy: Any, what: str) -> None:
-    """Refuse a call that is not made as one of several replicas of this rank."""
+    """Raise RuntimeError for logical replicas outside of the function of ``run``."""
     if strategy.logical and own_index() is None:
         raise _outside_of_run(what)
 
@@ -235,33 +239,34 @@ def _outside_of_run(what: str) -> RuntimeError:
 
 
 def bind(exchange: TreeOperation, leaves: list[Any]) -> list[Any]:
-    """Exchange leaves, which are arrays of JAX, or tracers."""
+    """Exchange leaves, which are JAX's arrays or tracers."""
     _give_rules()
     return _exchange.bind(*leaves, exchange=exchange)
 
 
 def refuse(strategy: Any, what: str, error: Exception) -> None:
-    """Raise an error on this replica and on the others."""
+    """Raise an error on this replica, and make the other replicas raise one, too."""
     _await_others()
     strategy.collectives.fail(what, error)
     raise error
 
 
 def _await_others() -> None:
-    """Wait for the exchanges under way in XLA's threads: calls have one order."""
+    """Wait for pending exchanges in XLA's threads, so that calls keep their order."""
     if _here.is_inside:
         return
     try:
         jax.effects_barrier()
     except Exception:
-        # The results of the failed exchange raise; the next exchange must not wait.
+        # The failed exchange's results raise its error. Remove its token, so that the
+        # next exchange does not wait for it.
         from jax._src import dispatch
 
         dispatch.runtime_tokens.clear()
 
 
 def is_on_host(leaf: Any) -> bool:
-    """Whether all of an array of JAX is in host memory."""
+    """Return whether all parts of a JAX array are in host memory."""
     return all(device.platform == "cpu" for device in leaf.devices())
 
 
@@ -269,22 +274,22 @@ def is_on_host(leaf: Any) -> bool:
 def _outside(*leaves: Any, exchange: TreeOperation) -> list[Any]:
     on_host = all(map(is_on_host, leaves))
     if not on_host and not exchange.strategy.logical:
-        # XLA keeps its order after exchanges in other programs.
+        # XLA runs this program after exchanges in earlier programs.
         return _program(exchange)(*leaves)
     _await_others()
 
     def carry_out() -> list[Array]:
-        # Read in place where they are on the host.
+        # This reads arrays on the host in place, without a copy.
         return exchange.results([np.asarray(leaf) for leaf in leaves], None)
 
     results = exchange.strategy.collectives.call(exchange.what, carry_out)
-    # Results have aligned memory of their own, which JAX takes over without a copy.
+    # The results have aligned memory of their own, so JAX uses it without a copy.
     return jax.device_put(results, [leaf.sharding for leaf in leaves])
 
 
 @functools.cache
 def _program(exchange: TreeOperation) -> Any:
-    """Return a jitted function that exchanges leaves and does nothing else."""
+    """Return a jitted function that only exchanges leaves."""
     return jax.jit(lambda *leaves: bind(exchange, list(leaves)))
 
 
@@ -297,10 +302,10 @@ def _shapes(*leaves: Any, exchange: TreeOperation) -> tuple[list[Any], set[Any]]
 def _inside(
     context: Any, *operands: Any, exchange: TreeOperation, target: str = TARGET
 ) -> Any:
-    """Let XLA call the handler, after the exchange before it in the program."""
+    """Compile an exchange as a call of the handler, after the program's last one."""
     problem = register(target)
     if target == GPU_TARGET:
-        # On GPUs calls outside of jit come here, too.
+        # On GPUs calls outside of jit are compiled here, too.
         problem = problem and f"{problem}; use another version of JAX"
         problem = problem or _gpu_problem(exchange)
     else:
@@ -311,7 +316,7 @@ def _inside(
         refuse(exchange.strategy, exchange.what, NotImplementedError(problem))
     if (channel := exchange.strategy.collectives.channel) is not None:
         channel.elsewhere = _await_others
-    # A sum may take the memory of its argument; without this XLA copies all arguments.
+    # A result may use the memory of its argument; otherwise XLA copies all arguments.
     count = 0 if exchange.kind in ("gather", "part") else len(operands)
     rule = jax.ffi.ffi_lowering(
         target,
@@ -330,9 +335,9 @@ def _inside(
 
 
 def _gpu_problem(exchange: TreeOperation) -> str:
-    """Say why an exchange cannot be compiled for a GPU; empty if it can."""
+    """Return the reason why an exchange cannot run on a GPU, or an empty text."""
     if exchange.strategy.logical:
-        # XLA would wait for other replicas in the thread that computes them.
+        # XLA would wait for the other replicas in the thread that should compute them.
         return (
             f"expected a rank for each replica, for {exchange.what} inside of jit on a "
             f"GPU, found logical replicas; call {exchange.what} between jitted "
@@ -357,7 +362,7 @@ def _elsewhere(context: Any, *operands: Any, exchange: TreeOperation) -> Any:
 
 
 def _forward(primals: Any, tangents: Any, *, exchange: TreeOperation) -> Any:
-    # Zeros travel, too, so that all replicas make the same call.
+    # Zero tangents are exchanged, too, so that all replicas make the same call.
     tangents = [ad.instantiate_zeros(tangent) for tangent in tangents]
     # Integers have no tangents.
     chosen = [i for i, t in enumerate(tangents) if t.dtype != jax.dtypes.float0]
@@ -372,7 +377,7 @@ def _forward(primals: Any, tangents: Any, *, exchange: TreeOperation) -> Any:
 
 
 def _backward(cotangents: Any, *leaves: Any, exchange: TreeOperation) -> list[Any]:
-    """Return the gradient of the sum of what all replicas compute."""
+    """Return the gradient of the sum of all replicas' results."""
     del leaves
     cotangents = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     kind = _TRANSPOSED.get(exchange.kind, exchange.kind)
@@ -392,7 +397,7 @@ def _refuse_vmap(leaves: Any, dims: Any, *, exchange: TreeOperation) -> Any:
 
 @functools.cache
 def _give_rules() -> None:
-    """Tell JAX the primitive's rules, at its first use: the reference has no JAX."""
+    """Register the primitive's rules at its first use; docs are built without JAX."""
     ad.primitive_jvps[_exchange] = _forward
     ad.primitive_transposes[_exchange] = _backward
     batching.primitive_batchers[_exchange] = _refuse_vmap

@@ -1,4 +1,4 @@
-"""A transformation of gradients, as optax chains them."""
+"""A transformation of gradients that optax can use in a chain."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["GradientTransformation", "cross_replica"]
 
 
 class GradientTransformation(NamedTuple):
-    """Two functions, as of optax, which takes this for a transformation of its own.
+    """Two functions; optax accepts them as one of its own gradient transformations.
 
     Parameters
     ----------
     init : callable
-        Returns the state for parameters.
-    update : callable
-        Returns new gradients and state for gradients, state and parameters.
+            Function that returns the state for given parameters.
+        update : callable
+            Function that returns new gradients and a new state for gradients, state and
+            parameters.
     """
 
     init: Callable[[Tree], Any]
@@ -31,22 +32,25 @@ class GradientTransformation(NamedTuple):
 def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransformation:
     """Make a transformation that reduces gradients over the replicas.
 
-    Not collective; its ``update`` is, over the strategy's replicas, as `all_reduce`.
+    Not collective; its ``update`` is collective over the strategy's replicas, like
+    `all_reduce`.
 
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas.
-    op : ReduceOp or str
-        ``MEAN``, of gradients of means of equal batches; ``SUM`` of gradients of sums
-        that are divided by the size of the global batch.
+            The strategy whose replicas train together.
+        op : ReduceOp or str
+            ``MEAN`` if each replica's loss is a mean over its part of the batch, and
+            all parts are equally large; ``SUM`` if each replica's loss is a sum that is
+            divided by the size of the global batch.
 
     Returns
     -------
     GradientTransformation
-        For ``optax.chain(cross_replica(strategy), optax.adam(1e-3))``; it comes first,
-        so that the next ones get the same gradients on all replicas. Optax is not
-        needed: call ``init(params)`` and ``update(gradients, state)``.
+            For ``optax.chain(cross_replica(strategy), optax.adam(1e-3))``. It must be
+            first, so that the transformations after it get equal gradients on all
+            replicas. Optax is not required: call ``init(params)`` and
+            ``update(gradients, state)``.
 
     Raises
     ------

@@ -1,20 +1,20 @@
 """Handlers of XLA's foreign function interface, in Python: no compiler is needed.
 
-XLA hands over the memory of arguments and results, and the library sums from the one
-into the other. The structures are those of ``xla/ffi/api/c_api.h``, which comes with
-jaxlib; fields after those that are named here may be added, see `_misfit`.
+XLA passes the memory of arguments and results, and hpcstrat reduces from one into the
+other. The structures are copied from ``xla/ffi/api/c_api.h``, which is part of jaxlib.
+Newer versions may add fields after the fields that are listed here, see `_misfit`.
 
-**On a GPU** XLA calls the handler while it gives a program to the device
-(`CustomCallThunk::ExecuteOnStream`): arguments are still to be computed then, by what
-XLA's stream was given before, and results may be written by what it is given next. The
-handler makes that stream CuPy's current stream for the call, so that the library's lane
-waits for it, and it for the lane, by events. All memory is XLA's. Its allocator hands
-memory out again in the order of the same stream, so nothing has to be kept until the
-device has read it; arrays over the memory are gone when the handler returns.
+**On a GPU** XLA calls the handler while it submits a program to the device
+(`CustomCallThunk::ExecuteOnStream`). At that time, earlier work of XLA's stream has yet
+to compute the arguments, and later work of the stream reads the results. The handler
+makes XLA's stream CuPy's current stream for the call, so that hpcstrat's lane waits for
+this stream, and this stream for the lane, by events. All memory is XLA's. XLA's
+allocator reuses memory in the order of the same stream, so nothing has to be kept until
+the device has read it; arrays over the memory are deleted when the handler returns.
 
-XLA captures a handler in a CUDA graph only if the handler declares itself fit for it.
-It waits in the calling thread for a handler that ends later (`Invoke` in
-``xla/ffi/invoke.cc``), so handlers end later on CPUs only.
+XLA captures a handler in a CUDA graph only if the handler declares that it supports
+this. If a handler completes after its return, XLA waits for it in the calling thread
+(`Invoke` in ``xla/ffi/invoke.cc``), so only handlers on CPUs do so.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ GPU_TARGET = "hpcstrat_exchange_on_gpu"
 _MAJOR = 0
 _METADATA, _EXECUTE, _INTERNAL = 1, 3, 13
 _TOKEN = 17
-# XLA_FFI_DataType: the first ones from 1 on, and three more.
+# Numbers of XLA_FFI_DataType: these names count from 1; three more names follow.
 _FIRST = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 )
 _NAMES = dict(enumerate(_FIRST.split(), 1))
 _NAMES |= {15: "complex64", 16: "bfloat16", 18: "complex128"}
-# jax.numpy's dtypes are NumPy's, and those of ml_dtypes.
+# jax.numpy's dtypes are NumPy's dtypes and ml_dtypes' dtypes.
 DTYPES = {number: jax.numpy.dtype(name) for number, name in _NAMES.items()}
 
 
 def _structure(**fields: Any) -> Any:
-    """Return a structure of C with some fields."""
+    """Return a ctypes structure with the given fields."""
     return type("Structure", (ctypes.Structure,), {"_fields_": [*fields.items()]})
 
 
 def _headed(**fields: Any) -> Any:
-    """Return a structure that begins as most of XLA's do."""
+    """Return a structure with the two fields with which most of XLA's begin."""
     return _structure(size=c_size_t, extension=c_void_p, **fields)
 
 
@@ -80,7 +80,7 @@ _Api = _headed(
 )
 _FutureArguments = _headed(future=c_void_p, error=c_void_p)
 _OfFutures = ctypes.CFUNCTYPE(c_void_p, POINTER(_FutureArguments))
-# The interface of versions whose handlers may end after they have returned.
+# The interface of newer versions, whose handlers may complete after they have returned.
 _LongApi = _structure(
     known=_Api,
     more=c_void_p * 8,
@@ -101,9 +101,9 @@ _Metadata = _structure(size=c_size_t, version=_Version, traits=c_uint32)
 _MetadataExtension = _structure(base=_Extension, metadata=POINTER(_Metadata))
 
 
-# A function that XLA's program calls by its key. The first argument returns arguments
-# and results of the program; the second lets XLA wait for the end; the third is XLA's
-# stream, if the program is one of a GPU.
+# A function that XLA's program calls by its key. The first parameter returns arguments
+# and results of the program. The second makes XLA wait until the exchange is complete.
+# The third is XLA's stream, if the program runs on a GPU.
 _Exchange = Callable[
     [
         Callable[[], tuple[list[Array], list[Array]]],
@@ -118,7 +118,7 @@ _numbers = itertools.count()
 
 
 def key_of(name: Any, exchange: _Exchange) -> int:
-    """Return the number by which XLA's programs call an exchange, by its name."""
+    """Return the number of a named exchange, by which XLA's programs call it."""
     if name not in _keys:
         number = next(_numbers)
         _exchanges[number] = exchange
@@ -128,9 +128,10 @@ def key_of(name: Any, exchange: _Exchange) -> int:
 
 @functools.cache
 def _found_version() -> tuple[int, ...]:
-    """Return major and minor number of XLA's interface; empty where there is none.
+    """Return major and minor version of XLA's interface; empty if there is none.
 
-    From the header: XLA asks handlers for theirs before it tells its own.
+    They are read from the header file, because XLA asks a handler for its version
+    before it reports its own version.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = header.read_text() if header.exists() else ""
@@ -152,7 +153,7 @@ def _version_problem() -> str:
 
 
 def _misfit(frame: Any) -> str:
-    """Return how the structures differ from these; fields at their ends may be new."""
+    """Return a text if XLA's structures are smaller than these, or an empty text."""
     sizes = [
         *[(frame, _Frame), (frame.api.contents, _Api), (frame.arguments, _Buffers)],
         *[(frame.results, _Buffers), (frame.attributes, _Attributes)],
@@ -169,7 +170,7 @@ def _misfit(frame: Any) -> str:
 
 
 class _Memory:
-    """Memory that NumPy looks at; XLA keeps it for as long as the handler runs."""
+    """Memory for NumPy to use; XLA keeps the memory while the handler runs."""
 
     def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
         self.__array_interface__ = {
@@ -181,12 +182,12 @@ class _Memory:
 
 
 def _array(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return memory as an array."""
+    """Return memory as an array of a shape and dtype."""
     if 0 in shape:
         return np.empty(shape, dtype)
     if dtype.isbuiltin == 1:
         return np.asarray(_Memory(address, shape, dtype.str))
-    # One of ml_dtypes, of which the interface knows no name.
+    # NumPy's array interface has no names for dtypes of ml_dtypes, so view integers.
     plain = np.asarray(_Memory(address, shape, f"<u{dtype.itemsize}"))
     return plain.view(dtype)
 
@@ -194,7 +195,7 @@ def _array(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
 def _arrays(
     buffers: Any, array: Callable[[int, tuple[int, ...], Any], Array]
 ) -> list[Array]:
-    """Return XLA's arguments or results as arrays, without the token that orders."""
+    """Return XLA's arguments or results as arrays, without the ordering token."""
     found = [buffers.items[index].contents for index in range(buffers.length)]
     return [
         array(one.data or 0, tuple(one.dims[: one.rank]), DTYPES[one.dtype])
@@ -204,7 +205,7 @@ def _arrays(
 
 
 def _answer(frame: Any) -> bool:
-    """Answer XLA if it asks for the version; return whether it did."""
+    """Write the version if XLA asks for it; return whether XLA did."""
     if not frame.extension:
         return False
     base = ctypes.cast(frame.extension, POINTER(_Extension)).contents
@@ -212,25 +213,26 @@ def _answer(frame: Any) -> bool:
         return False
     found = ctypes.cast(frame.extension, POINTER(_MetadataExtension)).contents
     own = found.metadata.contents.version
-    # XLA refuses another major version; minor ones add fields, which sizes show.
+    # XLA refuses another major version. Minor versions add fields, which `_misfit`
+    # checks by sizes.
     own.major, own.minor = _found_version() or (-1, 0)
     return True
 
 
 @ctypes.CFUNCTYPE(c_void_p, POINTER(_Frame))
 def _handle(pointer: Any) -> int | None:
-    """Carry out an exchange of memory of the host."""
+    """Run an exchange in host memory."""
     return _carry_out(pointer, _array)
 
 
 @ctypes.CFUNCTYPE(c_void_p, POINTER(_Frame))
 def _handle_on_gpu(pointer: Any) -> int | None:
-    """Carry out an exchange of memory of a GPU, in its place in XLA's stream."""
+    """Run an exchange in GPU memory, in order with XLA's stream."""
     return _carry_out(pointer, memory_at, _stream_of)
 
 
 def _carry_out(pointer: Any, array: Any, stream_of: Any = None) -> int | None:
-    """Carry out an exchange, in a thread of XLA's; an error is one of XLA's."""
+    """Run an exchange in one of XLA's threads, and return an error as XLA's error."""
     frame = pointer.contents
     try:
         if _answer(frame) or frame.stage != _EXECUTE:
@@ -244,13 +246,13 @@ def _carry_out(pointer: Any, array: Any, stream_of: Any = None) -> int | None:
             None if stream_of is None else stream_of(frame),
         )
     except BaseException as error:
-        # Nothing may leave a function that C calls.
+        # An exception must not leave a function that C calls.
         return _error(frame.api.contents, error)
     return None
 
 
 def _stream_of(frame: Any) -> int:
-    """Return the stream to which XLA gives the program; 0 is CUDA's default stream."""
+    """Return the stream that runs the program; 0 is CUDA's default stream."""
     size = ctypes.sizeof(_StreamArguments)
     arguments = _StreamArguments(size, None, frame.context)
     if frame.api.contents.stream_get(ctypes.byref(arguments)):
@@ -259,7 +261,7 @@ def _stream_of(frame: Any) -> int:
 
 
 def _error(api: Any, error: BaseException) -> int:
-    """Return an error of XLA's."""
+    """Return an exception as an error object of XLA."""
     text = f"{type(error).__name__}: {error}".encode()
     size = ctypes.sizeof(_ErrorArguments)
     arguments = _ErrorArguments(size, None, text, _INTERNAL)
@@ -268,10 +270,10 @@ def _error(api: Any, error: BaseException) -> int:
 
 
 def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
-    """Let XLA wait, without a thread, until the returned function is called."""
+    """Make XLA wait, without blocking a thread, for a call of the returned function."""
     frame = ctypes.cast(pointer, POINTER(_LongFrame)).contents
     api = ctypes.cast(frame.known.api, POINTER(_LongApi)).contents
-    # The size of a frame does not count its future.
+    # The frame's size does not include the future, so check the size of the interface.
     if api.known.size < ctypes.sizeof(_LongApi):
         raise RuntimeError(
             "expected an XLA whose handlers may end later, found an older one, of jax "
@@ -295,10 +297,10 @@ def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
 
 @functools.cache
 def register(target: str) -> str:
-    """Make a handler known to XLA, once; return why it cannot be, or nothing.
+    """Register a handler with XLA, once; return a reason if impossible, or no text.
 
-    Not before it is needed: a handler that XLA refuses as its backend starts leaves JAX
-    without one.
+    Call it only when a handler is needed: if XLA refuses a handler while its backend
+    starts, JAX has no backend.
     """
     problem = _version_problem()
     if not problem:

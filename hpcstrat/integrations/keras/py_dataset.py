@@ -1,4 +1,4 @@
-"""Global batches of arrays, of which each replica reads its rows."""
+"""Global batches of arrays for Keras, of which each replica reads its own rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Batches(keras.utils.PyDataset):
 
     Not collective.
 
-    The batches are those of one process, on any number of replicas; the last one may be
-    smaller. The order of an epoch is that of `hpcstrat.Dataset` with the same seed, so
-    that ``fit`` with ``initial_epoch`` goes on as if it had not been interrupted.
+    The global batches are the same on any number of replicas; the last batch may be
+    smaller. An epoch has the same order as in `hpcstrat.Dataset` with the same seed, so
+    that ``fit`` with ``initial_epoch`` continues as if it had not been interrupted.
 
     Parameters
     ----------
@@ -36,18 +36,18 @@ class Batches(keras.utils.PyDataset):
     batch_size : int
         Examples in a global batch.
     strategy : Strategy, optional
-        Whose replicas; default: the current one.
-    shuffle : bool
-        Whether each epoch has an order of its own, drawn from ``(seed, epoch)``.
-    seed : int
-        Key of the order.
+            The strategy whose replicas read the batches; default: the current strategy.
+        shuffle : bool
+            Whether each epoch has its own order, drawn from ``(seed, epoch)``.
+        seed : int
+            Seed of the order.
     drop_remainder : bool
         Whether to leave out a last batch that is not full.
 
     Raises
     ------
     ValueError
-        If the batch size is not positive, or lengths differ.
+            If the batch size is not positive, or if lengths of arrays differ.
 
     Examples
     --------
@@ -80,10 +80,11 @@ class Batches(keras.utils.PyDataset):
             seed=seed,
             drop_remainder=drop_remainder,
         )
-        # The epoch that comes next; fit of `distribute` sets it.
+        # The next epoch; a distributed model's ``fit`` sets it.
         self.epoch = 0
         self._steps: int | None = None
-        # Deals rows otherwise than the data set itself.
+        # If set, it replaces the dataset's own stage, to assign rows to replicas
+        # differently.
         self._dealt: Batched | None = None
 
     @classmethod
@@ -93,10 +94,10 @@ class Batches(keras.utils.PyDataset):
         strategy: Strategy | None = None,
         stage: Batched | None = None,
     ) -> Batches:
-        """Return a data set's batches of inputs and targets, in the same order.
+        """Return a dataset's batches of inputs and targets, in the same order.
 
-        For the library's own modules. ``stage`` deals the rows otherwise. Raises
-        ValueError where the data set is not in batches, or has no random access.
+        For the library's own modules. ``stage`` replaces the dataset's own stage.
+        Raises ValueError if the dataset is not in batches, or has no random access.
         """
         if not isinstance(dataset.stage, Batched):
             raise ValueError(
@@ -114,19 +115,19 @@ class Batches(keras.utils.PyDataset):
         return batches
 
     def with_steps(self, steps: int | None) -> Batches:
-        """Return batches of the same rows, in epochs of so many steps, from epoch 0.
+        """Return a copy with the given number of steps per epoch, starting at epoch 0.
 
-        Not collective. Each epoch begins where the one before has ended.
+        Not collective. Each epoch continues after the rows of the epoch before.
 
         Parameters
         ----------
         steps : int or None
-            As ``steps_per_epoch`` of Keras; None for as many as there are batches.
+                As ``steps_per_epoch`` of Keras; None: as many as there are batches.
 
         Returns
         -------
         Batches
-            A copy.
+                The copy, with the same rows.
         """
         other = copy.copy(self)
         other.epoch, other._steps = 0, steps
@@ -142,7 +143,7 @@ class Batches(keras.utils.PyDataset):
         return self._steps or len(self.dataset)
 
     def __getitem__(self, index: int) -> Tree:
-        """Return the rows of a global batch of this rank's replicas; maybe none."""
+        """Return this rank's rows of a global batch; there may be none."""
         stage, strategy = self._stage, self.distribute_strategy
         epoch, batch = 0, self.epoch * len(self) + index
         if stage.cardinality >= 0:
@@ -164,12 +165,12 @@ class Batches(keras.utils.PyDataset):
         return stage.read(0, 0, 0, stage.stop(0))
 
     def __repr__(self) -> str:
-        """Show the rows."""
+        """Return a description of the rows as text."""
         return f"<{type(self).__name__} of {self.dataset.describe()}>"
 
 
 def columns_of(data: Tree) -> Columns | None:
-    """Return arrays as columns; None for data that give batches by themselves."""
+    """Return arrays as columns, or None for data that yield batches themselves."""
     leaves = keras.tree.flatten(data)
     if all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves):
         return open_source(data)
@@ -177,11 +178,11 @@ def columns_of(data: Tree) -> Columns | None:
 
 
 def own_rows(columns: Columns, strategy: Strategy) -> Tree:
-    """Return the rows of one global batch that this rank's replicas have."""
+    """Return this rank's rows of one global batch."""
     return writable(columns.read(slice(*own_share(columns.num_rows, strategy))))
 
 
 def own_share(num_rows: int, strategy: Strategy) -> tuple[int, int]:
-    """Return the first and the last row, exclusive, of this rank's replicas."""
+    """Return the range of rows of this rank's replicas, as first row and end."""
     count, block = strategy.num_replicas_in_sync, strategy.local_replicas
     return share(num_rows, count, block[0])[0], share(num_rows, count, block[-1])[1]

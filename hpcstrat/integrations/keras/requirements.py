@@ -1,4 +1,4 @@
-"""Checks of a model before it is distributed; no gradient is combined twice."""
+"""Checks of a model before it is distributed, to reject unsupported options."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = [
 
 
 def keras_version() -> tuple[int, ...]:
-    """Return the first two numbers of Keras' version."""
+    """Return the major and minor number of Keras' version."""
     return tuple(map(int, keras.__version__.split(".")[:2]))
 
 
 def require_strategy(strategy: Any) -> None:
-    """Refuse options that no other replica would learn of."""
+    """Raise ValueError if the argument is not a strategy of hpcstrat."""
     if not isinstance(strategy, Strategy):
         raise ValueError(
             f"expected a strategy of hpcstrat, found {type(strategy).__name__}; pass "
@@ -32,9 +32,9 @@ def require_strategy(strategy: Any) -> None:
 
 
 def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
-    """Refuse options that would fail later, or give other results than one process.
+    """Reject options that would fail later, or have other results than one process.
 
-    Without ``is_compiled`` a model that only predicts is accepted, too.
+    With ``is_compiled=False`` a model that only predicts is accepted, too.
     """
     if not isinstance(model, keras.Model):
         raise ValueError(
@@ -73,9 +73,10 @@ def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
 
 
 def require_one_step(model: Any) -> None:
-    """Refuse several steps at once where TensorFlow would read ahead in another thread.
+    """Reject several steps per execution, because TensorFlow would read ahead.
 
-    Each batch is a call of all replicas, and so are the calls in a step.
+    It reads batches in another thread, and both the read of a batch and a step make
+    collective calls, which must have one order.
     """
     count = model.steps_per_execution if model.compiled else 1
     if keras.config.backend() == "tensorflow" and count > 1:
@@ -87,7 +88,7 @@ def require_one_step(model: Any) -> None:
 
 
 def _refuse_others() -> None:
-    """Refuse libraries that would combine gradients, too."""
+    """Reject libraries that would combine gradients a second time."""
     found = keras.distribution.distribution()
     if found is not None:
         raise RuntimeError(

@@ -17,7 +17,7 @@ _WHAT = "batch normalization"
 
 
 class _Home:
-    """The strategy of a layer, which is not saved with the layer."""
+    """A reference to a layer's strategy; copies and saved layers do not save it."""
 
     def __init__(self, strategy: Strategy | None = None) -> None:
         self.strategy = strategy
@@ -30,20 +30,21 @@ class _Home:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization with mean and variance of all replicas' rows.
+    """Batch normalization with the mean and variance of all replicas' rows.
 
-    In training, calling it is collective over the strategy's replicas, and so is its
-    part of a backward; in evaluation, neither is.
+    In training, calling the layer is collective over the strategy's replicas, and so is
+    its part of a backward; in evaluation, neither is.
 
-    Made by `convert`. It has the weights, buffers and names of the layer that it
-    replaces, so that either loads the state of the other. A replica may have no rows.
+    `convert` makes these layers. A layer has the weights, buffers and names of the
+    layer that it replaces, so that each can load the state of the other. A replica may
+    have no rows.
     """
 
     _home = _Home()
 
     @classmethod
     def convert(cls, module: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
-        """Replace all layers of batch normalization by such ones.
+        """Replace all layers of batch normalization by synchronized layers.
 
         Logically collective over the strategy's replicas. Call it before `replicate`,
         and before an optimizer is made.
@@ -54,12 +55,13 @@ class SyncBatchNorm(_BatchNorm):
             Its ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d`` and
             ``torch.nn.SyncBatchNorm`` are replaced; weights and buffers are kept.
         strategy : Strategy
-            Whose replicas.
+                The strategy whose replicas normalize together.
 
         Returns
         -------
         torch.nn.Module
-            The module; or the new layer, where the module is such a layer itself.
+                The module; or the new layer, if the module is itself a layer to
+                replace.
 
         Examples
         --------
@@ -88,7 +90,8 @@ class SyncBatchNorm(_BatchNorm):
             )
         names = ("num_features", "eps", "momentum", "affine", "track_running_stats")
         made: Any = cls(**{name: getattr(layer, name) for name in names})
-        # The same tensors: optimizers, and layers that share weights, have them.
+        # Use the same tensors, because optimizers, and layers that share weights, refer
+        # to them.
         made._parameters, made._buffers = layer._parameters, layer._buffers
         made.training, made._home = layer.training, home
         return made
@@ -101,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, values: Any) -> Any:
-        """Normalize; see the class."""
+        """Normalize values of shape (rows, channels, ...)."""
         if not self.training and self.running_mean is not None:
             return super().forward(values)
         strategy = self._home.strategy
@@ -124,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Any, variance: Any, count: Any) -> None:
-        """Update the running moments; torch keeps the variance of a sample."""
+        """Update the running moments; torch keeps the variance with divisor n - 1."""
         number, momentum = float(count), self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -161,13 +164,13 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, values: Any, weight: Any, bias: Any, how: tuple[float, Strategy]
     ) -> Any:
         eps, strategy = how
-        # Halves are normalized in float32, as torch does.
+        # Half types are normalized in float32, as torch does.
         wide = values.float() if values.dtype.itemsize == 2 else values
         channels = values.shape[1]
         count = wide.numel() // channels
-        # Each replica's own mean first: a sum of squares would lose the digits of a
-        # variance that is small beside the mean (Chan, Golub and LeVeque 1983,
-        # doi:10.1080/00031305.1983.10483115).
+        # Subtract each replica's own mean first, because a sum of squares would lose
+        # the digits of a variance that is small beside the mean (Chan, Golub and
+        # LeVeque 1983, doi:10.1080/00031305.1983.10483115).
         mean = _totals(wide) / max(count, 1)
         squares = _totals((wide - _spread(mean, wide)).square())
         rows = wide.new_zeros(
@@ -176,7 +179,7 @@ class _Normalize(torch.autograd.Function):
         rows[strategy.replica_id, 0] = count
         rows[strategy.replica_id, 1 : 1 + channels] = mean
         rows[strategy.replica_id, 1 + channels :] = squares
-        # Each replica fills its own row, so that the sum gathers all rows.
+        # Each replica fills only its own row, so the sum gathers all rows.
         rows = _summed(strategy, rows, _WHAT)
         counts, means = rows[:, :1], rows[:, 1 : 1 + channels]
         total = counts.sum().clamp(min=1)
@@ -198,7 +201,8 @@ class _Normalize(torch.autograd.Function):
         normal, scale, total, weight = ctx.saved_tensors
         wide = gradient.to(normal.dtype)
         own = torch.stack([_totals(wide), _totals(wide * normal)])
-        # Gradients of this replica's rows; the hooks of replicate combine them.
+        # Gradients by bias and weight for this replica's rows; replicate's hooks sum
+        # them.
         shift, slope = (part.clone() for part in own)
         summed = _summed(ctx.strategy, own, f"{_WHAT} backward") / total
         inner = wide - _spread(summed[0], wide) - normal * _spread(summed[1], wide)

@@ -1,4 +1,4 @@
-"""Sets the variables that torchrun would set, from MPI."""
+"""Sets the environment variables that torchrun would set, from the ranks of MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
 __all__ = ["init_env", "use_for_env"]
 
-# The ports that were given, each with whether a group has met there.
+# The values of MASTER_PORT that `init_env` has set, and whether a process group has
+# used each port already.
 _given: dict[str, bool] = {}
 
 
@@ -21,14 +22,14 @@ def init_env() -> None:
 
     Collective over all ranks of the job.
 
-    ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK``,
-    ``GROUP_WORLD_SIZE``, ``ROLE_RANK``, ``ROLE_WORLD_SIZE``, ``MASTER_ADDR`` (of rank
-    0, where it listens) and ``MASTER_PORT`` (a free one). Variables that are set stay
-    as they are. ``dist.init_process_group`` calls this, once
-    `hpcstrat.integrations.torch` is imported and neither ``RANK`` nor ``WORLD_SIZE`` is
-    set; call it before, where the program reads ``LOCAL_RANK`` and the like first. A
-    default group that is made again after ``dist.destroy_process_group`` gets another
-    port.
+    It sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
+    ``GROUP_RANK``, ``GROUP_WORLD_SIZE``, ``ROLE_RANK``, ``ROLE_WORLD_SIZE``,
+    ``MASTER_ADDR`` (the address at which rank 0 listens) and ``MASTER_PORT`` (a free
+    port). Variables that are already set keep their values. ``dist.init_process_group``
+    calls this function if `hpcstrat.integrations.torch` is imported and neither
+    ``RANK`` nor ``WORLD_SIZE`` is set. Call it yourself if the program reads variables
+    such as ``LOCAL_RANK`` earlier. If the default group is made again after
+    ``dist.destroy_process_group``, it gets another port.
     """
     strategy = MultiWorkerMirroredStrategy()
     topology = strategy.topology
@@ -54,8 +55,8 @@ def init_env() -> None:
 
 
 def use_for_env() -> None:
-    """Let ``env://``, torch's default, call `init_env` where variables are missing."""
-    # The package has a function of the module's name.
+    """Make torch's default, ``env://``, call `init_env` if variables are missing."""
+    # Imported by name, because `torch.distributed` also has a function `rendezvous`.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
     found = handlers.get("env")
@@ -67,8 +68,9 @@ def use_for_env() -> None:
         if not {"RANK", "WORLD_SIZE"} & environ.keys():
             init_env()
         elif _given.get(environ.get("MASTER_PORT", "")) and not urlparse(url).query:
-            # Where rank 0 is late to destroy the last group, the store of that group
-            # would count the ranks of this one, and rank 0 would wait for them.
+            # Use another port: if rank 0 has not destroyed the last group yet, its
+            # store would count the ranks of the new group, and rank 0 would wait for
+            # them.
             del environ["MASTER_PORT"]
             init_env()
         if environ.get("MASTER_PORT") in _given:

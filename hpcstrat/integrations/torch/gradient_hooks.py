@@ -86,9 +86,9 @@ class Replicated:
         self._layout = ModuleLayout(module)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        # Parameters are identified by their index in `_parameters` from here on. These
-        # have been reached by a backward but not combined yet; the value is the version
-        # of the parameter's tensor at that time. The dict keeps the order.
+        # From here on, parameters are indices into `_parameters`. This dict has the
+        # parameters that a backward has reached and no reduction has combined yet, in
+        # that order, with the version of each parameter's tensor at that time.
         self._touched: dict[int, int] = {}
         # Parameters whose gradients are combined, and so equal on all replicas.
         self._combined: set[int] = set()

@@ -1,4 +1,4 @@
-"""Tensors as arrays in host memory, without a copy where that is possible."""
+"""Tensors as arrays in host memory, without a copy if that is possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["HostTensors", "require_numbers"]
 
-# Types that NumPy has from ml_dtypes only: a type of the same size, and their name.
+# Types that NumPy has only from ml_dtypes: a type of the same size, and their name
+# there.
 _FOREIGN = {torch.bfloat16: (torch.int16, "bfloat16")}
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     if hasattr(torch, _name):
@@ -21,7 +22,7 @@ for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnu
 
 
 def require_numbers(dtype: Any) -> None:
-    """Refuse types that can be moved, but not added."""
+    """Raise an error for types that can be sent, but not added."""
     if dtype not in _FOREIGN or (dtype is torch.bfloat16 and find_spec("ml_dtypes")):
         return
     if dtype is torch.bfloat16:
@@ -35,19 +36,20 @@ def require_numbers(dtype: Any) -> None:
 
 
 class HostTensors:
-    """The arrays of one call; `written` copies results into tensors elsewhere."""
+    """The arrays of one call; `written` copies results that are in temporary memory."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any]] = []
 
     def read(self, tensor: Any) -> Array:
-        """Return a contiguous array of a tensor's values; booleans are uint8."""
+        """Return a contiguous array of a tensor's values; booleans become uint8."""
         if tensor.layout is not torch.strided:
             raise ValueError(
                 f"expected a dense tensor, found layout {tensor.layout}; call "
                 "to_dense() first (only all_reduce takes sparse tensors)"
             )
-        # Waits for the stream of a GPU. Copies nothing of a plain tensor on the host.
+        # Waits for the stream of a tensor on a GPU; copies nothing of a plain host
+        # tensor.
         own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         plain, name = _FOREIGN.get(own.dtype, (own.dtype, ""))
         if plain is torch.bool:
@@ -59,7 +61,7 @@ class HostTensors:
         return _named(array, name) if name else array
 
     def write(self, tensor: Any) -> Array:
-        """Return an array of a tensor's values, to be overwritten by the call."""
+        """Return an array of a tensor's values, into which the call writes."""
         array = self.read(tensor)
         if array.ctypes.data != tensor.data_ptr() or tensor.device.type != "cpu":
             self._copies.append((tensor, array))
@@ -69,7 +71,8 @@ class HostTensors:
         """Copy results from temporary memory into the tensors, once."""
         copies, self._copies = self._copies, []
         for tensor, array in copies:
-            # torch takes the type of the same size from NumPy.
+            # torch cannot read ml_dtypes' types from NumPy, so use a type of the same
+            # size.
             plain = _FOREIGN.get(tensor.dtype, (tensor.dtype,))[0]
             plain = torch.uint8 if plain is torch.bool else plain
             values = torch.from_numpy(array.view(_numpy_type(plain)))
@@ -77,9 +80,10 @@ class HostTensors:
 
 
 class _TensorMemory:
-    """A tensor's memory for NumPy, which its arrays keep.
+    """A tensor's memory for NumPy; arrays of it keep the tensor alive.
 
-    After `torch.Tensor.numpy` a storage could not be resized, as FSDP does to free it.
+    `torch.Tensor.numpy` is not used, because it prevents a resize of the storage, with
+    which FSDP frees memory.
     """
 
     def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:
@@ -99,7 +103,7 @@ def _numpy_type(dtype: Any) -> np.dtype[Any]:
 
 
 def _named(array: Array, name: str) -> Array:
-    """Give an array the type of ml_dtypes, if that is installed."""
+    """Return the array with a type of ml_dtypes, if that package is installed."""
     try:
         import ml_dtypes
     except ImportError:

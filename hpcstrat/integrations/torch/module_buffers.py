@@ -1,4 +1,4 @@
-"""Buffers of replicated modules, such as running means, made equal after a backward."""
+"""Buffers of replicated modules, such as running means, made equal after backwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["ModuleBuffers", "ReplicaBuffers", "broadcast"]
 
 
 class ModuleBuffers:
-    """The buffers of a module; an owner is a module inside it that has some.
+    """The buffers of a module, grouped by owners: the modules inside it with buffers.
 
-    ``mode`` is "first", "mean" or None, as `replicate` has it.
+    ``mode`` is "first", "mean" or None, like the argument ``buffers`` of `replicate`.
     """
 
     def __init__(
@@ -26,8 +26,9 @@ class ModuleBuffers:
     ) -> None:
         self.strategy = strategy
         self.mode = mode
-        # All buffers of a module together: torch notes no new version of running means,
-        # but one of the batch normalization's count of batches.
+        # All buffers of an owner are compared together: torch does not change the
+        # version of running means, but it changes the version of batch normalization's
+        # batch count.
         self._owners = [m._buffers for m in module.modules() if m._buffers]
         self._versions = self._current_versions()
 
@@ -59,14 +60,14 @@ class ModuleBuffers:
 
 
 class ReplicaBuffers(ModuleBuffers):
-    """The buffers of each replica of a rank; the module has those of one at a time."""
+    """The buffers of each replica of a rank; the module has one replica's at a time."""
 
     def __init__(
         self, module: torch.nn.Module, strategy: Strategy, mode: str | None
     ) -> None:
         super().__init__(module, strategy, mode)
         self._sets = [self._copies() for _ in strategy.local_replicas]
-        # The values when all replicas last had the same.
+        # The values at the last time when all replicas had the same.
         self._common = self._copies()
         self._in_use = 0
 
@@ -74,14 +75,14 @@ class ReplicaBuffers(ModuleBuffers):
         return [[b.detach().clone() for b in _tensors(o)] for o in self._owners]
 
     def use(self, index: int) -> None:
-        """Let the module have a replica's buffers."""
+        """Load a replica's buffers into the module; save the last replica's first."""
         if index != self._in_use:
             self._keep(self._in_use)
             self._in_use = index
             self._load()
 
     def _pairs(self, index: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each buffer in the module, with the copy for a replica."""
+        """Yield each buffer in the module, with a replica's copy of it."""
         for owner, kept in zip(self._owners, self._sets[index], strict=True):
             yield from zip(_tensors(owner), kept, strict=True)
 
@@ -96,7 +97,7 @@ class ReplicaBuffers(ModuleBuffers):
             buffer.copy_(own)
 
     def reset(self) -> None:
-        """Give all replicas the buffers in the module, as after a restore."""
+        """Set all replicas' buffers to the module's values, as after a restore."""
         if self.mode is not None:
             for index in range(len(self._sets)):
                 self._keep(index)
@@ -123,7 +124,7 @@ class ReplicaBuffers(ModuleBuffers):
         self._keep(self._in_use)
         sets = [[b for index in owners for b in each[index]] for each in self._sets]
         if self.mode == "mean":
-            # Integers, such as counters, stay each replica's own.
+            # Buffers of integers, such as counters, keep each replica's own value.
             sets = [[b for b in each if b.is_floating_point()] for each in sets]
             parts = [[memory_of(buffer) for buffer in each] for each in sets]
             found = self.strategy.replicas.reduce_parts(ReduceOp.MEAN, parts, "buffers")

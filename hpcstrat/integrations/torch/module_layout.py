@@ -1,4 +1,4 @@
-"""The parameters and modules that are in a module."""
+"""The tree of a module: its parameters and the modules inside it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["ModuleLayout", "differentiable_parameters"]
 
 
 class ModuleLayout:
-    """A module and all inside it, each with its parameters and modules at one time."""
+    """The parameters and submodules of a module and of all modules inside it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._seen = [(weakref.ref(one), _identities(one)) for one in module.modules()]
 
     def is_current(self) -> bool:
-        """Whether all still have the parameters and modules that they had."""
+        """Return whether all modules have the same parameters and submodules still."""
         for found, identities in self._seen:
             one = found()
             if one is None or _identities(one) != identities:
@@ -31,7 +31,7 @@ def _identities(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def differentiable_parameters(module: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Return the parameters that can have gradients: integers have none."""
+    """Return the parameters that can have gradients: floating and complex ones."""
     return [
         (name, parameter)
         for name, parameter in module.named_parameters()

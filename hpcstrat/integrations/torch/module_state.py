@@ -1,4 +1,4 @@
-"""State of modules and optimizers of PyTorch, which is saved from its own memory."""
+"""State of PyTorch's modules and optimizers, saved directly from its memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["state"]
 
 
 class _Adoption:
-    """Variables over tensors, as long as these stay where they are."""
+    """Variables in the memory of tensors; a moved tensor gets a new variable."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -56,14 +56,14 @@ def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 class _Module:
-    """Parameters and buffers, by the names of ``state_dict``; tied ones once."""
+    """Parameters and buffers by their names in ``state_dict``; shared tensors once."""
 
     def __init__(self, module: torch.nn.Module, strategy: Strategy) -> None:
         self.module = module
         self.distribute_strategy = strategy
         self._adoption = _Adoption(strategy)
         tensors = self._tensors()
-        # Checked before the other replicas are in the broadcast.
+        # Check before the broadcast, because the other replicas would wait in it.
         for name, tensor in tensors.items():
             _require_contiguous(name, tensor)
         with torchs_stream():
@@ -72,10 +72,10 @@ class _Module:
         self._adoption.variables(tensors)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Return the module's own state, without buffers that are not saved."""
+        """Return the module's tensors to save; non-persistent buffers are left out."""
         found = self.module.state_dict(keep_vars=True)
         tensors = {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
-        # Of several names of one tensor the first.
+        # If a tensor has several names, keep only the first.
         first = {id(tensor): name for name, tensor in reversed(tensors.items())}
         return {k: v for k, v in tensors.items() if first[id(v)] == k}
 
@@ -84,13 +84,13 @@ class _Module:
         return self._adoption.variables(self._tensors())
 
     def plain(self) -> dict[str, Any]:
-        """Return the state that is in no tensor."""
+        """Return the entries of ``state_dict`` that are not tensors."""
         found = self.module.state_dict(keep_vars=True)
         return {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
 
 
 class _OptimizerSlots:
-    """Slots of an optimizer, such as momentum, by their name and their weight's."""
+    """Slots of an optimizer, such as momentum, by slot name and parameter name."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, module: torch.nn.Module, strategy: Any
@@ -121,7 +121,7 @@ class _OptimizerSlots:
         return self._adoption.variables(dict(sorted(tensors.items())))
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state may have."""
+        """Return all names under which a file may have this variable."""
         return [name]
 
     def checkpoint_defer(
@@ -132,7 +132,7 @@ class _OptimizerSlots:
         *,
         is_part: bool = False,
     ) -> None:
-        """Make the slot, as the optimizer would at its first step."""
+        """Add a slot with a saved value, as the optimizer would at its first step."""
         del strategy, is_part
         kind, _, owner = name.partition("/")
         parameter = self._names.get(owner)
@@ -144,26 +144,27 @@ class _OptimizerSlots:
         groups = self.optimizer.param_groups
         group = next(g for g in groups if any(p is parameter for p in g["params"]))
         tensor = as_tensor(value.copy())
-        # As torch has it: steps are counted on the host, unless the GPU needs them.
+        # As in torch, step counts are on the host, unless the optimizer needs them on
+        # the GPU.
         if kind != "step" or group.get("capturable") or group.get("fused"):
             tensor = tensor.to(parameter.device)
         self.optimizer.state[parameter][kind] = tensor
 
     def checkpoint_reset(self, names: Sequence[str]) -> None:
-        """Remove slots: the optimizer makes them again at its next step."""
+        """Remove slots; the optimizer makes them again at its next step."""
         for name in names:
             kind, _, owner = name.partition("/")
             del self.optimizer.state[self._names[owner]][kind]
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Do nothing: the values were restored in place."""
+        """Do nothing, because the values were restored in place."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the state without variables: options, and plain or nested slots.
+        """Return the state that is not in variables: options, plain and nested slots.
 
-        Lists of tensors, such as the history of LBFGS, have other lengths at each step,
-        so that no variable of a checkpoint would fit them; so do sparse tensors, such
-        as the momentum that SGD makes of sparse gradients.
+        Lists of tensors, such as the history of LBFGS, change their length at each
+        step, so that no variable of a checkpoint would fit them. Sparse tensors, such
+        as SGD's momentum of sparse gradients, also change their size.
         """
         slots = [
             [kind, name, _packed(value)]
@@ -181,7 +182,7 @@ class _OptimizerSlots:
         return {"groups": groups, "slots": slots}
 
     def load_plain(self, saved: dict[str, Any]) -> None:
-        """Give the optimizer the state that `plain` has returned."""
+        """Set the optimizer's state to a state that `plain` has returned."""
         groups = zip(self.optimizer.param_groups, saved["groups"], strict=True)
         for group, options in groups:
             for key, packed in options.items():
@@ -190,7 +191,8 @@ class _OptimizerSlots:
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        # Newer slots of the same kinds are made again at the next step.
+        # Remove such slots that are newer than the saved state; the optimizer makes
+        # them again at its next step.
         for kind, name, value in [*self._slots()]:
             if not _has_memory(value):
                 del self.optimizer.state[self._names[name]][kind]
@@ -200,18 +202,18 @@ class _OptimizerSlots:
             self.optimizer.state[parameter][kind] = found
 
 
-# In plain state, a dict with one of these as its only key stands for a tensor.
+# In plain state, a dict with one of these strings as its only key represents a tensor.
 _TENSOR = "$torch.Tensor"
 _SPARSE = "$torch.sparse_coo_tensor"
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether this is a tensor whose elements lie in memory of a fixed size."""
+    """Return whether this is a tensor whose elements lie in memory of a fixed size."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _packed(value: Any) -> Any:
-    """Return a structure with each tensor as its type, shape and bytes."""
+    """Return a structure with each tensor replaced by its type, shape and bytes."""
     if isinstance(value, torch.Tensor) and value.is_sparse:
         own = value.detach().coalesce()
         parts = _packed(own.indices()), _packed(own.values()), list(own.shape)
@@ -225,7 +227,7 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(value: Any, device: Any = "cpu") -> Any:
-    """Return the structure that was given to `_packed`."""
+    """Return the structure that was passed to `_packed`."""
     if type(value) is dict and value.keys() == {_TENSOR}:
         kind, shape, data = value[_TENSOR]
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
@@ -251,7 +253,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 class _PlainState:
-    """The state that is in no tensor; replica 0's is saved."""
+    """The state that is not in tensors; a checkpoint has the state of replica 0."""
 
     def __init__(
         self,
@@ -264,14 +266,14 @@ class _PlainState:
         self._others = others
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+        """Return the state of the module, the optimizer and the other objects."""
         found = {name: other.state_dict() for name, other in self._others.items()}
         if self._optimizer is not None:
             found["optimizer"] = self._optimizer.plain()
         return {"module": self._module.plain(), **found}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give everything its state."""
+        """Set the state of the module, the optimizer and the other objects."""
         if state["module"]:
             self._module.module.load_state_dict(state["module"], strict=False)
         if self._optimizer is not None and "optimizer" in state:
@@ -287,34 +289,37 @@ def state(
     scheduler: Any = None,
     scaler: Any = None,
 ) -> dict[str, Any]:
-    """Return the state of a training with PyTorch that a CheckpointManager saves.
+    """Return the state of a training with PyTorch, for a CheckpointManager to save.
 
-    Collective over the replicas of the module's strategy; parameters and buffers of all
-    become replica 0's.
+    Collective over the replicas of the module's strategy. Parameters and buffers of all
+    replicas become equal to replica 0's.
 
     Nothing is copied: parameters, buffers and the optimizer's tensors are saved from
-    their memory, and restored into it, on any number of replicas. They also take part
-    in `Strategy.check_divergence`. A restore makes the state that the optimizer makes
-    at its first step, if it is not there yet. Parameters that are moved, by ``.to`` for
-    instance, are found again at the next save.
+    their memory, and restored into it, on any number of replicas.
+    `Strategy.check_divergence` compares them, too. A restore makes the slots that the
+    optimizer makes at its first step, if they do not exist yet. If parameters are
+    moved, for instance by ``.to``, the next save uses their new memory.
 
     Parameters
     ----------
     module : torch.nn.Module
-        From `replicate`; another one is of the current strategy.
+            A module that was passed to `replicate`; another module belongs to the
+            current strategy.
     optimizer : torch.optim.Optimizer, optional
-        Of the module's parameters.
-    scheduler : optional
-        Of learning rates, or anything whose ``state_dict`` has no tensors.
-    scaler : torch.amp.GradScaler, optional
-        Likewise.
+            The optimizer of the module's parameters.
+        scheduler : optional
+            A scheduler of learning rates, or any object whose ``state_dict`` has no
+            tensors.
+        scaler : torch.amp.GradScaler, optional
+            A scaler of losses; its ``state_dict`` is saved, too.
 
     Returns
     -------
     dict of str to object
-        ``model``, ``optimizer`` if there is one, and ``torch`` for state that is in no
-        tensor; with logical replicas also ``torch_random``, from which dropout draws:
-        keywords for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
+            Keyword arguments for `CheckpointManager` and
+            `hpcstrat.elastic.Memory.track`: ``model``, ``optimizer`` if one is given,
+            and ``torch`` for state that is not in tensors. With logical replicas also
+            ``torch_random``, the state of random numbers, from which dropout draws.
 
     Raises
     ------
@@ -322,7 +327,7 @@ def state(
         For tensors that are not contiguous, such as those in the order
         ``channels_last``; the other replicas raise ReplicaError.
     CollectiveError
-        If the replicas' modules differ. On every replica.
+            If the replicas' modules differ; raised on every replica.
 
     Examples
     --------

@@ -1,17 +1,17 @@
 """The backend ``hpcstrat`` of torch.distributed: a process group over MPI.
 
-Every call of the group is one of the library's own, whose header compares what the
-ranks call. All have ended when they return, but for send, recv, and an all_reduce in a
-hook, which ends with the backward pass.
+Every call of the group is a call of hpcstrat, in which the ranks first compare their
+headers. A call is complete when it returns, except send, recv, and an all_reduce in a
+hook of a backward pass, which is complete when that pass ends.
 
 Tensors on GPUs stay there in all_reduce (of sums and means), broadcast, all_gather and
 reduce_scatter, see `hpcstrat.integrations.torch.device_tensors`; all other calls copy
-them to the host. In a hook of a backward pass torch's current stream is the one in
-which the bucket of gradients was filled, so the sum that is started there waits for
-these kernels only; NCCL sums while the backward pass goes on. At its end torch lets the
-stream of its caller wait for all others (``GraphTask::exec_post_processing``), makes it
-the current one, and only then makes the calls that were queued: those let it wait for
-the sums. DDP keeps the bucket until then.
+them to the host. In a hook of a backward pass torch's current stream is the stream in
+which the bucket of gradients was filled. The sum that is started there waits only for
+kernels of this stream, and NCCL sums during the backward pass. At its end torch makes
+its caller's stream wait for all other streams (``GraphTask::exec_post_processing``),
+and makes it the current stream. Then torch runs the queued callbacks, which make this
+stream wait for the sums. DDP keeps the bucket until then.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Method]:
-    """Make a method a call of the library; all ranks raise an error of one."""
+    """Make a method a collective call, so that one rank's error is raised on all."""
 
     def decorate(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -74,23 +74,24 @@ def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Me
             self.postponed.give_way()
             return make()
 
-        # A compiler would break the graph at each line of it.
+        # A compiler would split its graph at each line of the operation.
         return torch.compiler.disable(operation)
 
     return decorate
 
 
 def _recorded(what: str) -> Any:
-    """Show torch's profiler a call, as those of torch's own backends are shown."""
+    """Show a call in torch's profiler, like the calls of torch's own backends."""
     if not torch._C._autograd._profiler_enabled():
         return contextlib.nullcontext()
     return torch.profiler.record_function(f"{BACKEND}:{what}")
 
 
 class HpcstratProcessGroup(dist.ProcessGroup):
-    """The ranks of a strategy as a process group; collective over them, as its calls.
+    """The ranks of a strategy as a process group; creation is collective over them.
 
-    Versions of torch differ in the names of the calls, so each has all its names.
+    So are its calls, except messages. Names of calls differ between versions of torch,
+    so each call has all its names.
     """
 
     def __init__(self, strategy: Any, group_name: str, comm: Any = None) -> None:
@@ -102,19 +103,20 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self._exchanges = Exchanges(self.collectives)
         self._messages = Messages(self.collectives)
         self.postponed = Postponed()
-        # Memory for the buckets of DDP; between workers they travel anyway.
+        # Mapped memory for the buckets of DDP; not between workers, where messages are
+        # needed.
         self._areas = MappedMemory()
         if self._size > 1 and strategy.topology.num_workers == 1:
             self.collectives.use_mapped_memory(self._areas)
         else:
             self._areas.off = True
         self._told_of_host = False
-        # A communicator made for this group, to be freed with it.
+        # A communicator that was made for this group, and is freed with it.
         self._comm = comm
         # FSDP2, DTensor and functional collectives find groups by their names.
         self._name = group_name
 
-    # Properties that torch reads.
+    # Properties and methods that torch reads.
 
     @property
     def group_name(self) -> str:
@@ -126,7 +128,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take another name."""
+        """Set the name by which torch finds the group."""
         self._name = name
 
     _set_group_name = setGroupName
@@ -142,15 +144,15 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return self._size
 
     def _start_coalescing(self, device: Any = None) -> None:
-        """Do nothing: calls are made as they come."""
+        """Do nothing, because each call is made at once."""
 
     def _end_coalescing(self, device: Any = None) -> Any:
         return done([])
 
-    # Where tensors are.
+    # Choice between GPU and host.
 
     def _stay_on_gpu(self, tensors: Sequence[Any]) -> bool:
-        """Whether tensors are all on GPUs, of a strategy that can work there."""
+        """Return whether tensors are all on GPUs, and the strategy can work there."""
         if not tensors or not all(map(device_tensors.is_on_gpu, tensors)):
             return False
         if self.strategy.topology.gpu is not None:
@@ -167,14 +169,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _arrays_of(
         self, tensors: Sequence[Any], reduction: Reduction | None = None
     ) -> HostTensors | DeviceTensors:
-        """Return an object that makes arrays of tensors, on the GPU or on the host."""
+        """Return a converter from tensors to arrays, on the GPU or on the host."""
         adds = reduction is None or reduction.adds
         if adds and self._stay_on_gpu(tensors):
             return DeviceTensors()
         return HostTensors()
 
     def starts(self, tensors: Any, *_: Any) -> bool:
-        """Whether a sum of tensors proceeds without the program once it is started.
+        """Return whether a started sum of tensors continues while the program computes.
 
         Not collective; the same on every rank.
         """
@@ -188,14 +190,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _sum_of(
         self, tensors: Any, reduction: Reduction
     ) -> tuple[HostTensors | DeviceTensors, list[Array], ReduceOp]:
-        """Return the arrays of tensors to be summed in place, and the operation."""
+        """Return the arrays of tensors to sum in place, and the reduction operation."""
         held = self._arrays_of(tensors, reduction)
         op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
         return held, [held.write(tensor) for tensor in tensors], op
 
     @_operation("all_reduce", postponed=True)
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Any:
-        """Reduce tensors in place, on all ranks, in as few messages as fit."""
+        """Reduce tensors in place on all ranks, in as few messages as possible."""
         tensors = _listed(tensors)
         if any(tensor.is_sparse for tensor in tensors):
             for tensor in tensors:
@@ -218,7 +220,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def share_storage(self, tensors: Any, *_: Any, **__: Any) -> None:
-        """Let the other ranks of the node map a bucket; not collective."""
+        """Offer a bucket's memory to the other ranks of the node; not collective."""
         tensors = _listed(tensors)
         if not self._areas.off and len(tensors) == 1 and not tensors[0].is_sparse:
             share_storage(tensors[0], self._areas, self._size)
@@ -226,9 +228,9 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def start_sum(
         self, tensors: Any, opts: Any = None, timeout: Any = None
     ) -> Callable[[], Any] | None:
-        """Start `allreduce`, and return what ends it.
+        """Start an `allreduce`, and return a function that completes it.
 
-        None for calls that cannot be started, on all ranks alike.
+        Returns None, on all ranks alike, for a reduction that cannot be started early.
         """
         tensors = _listed(tensors)
         if any(tensor.is_sparse for tensor in tensors):
@@ -256,7 +258,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return end
 
     def _reduce_sparse(self, tensor: Any, opts: Any) -> None:
-        """Add sparse tensors: each rank's values, at its indices."""
+        """Sum sparse tensors: all ranks' values are added at their indices."""
         reduction = Reduction(opts, tensor, self._size)
         if not tensor.is_sparse or reduction.name not in ("SUM", "AVG"):
             raise NotImplementedError(
@@ -268,7 +270,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         indices, values = self.collectives.all_gather(
             [host.read(own.indices().t()), host.read(own.values())], 0, what
         )
-        # In the type that the values have here, of whatever length.
+        # Convert the values to this tensor's type; their number is that of all ranks.
         whole = torch.empty((len(values), *own.values().shape[1:]), dtype=own.dtype)
         into = host.write(whole)
         into[...] = values
@@ -283,7 +285,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def reduce(
         self, tensors: Any, opts: Any = 0, op: Any = None, timeout: Any = None
     ) -> Any:
-        """Reduce tensors in place, on one rank."""
+        """Reduce tensors in place on one rank, the root."""
         tensors, host, root = _listed(tensors), HostTensors(), _root(opts)
         for tensor in tensors:
             given = opts if hasattr(opts, "reduceOp") else op
@@ -298,14 +300,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("reduce_scatter")
     def reduce_scatter(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        """Reduce a list of tensors; each rank gets the one of its number."""
+        """Reduce lists of one tensor per rank; rank i gets the i-th reduced tensor."""
         for out, parts in zip(_listed(outs), ins, strict=True):
             self._scatter_sums(out, parts, opts)
         return done(outs)
 
     @_operation("reduce_scatter_tensor")
     def reduce_scatter_single(self, out: Any, whole: Any, opts: Any = None) -> Any:
-        """Reduce a tensor; each rank gets the part of its number."""
+        """Reduce a tensor; rank i gets the i-th part of the result."""
         self.reduce_scatter_single_coalesced([out], [whole], opts)
         return done([out])
 
@@ -315,7 +317,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outs: Any, ins: Any, opts: Any = None
     ) -> Any:
-        """Reduce several tensors; each rank gets a part of each."""
+        """Reduce several tensors; rank i gets the i-th part of each result."""
         for out, whole in zip(outs, ins, strict=True):
             self._scatter_sums(out, [whole], opts)
         return done(outs)
@@ -323,7 +325,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_sums(self, out: Any, parts: Sequence[Any], opts: Any) -> None:
-        """Reduce one tensor for each rank, or one tensor that has all of these."""
+        """Reduce a list of one tensor per rank, or one tensor that contains them."""
         reduction = Reduction(opts, out, self._size)
         held = self._arrays_of([out, *parts], reduction)
         arrays, array = [held.read(part) for part in parts], held.write(out)
@@ -341,11 +343,11 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             reduction.conclude(array)
         held.written()
 
-    # Operations that move tensors as they are.
+    # Operations that move tensors without a reduction.
 
     @_operation("broadcast")
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: Any = None) -> Any:
-        """Give all ranks one rank's tensors."""
+        """Copy one rank's tensors to all ranks."""
         tensors, root = _listed(tensors), _root(opts)
         held = self._arrays_of(tensors)
         arrays = [held.write(tensor) for tensor in tensors]
@@ -359,7 +361,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("all_gather")
     def allgather(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        """Give all ranks the tensors of all, as lists."""
+        """Copy the tensors of all ranks to all ranks, as a list by rank."""
         if isinstance(ins, torch.Tensor):
             outs, ins = [outs], [ins]
         for out, own in zip(outs, ins, strict=True):
@@ -374,14 +376,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("all_gather")
     def allgather_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        """Give all ranks the tensors of all: of each rank, a list."""
+        """Copy several tensors of each rank to all ranks, as one list per rank."""
         for index, own in enumerate(ins):
             self.allgather([[out[index] for out in outs]], [own])
         return done(outs)
 
     @_operation("all_gather_into_tensor")
     def all_gather_single(self, out: Any, own: Any, opts: Any = None) -> Any:
-        """Give all ranks the tensors of all, side by side in one."""
+        """Copy the tensors of all ranks to all ranks, concatenated in one tensor."""
         self.all_gather_single_coalesced([out], [own])
         return done([out])
 
@@ -389,7 +391,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("all_gather_into_tensor")
     def all_gather_single_coalesced(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        """Give all ranks the tensors of all, side by side in one, of several."""
+        """Do `all_gather_single` for several tensors."""
         what = "all_gather_into_tensor"
         for out, own in zip(outs, ins, strict=True):
             held = self._arrays_of([out, own])
@@ -406,7 +408,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("gather")
     def gather(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Any:
-        """Give one rank the tensors of all, as a list."""
+        """Copy the tensors of all ranks to one rank, as a list."""
         if isinstance(ins, torch.Tensor):
             outs, ins = [outs], [ins]
         host, root = HostTensors(), _root(opts)
@@ -419,7 +421,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("scatter")
     def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Any:
-        """Send each rank its tensor of one rank's list."""
+        """Send each rank its tensor from a list of one rank."""
         if isinstance(outs, torch.Tensor):
             outs, ins = [outs], [ins]
         host, root = HostTensors(), _root(opts)
@@ -432,7 +434,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("all_to_all")
     def alltoall(self, outs: Any, ins: Any, opts: Any = None) -> Any:
-        """Send a tensor to each rank, and receive one from each."""
+        """Send a tensor to each rank, and receive a tensor from each rank."""
         host = HostTensors()
         sends = [host.read(tensor) for tensor in ins]
         receives = [host.write(tensor) for tensor in outs]
@@ -450,7 +452,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Any:
-        """Send rows of a tensor to each rank, and receive rows from each."""
+        """Send rows of a tensor to each rank, and receive rows from each rank."""
         host, what = HostTensors(), "all_to_all_single"
         sends = self._cut(host.read(whole), in_sizes, what)
         receives = self._cut(host.write(out), out_sizes, what)
@@ -461,7 +463,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _rows(self, whole: Array, what: str) -> list[Array]:
-        """Cut an array into flat parts of one size, one for each rank."""
+        """Split an array into flat parts of equal size, one for each rank."""
         if whole.size % self._size:
             raise ValueError(
                 f"expected a number of elements that {self._size} ranks divide for "
@@ -470,7 +472,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return list(whole.reshape(self._size, -1))
 
     def _cut(self, whole: Array, sizes: Any, what: str) -> list[Array]:
-        """Cut an array along its first axis; into equal parts without sizes."""
+        """Split an array along its first axis; into equal parts without ``sizes``."""
         length = len(whole) if whole.ndim else 0
         if not sizes:
             if length % self._size:
@@ -489,7 +491,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("barrier")
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Wait for all ranks."""
+        """Wait until all ranks have called it."""
         self.collectives.barrier("barrier")
         return done([])
 
@@ -497,14 +499,14 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @torch.compiler.disable
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        """Start to send a tensor to a rank."""
+        """Start sending a tensor to a rank."""
         host, (tensor,) = HostTensors(), _listed(tensors)
         transfer = self._messages.send(host.read(tensor), dst, tag, "send")
         return TransferWork(transfer, host, [tensor])
 
     @torch.compiler.disable
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        """Start to receive a tensor from a rank."""
+        """Start receiving a tensor from a rank."""
         host, (tensor,) = HostTensors(), _listed(tensors)
         transfer = self._messages.receive(host.write(tensor), src, tag, "recv")
         return TransferWork(transfer, host, [tensor])
@@ -518,12 +520,12 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             host.written()
         return ReceivedWork(source)
 
-    # The end.
+    # The end of a group.
 
     def shutdown(self) -> None:
         """Close the group; collective over its ranks.
 
-        Ranks that have left the program already are no error: all work is done.
+        If a rank has already exited, this logs a warning but raises no error.
         """
         strategy, self.strategy = self.strategy, None
         if strategy is None:
@@ -535,11 +537,12 @@ class HpcstratProcessGroup(dist.ProcessGroup):
             if self._comm is not None:
                 self._comm.Free()
         except CollectiveError as error:
-            # The program may be ending by another error, which must not be hidden.
+            # The program may be ending because of another error, which must stay
+            # visible.
             _logger.warning("the process group was not closed: %s", error)
 
     def abort(self) -> None:
-        """End all calls of the group's ranks, without waiting for them."""
+        """Interrupt all calls of the group's ranks, without waiting for the ranks."""
         if self.strategy is not None and self.collectives.channel is not None:
             error = RuntimeError("the program called abort")
             self.collectives.channel.failures.break_off("the process group", error)

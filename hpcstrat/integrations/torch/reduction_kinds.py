@@ -1,4 +1,4 @@
-"""PyTorch's kinds of reductions, for arrays of a type."""
+"""PyTorch's reduction operations as functions of NumPy, by the type of tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_BOOLEANS: dict[str, np.ufunc] = {
 
 
 class Reduction:
-    """An operation of torch, for tensors of a type on ``size`` ranks."""
+    """A reduction operation of torch, for tensors of one type on ``size`` ranks."""
 
     def __init__(self, options: Any, tensor: Any, size: int) -> None:
         op = getattr(options, "reduceOp", options)
@@ -57,15 +57,15 @@ class Reduction:
 
     @property
     def divisor(self) -> int:
-        """Divisor of results in floating point; 0 for none."""
+        """Divisor of a floating or complex result; 0 if the result is not divided."""
         return self.size if self.averages and self.inexact else 0
 
     @property
     def adds(self) -> bool:
-        """Whether it is a sum or a mean that the library's own calls have."""
+        """Whether hpcstrat's own calls can make this reduction: as a sum or a mean."""
         return self.function is np.add and (self.inexact or not self.averages)
 
     def conclude(self, array: Array) -> None:
-        """Divide integers, towards zero, as torch does: their average is an integer."""
+        """Divide sums of integers for an average; round towards zero, as torch does."""
         if self.averages and not self.inexact:
             array[...] = (array - np.fmod(array, self.size)) // self.size

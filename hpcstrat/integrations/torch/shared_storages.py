@@ -1,8 +1,8 @@
-"""Moves buckets of DDP to shared memory, where other ranks of the node add them up.
+"""Moves DDP's buckets to shared memory, where other ranks of the node sum them.
 
 DDP keeps a bucket of gradients for as long as it keeps the model. At the first call
-with a bucket, its storage is moved into shared memory, as a queue of
-torch.multiprocessing does with a tensor; later calls copy nothing.
+with a bucket, its storage is moved into shared memory, like a tensor in a queue of
+torch.multiprocessing; later calls copy nothing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _SPARE_BYTES = 64 << 20
 
 
 def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
-    """Move the storage of a tensor, and offer it to the other ranks; not collective.
+    """Move a tensor's storage to shared memory, and offer it to ranks; not collective.
 
-    Does nothing where that is not possible. ``num_ranks`` of the node do the same.
+    Does nothing if that is not possible. ``num_ranks`` is the number of ranks of the
+    node that do the same; /dev/shm must have room for all of them.
     """
     storage = tensor.untyped_storage()
     address, nbytes = storage.data_ptr(), storage.nbytes()
     if areas.off or areas.offers(address) or tensor.device.type != "cpu":
         return
     if not tensor.is_contiguous() or tensor.nbytes != nbytes:
-        # The storage has other tensors, too.
+        # The storage is not only the memory of this tensor.
         return
-    # Memory that NumPy shows cannot be resized, and must not be moved.
+    # A storage that NumPy arrays refer to cannot be resized, and must not be moved.
     movable = storage.resizable() and not storage.is_shared()
     if nbytes < LEAST_MAPPED_BYTES or not movable or not _has_room(nbytes * num_ranks):
         return
@@ -45,7 +46,7 @@ def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
 
 
 def _has_room(nbytes: int) -> bool:
-    """Whether there is ample room: a write without room kills the process."""
+    """Return whether shared memory has ample room; without room, a write kills us."""
     try:
         found = os.statvfs(_FOLDER)
     except OSError:

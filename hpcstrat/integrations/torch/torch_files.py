@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` that hold tensors by name, from values and back."""
+"""Reading and writing of ``torch.save`` files with tensors by name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def write_torch(
 
 
 def read_torch(path: str) -> dict[str, Array]:
-    """Return the tensors of a file by their names, those of dicts behind ``/``."""
+    """Return the tensors of a file by name; names in nested dicts are ``a/b``."""
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except RuntimeError:
-        # Older files cannot be mapped.
+        # Files in the older format cannot be memory-mapped.
         saved = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(saved, Mapping):
         raise ValueError(f"it holds a {type(saved).__name__}, not tensors by name")

@@ -1,7 +1,8 @@
 """Runs a program of torch.distributed over MPI, for ``hpcstrat torch``.
 
-``python -m hpcstrat.integrations.torch.torch_launcher NAME KIND PROGRAM [ARGS]``:
-``NAME`` is the backend to replace, or empty; ``KIND`` is ``script`` or ``module``.
+Usage: ``python -m hpcstrat.integrations.torch.torch_launcher NAME KIND PROGRAM
+[ARGS]``. ``NAME`` is the backend to replace, or empty; ``KIND`` is ``script`` or
+``module``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ __all__ = ["replace_backend"]
 
 
 def replace_backend(name: str) -> None:
-    """Use the backend ``hpcstrat`` in place of another in all groups from here on.
+    """Use the backend ``hpcstrat`` in place of another in all groups made from now on.
 
-    Also where the program names no backend, or one for each device.
+    It is also used if the program names no backend, or one for each device.
     """
     from torch.distributed import distributed_c10d
 
-    # Every function of torch that makes a group calls it.
+    # Every function of torch that makes a group calls this helper.
     found = getattr(distributed_c10d, "_new_process_group_helper", None)
     if found is None:
         import torch

@@ -1,4 +1,4 @@
-"""The works that calls of the process group return to torch; postponed calls."""
+"""Torch's ``Work`` objects of the process group's calls, and DDP's postponed calls."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ __all__ = ["Postponed", "ReceivedWork", "TransferWork", "done"]
 
 
 _ENGINE = getattr(torch.autograd.graph, "_engine_run_backward", None)
-# Before torch 2.6, C++ drops the Python part of a work that Python has made.
+# Before torch 2.6, C++ drops the Python part of a ``Work`` that was made in Python.
 _KEEPS_WORK = hasattr(torch._C._distributed_c10d, "_register_work")
 # A function that waits for a started call and returns its work.
 _End = Callable[[], Any]
 
 
 def done(result: Any) -> Any:
-    """Return the work of a call that has ended; C++ waits for it without Python."""
+    """Return the work of a completed call; C++ waits for it without using Python."""
     future = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
 
 
 class TransferWork(dist.Work):
-    """A message under way."""
+    """The work of a message that is being sent or received."""
 
     def __init__(self, transfer: Transfer, host: HostTensors, tensors: Any) -> None:
         super().__init__()
         self._transfer, self._host, self._tensors = transfer, host, tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the end of the message; the group's own timeout holds."""
+        """Wait until the message is complete; the group's own timeout applies."""
         self._transfer.wait()
         with torch.no_grad():
             self._host.written()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the message has ended; raises the errors of `wait`."""
+        """Return whether the message is complete; raises the same errors as `wait`."""
         ended = self._transfer.test()
         if ended:
             with torch.no_grad():
@@ -58,7 +58,7 @@ class TransferWork(dist.Work):
     is_success = is_completed
 
     def get_future(self) -> Any:
-        """Wait, and return a future that is done."""
+        """Wait, and return a completed future."""
         self.wait()
         future = torch.futures.Future()
         future.set_result(self._tensors)
@@ -66,18 +66,18 @@ class TransferWork(dist.Work):
 
 
 class ReceivedWork(dist.Work):
-    """A message that has come from any rank."""
+    """The work of a message that was already received from any rank."""
 
     def __init__(self, source: int) -> None:
         super().__init__()
         self._source = source
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return at once."""
+        """Return at once, because the message was already received."""
         return True
 
     def is_completed(self) -> bool:
-        """Return True."""
+        """Return True, because the message was already received."""
         return True
 
     def _source_rank(self) -> int:
@@ -93,44 +93,47 @@ class _PostponedWork(dist.Work):
         self.future = torch.futures.Future()
 
     def wait(self, timeout: Any = None) -> bool:
-        """Make the calls that are left; the group's own timeout holds."""
+        """Make all postponed calls; the group's own timeout applies."""
         self._end()
         self.future.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call was made."""
+        """Return whether the call was made."""
         return bool(self.future.done())
 
     is_success = is_completed
 
     def get_future(self) -> Any:
-        """Return the future, for which DDP waits after the backward pass."""
+        """Return the future for which DDP waits after the backward pass."""
         return self.future
 
 
 class Postponed:
-    """The calls that DDP makes within a backward pass, which end when that does.
+    """DDP's calls within a backward pass, which are completed when that pass ends.
 
-    It makes one whenever a bucket of gradients is complete. If each ended at once, all
-    ranks would wait for the latest of them at every bucket, and compute nothing then.
-    So between workers each is started at once, and goes on meanwhile; inside a worker,
-    where nothing goes on by itself, all are made at the end, in their order.
+    DDP makes a call whenever a bucket of gradients is complete. If each call waited for
+    its result, all ranks would wait for the latest rank at every bucket, without
+    computing. So between workers each call is started at once, and continues during the
+    backward pass. Inside a worker calls cannot continue in the background, so all of
+    them are made at the end, in order.
     """
 
     def __init__(self) -> None:
         self._calls: deque[tuple[Callable[[], Any], _PostponedWork]] = deque()
         self._making = False
-        # Whether all of the calls are started.
+        # Whether all postponed calls are started.
         self._all_started = True
 
     @staticmethod
     def possible() -> bool:
-        """Whether C++ makes the call, in a hook within a backward pass.
+        """Return whether C++ makes this call, in a hook within a backward pass.
 
-        Python might wait for the call there, and DDP does in callbacks at the end. C++
-        and Python call the same methods with the same arguments, also within a hook,
-        and torch has no mark that tells them apart. Only the stack does: where Python
+        Only calls from C++ can be postponed: Python may wait for its call inside the
+        hook, but DDP's C++ waits in callbacks at the end. C++ and Python call the same
+        methods with the same arguments, and torch has no flag that distinguishes them.
+        The stack does: if Python makes the call, a Python frame lies between the frame
+        of autograd's engine and this frame.
         calls, a frame of its own lies between the engine's and this one.
         """
         if not _KEEPS_WORK or torch._C._current_autograd_node() is None:
@@ -138,22 +141,23 @@ class Postponed:
         caller: FrameType | None = sys._getframe(1)
         while caller is not None and caller.f_globals["__name__"].startswith(_PASSED):
             caller = caller.f_back
-        # If the engine runs the hook in its own thread, as it does for GPUs, no Python
-        # frame called it.
+        # If the engine runs the hook in a C++ thread of its own, as it does for GPUs,
+        # no Python frame called the hook.
         return caller is None or caller.f_code is getattr(_ENGINE, "__code__", None)
 
     def add(
         self, call: Callable[[], Any], start: Callable[[], _End | None] | None = None
     ) -> dist.Work:
-        """Postpone a call, which returns its work; return a work that stands for it.
+        """Postpone a call that returns a work, and return a work that represents it.
 
-        ``start``, if given, starts the call, and returns a function that ends it; or
-        None, where the call cannot be started.
+        ``start``, if given, starts the call, and returns a function that completes it,
+        or None if the call cannot be started.
         """
-        # For each call: an engine that an error has ended drops its callbacks.
+        # Queue a callback for each call, because after an error the engine drops its
+        # callbacks.
         torch.autograd.Variable._execution_engine.queue_callback(self.end)
         work = _PostponedWork(self.end)
-        # Not while an earlier call is not started: that comes first on all ranks.
+        # Do not start this call before an earlier one: all ranks need the same order.
         begins = self._all_started or not self._calls
         end = start() if start is not None and begins else None
         self._calls.append((end or call, work))
@@ -161,14 +165,15 @@ class Postponed:
         return work
 
     def end(self) -> None:
-        """Make the calls that are left, one by one: some ranks may not postpone."""
+        """Make the postponed calls, one by one, because some ranks may not postpone."""
         self._making = True
         try:
             while self._calls:
                 call, work = self._calls.popleft()
                 work.future.set_result(call().get_future().wait())
         except BaseException as error:
-            # The next call then differs from the other ranks', which names it.
+            # The other postponed calls are dropped. The next call's header then differs
+            # from the other ranks' headers, and the error names it.
             self._calls.clear()
             work.future.set_exception(error)
             raise
@@ -176,10 +181,10 @@ class Postponed:
             self._making = False
 
     def give_way(self) -> None:
-        """Make the calls that are left before another one, unless they make that."""
+        """Make the postponed calls before another call, unless that is one of them."""
         if not self._making:
             self.end()
 
 
-# Modules whose functions lie between the caller and this one.
+# Modules whose frames `possible` skips when it looks for the caller.
 _PASSED = (__name__.rpartition(".")[0], "torch._dynamo")
