@@ -2,7 +2,7 @@
 
 from hpcstrat.integrations.frameworks import require
 
-# Before its import, so that a missing or too old one is one sentence.
+# Check before the import, so that a missing or old keras is reported in one sentence.
 require("keras", "3.10")
 
 # ruff: noqa: E402

@@ -1,4 +1,4 @@
-"""Callbacks of Keras on many replicas."""
+"""Callbacks of Keras, made to work with many replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcstrat.strategies import Strategy
 
 __all__ = ["StopTogether", "SynchronizedCallback", "chosen", "is_watched"]
 
-# Those that write, and change nothing on which the replicas must agree.
+# Callbacks that only write files or output, and change nothing that replicas share.
 _NAMES = (
     "BackupAndRestore",
     "CSVLogger",
@@ -30,22 +30,22 @@ _WRITERS = tuple(
 
 
 def chosen(callbacks: list[Any], strategy: Strategy) -> list[Any]:
-    """Return the callbacks of this replica: those that write are replica 0's."""
+    """Return this replica's callbacks: only replica 0 has those that write."""
     if strategy.replica_id == 0:
         return callbacks
-    # Several replicas that write one file would spoil it.
+    # Several replicas that write the same file would corrupt it.
     return [callback for callback in callbacks if not isinstance(callback, _WRITERS)]
 
 
 def is_watched(callback: Any) -> bool:
-    """Whether a callback may stop the training within an epoch."""
+    """Return whether a callback may stop the training within an epoch."""
     methods = callback.on_train_batch_end, callback.on_batch_end
     is_default = all(getattr(method, "_is_default", False) for method in methods)
     return not is_default and not isinstance(callback, _WRITERS)
 
 
 def _agree(model: Any, strategy: Strategy) -> None:
-    """Stop on all replicas if one stops."""
+    """Stop training on all replicas if any replica stops; collective."""
     own = np.array(int(model.stop_training))
     collectives = strategy.collectives
     total = collectives.batch_reduce(ReduceOp.SUM, own, "whether to stop training")
@@ -53,7 +53,7 @@ def _agree(model: Any, strategy: Strategy) -> None:
 
 
 class SynchronizedCallback(keras.callbacks.Callback):
-    """Lets all replicas begin and end together; behind the program's callbacks."""
+    """Makes all replicas begin and end together; runs after the program's callbacks."""
 
     def __init__(self, state: TrainingState, strategy: Strategy, data: Any) -> None:
         super().__init__()
@@ -62,32 +62,32 @@ class SynchronizedCallback(keras.callbacks.Callback):
         self._data = data
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Send replica 0's state to all, as it may have read a backup."""
+        """Send replica 0's state to all, because only replica 0 may read a backup."""
         model = self.model
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         self._state.begin(f"fit of {epochs} epochs of {steps} steps")
-        # Only replica 0 has read a backup: the others would begin anew.
+        # Without a backup, the other replicas would start at the first epoch.
         model._initial_epoch = self._strategy.collectives.broadcast_object(
             model._initial_epoch, 0, "first epoch"
         )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Tell the data which epoch begins."""
+        """Set the epoch of the data, which decides the order of the rows."""
         if isinstance(self._data, Batches):
             self._data.epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stop together."""
+        """Stop all replicas together if one stops."""
         _agree(self.model, self._strategy)
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Lets all replicas stop within an epoch, where callbacks may; behind them."""
+    """Makes all replicas stop at the same batch; runs after the callbacks that stop."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__()
         self._strategy = strategy
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop together."""
+        """Stop all replicas together if one stops."""
         _agree(self.model, self._strategy)

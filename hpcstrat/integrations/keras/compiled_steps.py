@@ -1,4 +1,4 @@
-"""A replica's part of a step, and the optimizer's, for each backend of Keras."""
+"""A replica's part of a training step, and the optimizer's, for each Keras backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CompiledSteps", "Outcome", "compiled_steps"]
 
 
 class Outcome(NamedTuple):
-    """The results of a replica's part of a step."""
+    """The results of a replica's part of a step: own values, gradients and logs."""
 
     own: list[Any]
     gradients: list[Any] | None
@@ -25,16 +25,16 @@ class Outcome(NamedTuple):
 
 
 def compiled_steps(distributed: Any) -> CompiledSteps:
-    """Return the steps of a model for the backend in use."""
+    """Return the steps of a model for Keras' current backend."""
     kinds = {"torch": _OfTorch, "jax": _OfJax, "tensorflow": _OfTensorFlow}
     kind: Any = kinds[keras.config.backend()]
     return kind(distributed)
 
 
 def _next(batches: Iterator[Any], count: int) -> list[Any]:
-    """Return the next batches, at most ``count``.
+    """Return a list of the next batches, at most ``count``.
 
-    Raises StopIteration at the end, as Keras expects it.
+    Raises StopIteration if there are no more batches, as Keras requires.
     """
     found = list(itertools.islice(batches, count))
     if not found:
@@ -43,10 +43,11 @@ def _next(batches: Iterator[Any], count: int) -> list[Any]:
 
 
 class CompiledSteps:
-    """The part of a step that each backend does in its own way; here without compiling.
+    """The parts of a step that depend on the backend; this base class compiles nothing.
 
-    ``common`` is the state that JAX carries from step to step; None with other
-    backends, whose variables have it. ``own`` are one replica's values of variables.
+    ``common`` is the state that JAX passes from step to step. It is None with other
+    backends, which keep the state in variables. ``own`` are one replica's values of the
+    variables that differ between replicas.
     """
 
     def __init__(self, distributed: Any) -> None:
@@ -54,7 +55,7 @@ class CompiledSteps:
         self._model = distributed.model
 
     def function(self, kind: str) -> Callable[..., Any]:
-        """Return the function of the model for a step, ``train`` or ``test``."""
+        """Return the model's function for a step of the kind ``train`` or ``test``."""
 
         def function(batches: Any) -> Any:
             logs = None
@@ -69,12 +70,12 @@ class CompiledSteps:
         return data
 
     def own(self, variables: list[Any], common: Any) -> list[Any]:
-        """Return the values of variables."""
+        """Return copies of the values of variables."""
         del common
         return [keras.ops.copy(variable.value) for variable in variables]
 
     def with_own(self, variables: list[Any], own: list[Any], common: Any) -> Any:
-        """Give variables values; returns the common state with them."""
+        """Set variables to given values; return the common state with these values."""
         for variable, value in zip(variables, own, strict=True):
             variable.assign(value)
         return common
@@ -88,8 +89,8 @@ class CompiledSteps:
     ) -> Outcome:
         """Call the model's step for one replica.
 
-        ``state`` are variables and the replica's own values of them; ``inputs`` are the
-        `_StepInputs` and the replica's rows.
+        ``state`` is a pair: variables, and the replica's own values of these variables.
+        ``inputs`` are the `_StepInputs` and the replica's rows.
         """
         variables, own = state
         common = self.with_own(variables, own, common)
@@ -103,12 +104,12 @@ class CompiledSteps:
             return *self._distributed.told(), logs, common
 
     def apply(self, gradients: list[Any], common: Any) -> Any:
-        """Apply the optimizer; return the common state."""
+        """Apply the gradients by the optimizer; return the new common state."""
         self._model.optimizer.apply(gradients, self._model.trainable_variables)
         return common
 
     def array(self, gradient: Any) -> Array:
-        """Return a gradient as an array that may be read."""
+        """Return a gradient as an array that is only read."""
         return np.asarray(gradient)
 
 
@@ -147,7 +148,7 @@ class _OfTensorFlow(CompiledSteps):
     def _plain(data: Any) -> Any:
         import tensorflow as tf
 
-        # The value of a missing part in a batch of tf.data.
+        # tf.data represents a missing part of a batch by this type.
         missing = tf.experimental.Optional
         return keras.tree.map_structure(
             lambda leaf: None if isinstance(leaf, missing) else leaf, data
@@ -165,7 +166,8 @@ class _OfTensorFlow(CompiledSteps):
         pairs = zip(there, tensors, strict=True)
         key = kind, *((i, t.dtype, *t.shape[1:]) for i, t in pairs)
         if key not in self._compiled:
-            # Shapes with any number of rows, so that one graph computes all.
+            # The number of rows stays open, so that one graph serves batches of all
+            # sizes.
             signature = [
                 tf.TensorSpec([None, *t.shape[1:]] if len(t.shape) else [], t.dtype)
                 for t in tensors
@@ -196,7 +198,7 @@ class _OfTensorFlow(CompiledSteps):
 
 
 class _OfJax(CompiledSteps):
-    """JAX's steps, which pass state on: trained, others, optimizer's, metrics."""
+    """JAX's steps; their state is trained weights, others, optimizer's and metrics."""
 
     def __init__(self, distributed: Any) -> None:
         import jax
@@ -217,7 +219,7 @@ class _OfJax(CompiledSteps):
         return function
 
     def _places(self, variables: list[Any]) -> list[tuple[int, int]]:
-        """Return the part of the state that has each variable, and the place in it."""
+        """Return the index of each variable: part of the state, and position in it."""
         model = self._model
         found = {id(v): (1, i) for i, v in enumerate(model.non_trainable_variables)}
         found |= {id(v): (-1, i) for i, v in enumerate(model.metrics_variables)}

@@ -1,4 +1,4 @@
-"""Batches of streams and iterables, whose rows one rank of each worker deals."""
+"""Batches of streams and iterables, which one rank of each worker distributes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["DealtBatches", "dealt", "ends_with_its_data"]
 
 
 class DealtBatches(DataAdapter):
-    """This replica's rows of global batches, as Keras asks for data.
+    """This replica's rows of global batches, as a data adapter of Keras.
 
-    Each batch is collective over the strategy's replicas. ``num_batches`` is None where
-    it is not known.
+    Reading a batch is collective over the strategy's replicas. ``num_batches`` is None
+    if the number is unknown.
     """
 
     num_batches: int | None = None
@@ -38,17 +38,17 @@ class DealtBatches(DataAdapter):
         self._strategy = strategy
         self.num_batches = num_batches
         self._class_weight: Any = None
-        # The first batch, and the iterator of the others, while only the first was
-        # read.
+        # The first batch and the iterator over the later batches, as long as only the
+        # first batch was read.
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def weigh(self, class_weight: Any) -> None:
-        """Weigh the rows of classes; Keras leaves that to the class of the data."""
+        """Set weights by class, which Keras expects the data adapter to apply."""
         self._class_weight = class_weight
 
     @property
     def first(self) -> Any:
-        """This replica's part of the first batch, which still comes."""
+        """This replica's part of the first batch, which `elements` still yields."""
         if self._begun is None:
             batches = iter(self._dataset)
             batch = next(batches, None)
@@ -61,7 +61,7 @@ class DealtBatches(DataAdapter):
         return self._begun[0]
 
     def elements(self) -> Iterator[Any]:
-        """Go through the batches of an epoch, from the first one."""
+        """Yield this replica's part of each batch of an epoch, from the first batch."""
         yield self.first
         assert self._begun is not None
         batches, self._begun = self._begun[1], None
@@ -90,8 +90,8 @@ class DealtBatches(DataAdapter):
 
         signature = data_adapter_utils.get_tensor_spec([self.first])
         make = tf.data.Dataset.from_generator
-        # Nothing is read ahead: a batch is a call of all replicas, in its order among
-        # the others of a step.
+        # Prefetching is off, because the read of a batch is a collective call, which
+        # must keep its order among the other calls of a step.
         options = tf.data.Options()
         options.autotune.enabled = False
         options.experimental_optimization.inject_prefetch = False
@@ -99,10 +99,10 @@ class DealtBatches(DataAdapter):
 
 
 def dealt(x: Any, strategy: Strategy) -> Any:
-    """Return data of global batches in a form that gives each replica its rows.
+    """Return data of global batches in a form that gives each replica its own rows.
 
-    Collective over the strategy's replicas. Arrays, and data with random access, stay
-    as they are.
+    Collective over the strategy's replicas. Arrays, and data with random access, are
+    returned unchanged.
     """
     if isinstance(x, ReducibleDataset):
         if x.distribute_strategy is not strategy:
@@ -129,7 +129,7 @@ def _refuse_logical(strategy: Strategy) -> None:
 
 
 class _NumpyBatches:
-    """Batches of another library, as arrays of NumPy."""
+    """Batches of another library, converted to arrays of NumPy."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
@@ -147,7 +147,7 @@ class _NumpyBatches:
 
 def _plain(batch: Any) -> Any:
     def array(leaf: Any) -> Any:
-        # A tensor of torch may require gradients, or be on a GPU.
+        # A torch tensor may require gradients, or be on a GPU.
         leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf
         return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
 
@@ -156,7 +156,7 @@ def _plain(batch: Any) -> Any:
 
 
 def _length(batches: Any) -> int | None:
-    """Return the number of batches, if it is known."""
+    """Return the number of batches, or None if it is unknown."""
     try:
         number = batches.cardinality() if hasattr(batches, "cardinality") else None
         found = len(batches) if number is None else int(number)
@@ -167,7 +167,7 @@ def _length(batches: Any) -> int | None:
 
 @contextmanager
 def ends_with_its_data() -> Iterator[None]:
-    """Suppress Keras' warning at the end of data whose length is not known."""
+    """Suppress Keras' warning at the end of data whose length is unknown."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Your input ran out of data")
         yield

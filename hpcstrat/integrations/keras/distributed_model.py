@@ -1,10 +1,10 @@
 """Models whose own fit, evaluate and predict work on all replicas together.
 
-Functions replace methods of the model and of its optimizers, on these objects alone, so
-that the model is saved as it would be without them. A step's gradients are combined
-where the optimizer gets them, before anything that the optimizer does. Each loss is a
-mean over this replica's rows, so it is multiplied by their share of the global batch
-first, with which the mean of the gradients is that of one process.
+Functions replace methods of this model object and of its optimizers, but not of their
+classes, so that the model is saved as usual. A step's gradients are combined when the
+optimizer receives them, before the optimizer changes anything. Each replica's loss is a
+mean over its rows. It is first multiplied by the replica's share of the global batch,
+so that the mean of the gradients over replicas equals the gradient of one process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _DATA = ("x", "y", "sample_weight")
 
 
 class DistributedMethods:
-    """The functions that replace a model's methods."""
+    """Functions that replace a model's methods."""
 
     state_class = TrainingState
 
@@ -65,13 +65,13 @@ class DistributedMethods:
     ) -> None:
         self.model = model
         self.strategy = strategy
-        # A model made in a strategy's scope takes all data as global batches, as in
+        # For a model made in a strategy's scope all data are global batches, as in
         # tf.distribute.
         self._by_scope = by_scope
         self.state = self.state_class(model, strategy)
         self._optimizers = list(optimizers_of(model).values())
-        # During a step: the number of rows of this replica, and in training that of all
-        # replicas.
+        # Set during a step: the number of rows of this replica, and in training the
+        # number of rows of all replicas.
         self._rows: Any = None
         self._total: Any = None
         self._is_scaled = self._trains = False
@@ -79,13 +79,13 @@ class DistributedMethods:
         self._predictions = Predictions(model, strategy)
 
     def install(self) -> None:
-        """Replace the methods."""
+        """Replace the methods of the model and of its optimizers."""
         model = self.model
         for optimizer in self._optimizers:
             put(optimizer, "scale_loss", self._scale_loss)
             put(optimizer, "apply", self._apply)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                # Its stateless_apply looks for infinities, and does not call apply.
+                # Its stateless_apply checks for infinities, and does not call apply.
                 put(optimizer, "stateless_apply", self._stateless_apply)
         for name in ("fit", "evaluate", "predict"):
             put(model, name, self._entered(getattr(self, f"_{name}")))
@@ -97,7 +97,7 @@ class DistributedMethods:
         put(model, "_get_metrics_result_or_logs", self._result)
         if model._compile_loss is not None:
             correct(model._compile_loss, self._factor)
-        # Functions that were compiled before do not call the new methods.
+        # Functions that Keras compiled before would still call the old methods.
         model.train_function = model.test_function = model.predict_function = None
 
     def mask(self) -> Array:
@@ -119,7 +119,7 @@ class DistributedMethods:
     @contextmanager
     def _step(self, data: Any) -> Iterator[None]:
         rows = keras.ops.shape(keras.tree.flatten(data)[0])[0]
-        # TensorFlow may know the number only when the step runs.
+        # TensorFlow may know the number of rows only when the compiled step runs.
         self._rows = rows if type(rows) is int else keras.ops.cast(rows, "float64")
         self._is_scaled = False
         try:
@@ -136,7 +136,7 @@ class DistributedMethods:
 
     @property
     def _share(self) -> Any:
-        """Factor of this replica's mean before a mean over replicas."""
+        """Factor of this replica's mean loss, applied before the mean over replicas."""
         return self._rows * self.strategy.num_replicas_in_sync / self._total
 
     def _weight(self) -> Any:
@@ -148,7 +148,7 @@ class DistributedMethods:
             return int(rows > 0)
         if self._is_scaled:
             return keras.ops.cast(rows > 0, "float64")
-        # A step of the program's own, which does not scale its loss.
+        # The program's own train_step, which has not scaled its loss.
         return self._share
 
     def _factor(self, divisor: Any) -> Any:
@@ -164,7 +164,7 @@ class DistributedMethods:
         return self._ratio(own, whole, rows)
 
     def _ratio(self, own: Any, whole: Any, rows: Any) -> Any:
-        """Return the share of a replica's divisor in all, over that of its rows."""
+        """Return ``own / whole``, divided by this replica's share of the rows."""
         own, whole, few, rows = (
             keras.ops.cast(n, "float32") for n in (own, whole, self._rows, rows)
         )
@@ -242,7 +242,8 @@ class DistributedMethods:
         callbacks.append(SynchronizedCallback(self.state, strategy, given["x"]))
         if any(watches for watches, _ in told):
             callbacks.append(StopTogether(strategy))
-        # Batches have their order: Keras would draw another one on each replica.
+        # Batches already have an order; Keras would draw a different order on each
+        # replica.
         with ends_with_its_data():
             return inner(**self._quiet(given), callbacks=callbacks, shuffle=False)
 
@@ -266,7 +267,7 @@ class DistributedMethods:
             given["batch_size"], x = x.dataset.batch_size, x.x
         columns: Any = columns_of(x)
         if columns is None:
-            # Each replica reads data of its own.
+            # Each replica has read its own data.
             return self._predictions.gathered(inner(**self._quiet(given)))
         size = given.get("batch_size") or 32
         if steps:
@@ -287,7 +288,7 @@ class DistributedMethods:
         given |= own_rows(columns, self.strategy)
         whole = given.pop("return_dict", False)
         if keras_version() < (3, 15):
-            # The metrics still hold the sums of all replicas from the last call.
+            # After the last call the metrics still have the sums over all replicas.
             self.model.reset_metrics()
         logs = inner(**given, return_dict=True)
         found = self.model._get_metrics_result_or_logs(logs)
@@ -301,7 +302,7 @@ class DistributedMethods:
         return inner(logs)
 
     def _batched(self, given: dict[str, Any], steps: str, **options: Any) -> None:
-        """Replace arrays among arguments by their batches."""
+        """Replace arrays in the arguments by `Batches` of them."""
         given["x"] = self._whole(given["x"])
         data = {name: given[name] for name in _DATA if given.get(name) is not None}
         if isinstance(data["x"], Dataset):
@@ -312,7 +313,8 @@ class DistributedMethods:
         elif isinstance(data["x"], DealtBatches):
             require_one_step(self.model)
             data["x"].weigh(given.pop("class_weight", None))
-            # Otherwise Keras would read the first batches to build, and lose them.
+            # Build the model now: Keras would build it with the first batches, and lose
+            # them.
             self.model._symbolic_build(data_batch=data["x"].first)
         elif columns_of(data) is not None:
             for name in data:
@@ -322,20 +324,20 @@ class DistributedMethods:
             given["x"] = batches.with_steps(given.pop(steps, None))
 
     def _whole(self, x: Any) -> Any:
-        """Return data as `dealt` does, where all data are global batches."""
+        """Return data as `dealt` does, if the data are global batches."""
         if isinstance(x, ReducibleDataset) or self._by_scope:
             return dealt(x, self.strategy)
         return x
 
     def _quiet(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Leave the progress bar to replica 0."""
+        """Turn the progress bar off, except on replica 0."""
         if self.strategy.replica_id:
             given["verbose"] = 0
         return given
 
 
 def _split(given: dict[str, Any]) -> None:
-    """Take the last rows for validation, as Keras would."""
+    """Use the last rows for validation, as Keras does for ``validation_split``."""
     data = {name: given[name] for name in _DATA if given.get(name) is not None}
     fraction, columns = given.get("validation_split"), columns_of(data)
     if not fraction or given.get("validation_data") is not None or columns is None:

@@ -1,4 +1,4 @@
-"""Makes a model of Keras train on all replicas: by `distribute`, or by a scope."""
+"""Makes a Keras model train on all replicas, by `distribute` or in a scope."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _WHAT = "a model of Keras"
 def distribute(model: Any, strategy: Strategy) -> Any:
     """Make a model train, evaluate and predict on all replicas.
 
-    Collective over the strategy's replicas, as are then the model's ``fit``,
+    Collective over the strategy's replicas. From then on the model's ``fit``,
     ``evaluate``, ``predict``, ``train_on_batch``, ``test_on_batch`` and
-    ``predict_on_batch``, and ``apply`` of its optimizers.
+    ``predict_on_batch``, and ``apply`` of its optimizers, are collective, too.
 
-    The model is saved as it would be without this. Weights, states of layers and the
-    optimizer's become those of replica 0, here and in each ``fit``. Arrays that are
-    passed are global batches, or many of them, the same on every replica; other data
-    are this replica's share. Weights, logs and predictions of all rows are the same on
-    every replica, and those of one process up to rounding.
+    The model is saved as if it were not distributed. Weights and the state of layers
+    and optimizer become equal to replica 0's, here and in each ``fit``. Arguments that
+    are arrays are global batches, or many of them, the same on every replica; other
+    data are this replica's share. Weights, logs and predictions of all rows are the
+    same on every replica, and the same as in one process up to rounding.
 
     Parameters
     ----------
     model : keras.Model
-        Compiled, with its weights, the same on every replica. After another ``compile``
-        call this again.
-    strategy : Strategy
-        Whose replicas.
+            A compiled model with weights, the same on every replica. After another
+            ``compile`` call `distribute` again.
+        strategy : Strategy
+            The strategy whose replicas train the model.
 
     Returns
     -------
@@ -57,17 +57,17 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     Raises
     ------
     ValueError
-        For a model that is not compiled, or has no weights yet; for a strategy of
-        another library; where TensorFlow is to compile with XLA.
-    NotImplementedError
-        For layers with ``synchronized=True``; for a backend that trains no models; for
-        a strategy whose replicas are not in sync.
-    RuntimeError
-        Where Keras would combine gradients by itself: with a distribution of its own,
-        or, from 3.16 on, over a process group of torch.distributed.
-    CollectiveError
-        If the replicas' models differ. On every replica. Later, the methods raise it
-        where replicas do different things.
+            For a model that is not compiled, or has no weights yet; for a strategy of
+            another library; if TensorFlow is set to compile with XLA.
+        NotImplementedError
+            For layers with ``synchronized=True``; for a backend that trains no models;
+            for a strategy whose replicas are not in sync.
+        RuntimeError
+            If Keras would combine gradients by itself: with a distribution of its own,
+            or, from 3.16 on, over a process group of torch.distributed.
+        CollectiveError
+            If the replicas' models differ; raised on every replica. Later, the model's
+            methods raise it if replicas make different calls.
 
     Examples
     --------
@@ -87,10 +87,10 @@ def distribute(model: Any, strategy: Strategy) -> Any:
 
 
 def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> None:
-    """Distribute a model of a scope before its first call; build it with some data.
+    """Distribute a scope's model before its first call, and build it if needed.
 
     Collective over the strategy's replicas. ``data`` are the arguments of the call, by
-    their names; ``x`` is replaced where its first batch had to be read.
+    name. ``x`` is replaced if its first batch had to be read to build the model.
     """
     require_sums_each_step(strategy, _WHAT)
     if not all(layer.built for layer in model._flatten_layers()):
@@ -104,9 +104,10 @@ def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> Non
 
 
 def owner_of(model: Any) -> Strategy:
-    """Return the strategy that a model is of, or the current one.
+    """Return the strategy to which a model belongs, or the current strategy.
 
-    Collective over its replicas for a model of a scope that has not been distributed.
+    For a model of a scope that is not distributed yet the call is collective over the
+    strategy's replicas, because it distributes the model.
     """
     owner, known = strategy_of(model), strategies.get(model)
     if known is not None or owner is None:
@@ -122,13 +123,14 @@ def _distribute(model: Any, strategy: Strategy, *, by_scope: bool = False) -> An
 
 
 def _put_on(model: Any, strategy: Strategy, *, by_scope: bool) -> Any:
-    """Distribute a model, in a call of all replicas.
+    """Distribute a model, inside of a collective call.
 
-    ``by_scope``: all data are global batches, and the model need not be compiled.
+    With ``by_scope`` all data are global batches, and the model need not be compiled.
     """
     require_distributable(model, is_compiled=not by_scope)
     optimizer = optimizer_of(model)
-    # Now, so that `begin` finds its state: Keras builds it in the first step.
+    # Build the optimizer now, because `begin` broadcasts its state; Keras would build
+    # it only in the first step.
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     kind = LogicalDistributed if strategy.logical else DistributedMethods
@@ -141,7 +143,7 @@ def _put_on(model: Any, strategy: Strategy, *, by_scope: bool) -> Any:
 
 
 def _first(data: dict[str, Any], strategy: Strategy) -> Any:
-    """Return a first batch of the data of a call, or a part of it."""
+    """Return the first batch of a call's data, or some rows, to build a model."""
     x = data["x"]
     if isinstance(x, DealtBatches):
         return x.first

@@ -1,7 +1,8 @@
-"""Models and weights in files of Keras, from a checkpoint's values and back.
+"""Conversion between a checkpoint's values and Keras' files of models or weights.
 
-In a checkpoint the weights of a model have its own order in their names, since Keras
-numbers layers by what a process has made; so the layers must be known.
+In a checkpoint the names of weights contain their order in the model, because Keras'
+own numbers of layers depend on all layers that a process has made. So a conversion
+needs the model's layers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def write_keras(
     *,
     model: str | None = None,
 ) -> None:
-    """Write a model, or its weights alone where the path ends in ``.weights.h5``."""
+    """Write a model, or only its weights if the path ends in ``.weights.h5``."""
     loaded = _loaded(model)
     own = weights_of(loaded)
     faults = [f"{name} missing" for name in own.keys() - values.keys()]

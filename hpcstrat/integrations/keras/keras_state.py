@@ -1,4 +1,4 @@
-"""Saves a model of Keras by a CheckpointManager."""
+"""State of a Keras model, for a CheckpointManager to save and restore."""
 
 from __future__ import annotations
 
@@ -34,35 +34,36 @@ class _VariableCopies:
         self._held: dict[str, Variable] = {}
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return variables with the values of Keras'; see `SupportsCheckpoint`."""
+        """Return variables with Keras' current values; see `SupportsCheckpoint`."""
         found = self._find()
         for name, variable in found.items():
             value = value_of(variable)
             if name not in self._held:
-                # Equal on all replicas since `distribute`.
+                # `distribute` has made the values equal on all replicas.
                 self._held[name] = variable_over(
                     value, self.distribute_strategy, name, trainable=variable.trainable
                 )
             else:
-                # In place: the manager knows this variable since the first save.
+                # Copy in place, because the manager refers to this variable after the
+                # first save.
                 np.copyto(self._held[name].component, value)
         return {name: self._held[name] for name in found}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state may have."""
+        """Return all names under which a file may have this variable."""
         return [name]
 
     def checkpoint_defer(
         self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
     ) -> None:
-        """Refuse values for which the model has no variable."""
+        """Raise ValueError for a saved value for which the model has no variable."""
         raise ValueError(
             f"expected a variable {name!r} in the model, found "
             f"{', '.join(self._held)}; restore into the model that was saved"
         )
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Give Keras the restored values."""
+        """Assign the restored values to Keras' variables."""
         for name, variable in self._find().items():
             variable.assign(self._held[name].component)
 
@@ -70,31 +71,33 @@ class _VariableCopies:
 def weights_of(model: Any) -> dict[str, Any]:
     """Return the weights and seeds of a model by their names in checkpoints."""
     seeds = [generator.state for generator in seed_generators(model)]
-    # Keras numbers layers in the order in which a process has made them.
+    # Keras numbers layers in the order of their creation, which may differ between
+    # processes, so names begin with an index.
     return {f"{i}/{v.name}": v for i, v in enumerate([*model.weights, *seeds])}
 
 
 def state(model: Any) -> dict[str, Any]:
-    """Return the state of a model that a CheckpointManager saves.
+    """Return the state of a model, for a CheckpointManager to save.
 
-    Not collective, but for a model of a strategy's scope that has been compiled and not
-    yet trained: that is distributed here.
+    Not collective, except for a compiled model of a strategy's scope that has not been
+    trained yet: such a model is distributed by this call.
 
-    The state is weights, states of layers and seeds, and all that the optimizers have:
-    momentum, their number of steps, learning rates. It can be restored on another
+    The state contains weights, states of layers, seeds, and all of the optimizers'
+    state: momentum, numbers of steps, learning rates. It can be restored on another
     number of replicas, and on another backend.
 
     Parameters
     ----------
     model : keras.Model
-        From `distribute`, or of a strategy's scope; another one is of the current
-        strategy.
+            A model from `distribute`, or of a strategy's scope; any other model belongs
+            to the current strategy.
 
     Returns
     -------
     dict of str to object
-        ``model``, and ``optimizer``, by the names of the model's attributes: keywords
-        for `CheckpointManager` and `hpcstrat.elastic.Memory.track`.
+            Keyword arguments for `CheckpointManager` and
+            `hpcstrat.elastic.Memory.track`: ``model`` and ``optimizer``, the latter
+            under the name of the model's attribute.
 
     Examples
     --------
@@ -131,19 +134,20 @@ def state(model: Any) -> dict[str, Any]:
 class Checkpoint(keras.callbacks.Callback):
     """A callback of ``fit`` that restores the newest checkpoint, and saves each epoch.
 
-    Logically collective over the strategy's replicas: all pass one.
+    Logically collective over the strategy's replicas: all replicas pass one to ``fit``.
 
     Parameters
     ----------
     manager : CheckpointManager
-        Made with what `state` returns, and whatever else is to be saved. A checkpoint
-        has the number of the epochs that are done; ``keep_best`` finds the values of
-        the epoch's logs by their names.
-    asynchronous : bool
-        Whether training goes on while the files are written.
-    log : hpcstrat.metrics.Log, optional
-        Gets the logs of each epoch before it is saved. Give it to the manager, too, so
-        that a job that goes on has each epoch once.
+            A manager that was made with the result of `state`, and with any other state
+            to save. The number of a checkpoint is the number of completed epochs.
+            ``keep_best`` can name values of the epoch's logs.
+        asynchronous : bool
+            Whether training continues while the files are written.
+        log : hpcstrat.metrics.Log, optional
+            The logs of each epoch are written to it before the epoch is saved. Pass it
+            to the manager, too, so that a restarted job has each epoch only once in the
+            log.
 
     Examples
     --------
@@ -178,11 +182,11 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the newest checkpoint, if there is one; collective."""
-        # As a backup of Keras does.
+        # Keras' own callback BackupAndRestore sets the same attribute.
         self.model._initial_epoch = self._manager.restore_or_initialize()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save; Keras calls this.
+        """Save a checkpoint; Keras calls this at the end of each epoch.
 
         Collective over the strategy's replicas.
 
@@ -191,19 +195,19 @@ class Checkpoint(keras.callbacks.Callback):
         epoch : int
             Number of the epoch that has ended, from 0.
         logs : dict of str to float, optional
-            Stored in the file.
+                Values of the epoch, which are stored in the file.
         """
         if self._log is not None:
             self._log.scalars(epoch + 1, logs)
         self._manager.save(epoch + 1, metrics=logs, asynchronous=self._asynchronous)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Wait for the files; collective."""
+        """Wait until the files are written; collective."""
         self._manager.wait()
         if self._log is not None:
             self._log.flush()
         self.model._initial_epoch = None
 
     def __repr__(self) -> str:
-        """Show the manager."""
+        """Return the manager's description as text."""
         return f"<{type(self).__name__} by {self._manager!r}>"

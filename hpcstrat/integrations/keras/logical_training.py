@@ -1,12 +1,12 @@
-"""Models of Keras on logical replicas: a rank runs several, one after the other.
+"""Keras' models on logical replicas: a rank runs several replicas in turn.
 
-A step is cut in two, at the optimizer: Keras' own ``train_step`` computes the gradients
-of one replica, once for each replica of the rank; the gradients are combined, and the
-optimizer applies them once. Both parts may be compiled.
+A step is divided into two parts at the optimizer. Keras' own ``train_step`` computes
+the gradients of one replica, and is called for each replica of the rank. The gradients
+are then combined, and the optimizer applies them once. Both parts may be compiled.
 
-A replica has its own moving means, metrics and states of random seeds. The model has
-them during the replica's part of a step; between steps it has those of the rank's first
-replica.
+A replica has its own moving means, metrics and states of random seeds. They are loaded
+into the model during the replica's part of a step; between steps the model has the
+values of the rank's first replica.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["LogicalDistributed"]
 
 
 class _StepInputs(NamedTuple):
-    """Inputs of a replica's part of a step, beside its rows.
+    """Inputs of a replica's part of a step, in addition to its rows.
 
-    ``total`` is the number of rows of all replicas. ``wholes`` are the sums over
-    replicas of the divisors of their losses; None where these are not known yet.
+    ``total`` is the number of rows of all replicas. ``wholes`` are the divisors of the
+    losses, summed over replicas, or None if these sums are not known yet.
     """
 
     total: Any
@@ -49,41 +49,41 @@ class _StepInputs(NamedTuple):
 
 
 class LogicalState(TrainingState):
-    """The state of a model; each replica of a rank has values of its own."""
+    """The state of a model, with own values for each replica of a rank."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         super().__init__(model, strategy)
         self._count = len(strategy.local_replicas)
-        # Values of each replica; None where all have the model's.
+        # Own values of each replica; None if all replicas have the model's values.
         self._own: list[list[Any]] | None = None
 
     def own_variables(self) -> list[Any]:
-        """Return the variables of which each replica has a value of its own."""
+        """Return the variables of which each replica has its own value."""
         seeds = [generator.state for generator in seed_generators(self.model)]
         return [*self.moving, *seeds, *self.model.metrics_variables]
 
     def own(self, in_model: Callable[[list[Any]], list[Any]]) -> list[list[Any]]:
-        """Return each replica's own values; ``in_model`` returns the model's."""
+        """Return all replicas' own values; ``in_model`` reads the model's values."""
         variables = self.own_variables()
         if self._own is None or len(self._own[0]) != len(variables):
             self._own = [in_model(variables)] * self._count
         return self._own
 
     def keep(self, own: list[list[Any]]) -> None:
-        """Keep the values of replicas."""
+        """Store the replicas' own values."""
         self._own = own
 
     def begin(self, what: str) -> None:
-        """Give all replicas replica 0's state."""
+        """Set all replicas' state to replica 0's; collective."""
         super().begin(what)
         self._own = None
 
     def finish(self) -> None:
-        """Give all replicas the values in the model."""
+        """Drop the own values, so that all replicas have the model's values."""
         self._own = None
 
     def reset_metrics(self) -> None:
-        """Reset the metrics of all replicas, as the model's were."""
+        """Set all replicas' metrics to the model's metrics, which were just reset."""
         if self._own is not None:
             seen = self.model.metrics_variables
             values = [keras.ops.copy(variable.value) for variable in seen]
@@ -98,7 +98,7 @@ class LogicalState(TrainingState):
 
 
 class LogicalDistributed(DistributedMethods):
-    """The functions that replace the methods of a model with several replicas."""
+    """Replacements for the methods of a model that has several replicas on a rank."""
 
     state: LogicalState
     state_class = LogicalState
@@ -116,15 +116,15 @@ class LogicalDistributed(DistributedMethods):
         self._masks = [seed_mask(replica) for replica in self._block]
         self._steps = compiled_steps(self)
         self._given: _StepInputs | None = None
-        # During a replica's part of a step: gradients for the optimizer, and divisors
-        # of the losses.
+        # Results of a replica's part of a step: gradients for the optimizer, and
+        # divisors of the losses.
         self._gradients: list[Any] | None = None
         self._divisors: list[Any] = []
-        # Number of divisors, by kind of step and structure of a batch.
+        # Number of divisors in a step, by kind of step and structure of a batch.
         self._counts: dict[Any, int] = {}
 
     def install(self) -> None:
-        """Replace the methods."""
+        """Replace the model's methods."""
         super().install()
         for kind in ("train", "test"):
             put(self.model, f"make_{kind}_function", self._maker(kind))
@@ -142,7 +142,7 @@ class LogicalDistributed(DistributedMethods):
 
     @contextmanager
     def part(self, given: _StepInputs) -> Iterator[None]:
-        """Surround one call of the model's ``train_step`` or ``test_step``."""
+        """Prepare one call of the model's ``train_step`` or ``test_step``."""
         self._given, self._gradients, self._divisors = given, None, []
         try:
             yield
@@ -150,7 +150,7 @@ class LogicalDistributed(DistributedMethods):
             self._given = None
 
     def told(self) -> tuple[list[Any] | None, list[Any]]:
-        """Return the gradients of a part, and the divisors of its losses."""
+        """Return the gradients of a replica's part, and the divisors of its losses."""
         return self._gradients, self._divisors
 
     def _train_step(self, inner: Callable[..., Any], *args: Any) -> Any:
@@ -206,11 +206,12 @@ class LogicalDistributed(DistributedMethods):
 
     @staticmethod
     def _weighed(gradient: Any, weight: Any) -> Any:
-        # TensorFlow gives gradients of embeddings as rows with their indices.
+        # TensorFlow returns gradients of embeddings as rows with indices: make them
+        # dense.
         gradient = keras.ops.convert_to_tensor(gradient, sparse=False)
         if type(weight) is int:
             return gradient if weight else keras.ops.zeros_like(gradient)
-        # The mean over no rows is NaN, which a product with 0 would keep.
+        # A mean over no rows is NaN, and NaN * 0 would be NaN, too.
         weight = keras.ops.cast(weight, gradient.dtype)
         zero = keras.ops.zeros_like(gradient)
         return keras.ops.where(weight == 0, zero, gradient * weight)
@@ -227,13 +228,14 @@ class LogicalDistributed(DistributedMethods):
         return make
 
     def step(self, kind: str, common: Any, data: Any) -> tuple[Any, Any]:
-        """Make a step of all replicas with this rank's rows; returns logs and state.
+        """Make a step of all replicas with this rank's rows; return logs and state.
 
         Collective over the strategy's replicas. ``common`` is the state that the
-        backend carries from step to step, see `CompiledSteps`.
+        backend passes from step to step, see `CompiledSteps`.
         """
         steps = self._steps
-        # Metrics may make variables with the first batch; each replica has its own.
+        # Metrics may make variables at the first batch; each replica needs its own
+        # values.
         self.model._symbolic_build(data_batch=data)
         variables = self.state.own_variables()
         every = self.state.own(lambda own: steps.own(own, common))
@@ -254,7 +256,7 @@ class LogicalDistributed(DistributedMethods):
         return outcomes[0].logs, common
 
     def _divided(self, data: Any) -> tuple[np.float64, list[Any]]:
-        """Return the number of rows of all replicas, and the rows of this rank's."""
+        """Return the number of all replicas' rows, and this rank's rows by replica."""
         rows = int(keras.tree.flatten(data)[0].shape[0])
         collectives = self.strategy.collectives
         own = np.asarray(rows, np.float64)
@@ -282,10 +284,11 @@ class LogicalDistributed(DistributedMethods):
     def _wholes(
         self, kind: str, data: Any, run: Callable[[Any], list[Outcome]]
     ) -> list[Array]:
-        """Return the sums over replicas of the divisors of losses.
+        """Return the sums of the losses' divisors over all replicas.
 
-        These are sums of weights, or numbers of unmasked values. Losses need them, so a
-        first round of all parts finds them, and nothing else of it is kept.
+        Divisors are sums of weights, or numbers of unmasked values. Losses need these
+        sums in advance, so all parts of the step run once only to find them; all other
+        results of this first run are discarded.
         """
         shape = keras.tree.map_structure(lambda leaf: leaf is None, data)
         key = kind, str(shape)

@@ -1,7 +1,7 @@
-"""Corrects losses that are no means over rows: sums, and weighted or masked means.
+"""Corrects losses that are not plain means over rows: sums, weighted or masked means.
 
-The mean over replicas weighs each replica's loss by its number of rows. So such a loss
-is multiplied by a factor with which that mean is the loss of the global batch.
+The mean over replicas weights each replica's loss by its number of rows. Each of these
+losses is multiplied by a factor, so that the weighted mean is the global batch's loss.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hpcstrat.integrations.keras.replicas import put
 
 __all__ = ["correct"]
 
-# Returns the factor of a loss, given the divisor that this replica's loss has used.
+# Returns the factor for a loss, from the divisor that this replica's loss has used.
 Factor = Callable[[Any], Any]
 
 
 def correct(compiled: Any, factor: Factor) -> None:
-    """Correct the losses of a compiled model, once all of them are known.
+    """Correct the losses of a compiled model, as soon as all of them are known.
 
-    ``factor`` is given the divisor of this replica's loss, or None for a sum. It
-    returns None outside of a step.
+    ``factor`` is called with the divisor of this replica's loss, or with None for a
+    sum. It returns None outside of a step.
     """
 
     def replace() -> None:
@@ -37,7 +37,7 @@ def correct(compiled: Any, factor: Factor) -> None:
         inner(*args)
         replace()
 
-    # Keras builds losses with the first batch, when it knows the outputs.
+    # Keras creates the loss objects at the first batch, when it knows the outputs.
     put(compiled, "build", build)
     if compiled.built:
         replace()
@@ -47,7 +47,7 @@ def _corrected(loss: Any, factor: Factor) -> Callable[..., Any]:
     def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = loss(y_true, y_pred, sample_weight)
         if tuple(value.shape) == (0,):
-            # Keras takes no mean of a loss without rows.
+            # For a batch without rows, Keras returns the loss as an empty array.
             value = keras.ops.sum(value)
         mask = get_keras_mask(y_pred)
         reduction = getattr(loss, "reduction", None)
@@ -73,5 +73,5 @@ def _total(weights: Any, mask: Any = None) -> Any:
         while len(weights.shape) < len(mask.shape):
             weights = keras.ops.expand_dims(weights, -1)
         weights = weights * mask
-    # A divisor depends on the data only, so that no gradient goes through it.
+    # A divisor depends only on the data, so no gradient is computed through it.
     return keras.ops.stop_gradient(keras.ops.sum(weights))

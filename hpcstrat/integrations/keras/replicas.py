@@ -1,4 +1,4 @@
-"""The state of a model that all replicas have in common."""
+"""The parts of a model's state that are kept equal on all replicas."""
 
 from __future__ import annotations
 
@@ -27,42 +27,43 @@ __all__ = [
     "value_of",
 ]
 
-# Strategies of models, which do not carry theirs along when they are copied or saved.
+# Strategies by model. Not an attribute of a model, so that copied or saved models do
+# not include their strategy.
 strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
 
 
 def as_array(tensor: Any) -> Array:
-    """Return a copy of a tensor, in host memory."""
-    # A copy: on CPUs some backends give a view of the tensor's own memory.
+    """Return a copy of a tensor in host memory."""
+    # Copy explicitly, because on CPUs some backends return the tensor's own memory.
     return np.array(keras.ops.convert_to_numpy(tensor))
 
 
 def value_of(variable: Any) -> Array:
-    """Return a copy of a variable of Keras, in host memory."""
+    """Return a copy of a Keras variable in host memory."""
     return as_array(variable.value)
 
 
 def optimizer_of(model: Any) -> Any:
-    """Return the optimizer that a model was compiled with; None without one."""
+    """Return the optimizer with which a model was compiled, or None."""
     return getattr(model, "optimizer", None)
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:
-    """Return the optimizer, or several of a model with steps of its own, by name."""
+    """Return the model's optimizers by attribute name; custom models may have many."""
     kind = keras.optimizers.Optimizer
     return {k: v for k, v in vars(model).items() if isinstance(v, kind)}
 
 
 def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of an object by a function, which gets the method first.
+    """Replace an object's method; the function gets the original as first argument.
 
-    That is the method of the object's class: a function that replaced it before is
-    dropped.
+    The original is the method of the object's class, even if another function has
+    already replaced it on this object.
     """
     vars(owner).pop(name, None)
     inner = getattr(owner, name)
     method = functools.wraps(inner)(functools.partial(function, inner))
-    # Keras would track the function as a part of the model.
+    # Not by setattr, because Keras would track the function as a part of the model.
     object.__setattr__(owner, name, method)
 
 
@@ -73,16 +74,16 @@ def seed_generators(model: Any) -> list[Any]:
 
 
 def seed_mask(replica: int) -> Array:
-    """Return the mask by which a replica changes its seeds; 0 for replica 0."""
+    """Return the mask that a replica combines with its seeds; 0 for replica 0."""
     key = np.random.SeedSequence(replica).generate_state(1)[0] >> 1
     return np.array([int(key) if replica else 0, 0])
 
 
 def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
-    """Make a model draw other random numbers on each replica, from the same state.
+    """Make each replica draw its own random numbers, from the same state of seeds.
 
-    ``mask`` returns that of the replica that draws. Replica 0 draws the numbers of one
-    process.
+    ``mask`` returns the mask of the replica that draws a number. Replica 0 draws the
+    same numbers as one process would.
     """
 
     def draw(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -94,16 +95,17 @@ def separate_seeds(model: Any, mask: Callable[[], Any]) -> None:
 
 
 class TrainingState:
-    """Weights, metrics and moving means of a model; its calls are collective.
+    """Weights, metrics and moving means of a model; its methods are collective.
 
-    Moving means follow this replica's rows between two calls of `average`, which takes
-    their mean: the same as if each step had updated them with the mean over replicas.
+    Between two calls of `average` moving means follow only this replica's rows.
+    `average` replaces them by their mean over replicas. The result is the same as if
+    each step had updated the moving means with the mean over replicas.
     """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self.model = model
         self.strategy = strategy
-        # Without the weights of frozen layers, which do not change.
+        # Weights of frozen layers are left out, because they do not change.
         moving = [
             variable
             for layer in model._flatten_layers()
@@ -112,13 +114,13 @@ class TrainingState:
         is_moving = keras.backend.is_float_dtype
         self._moving = [v for v in moving if is_moving(v.dtype)]
         self._others = [v for v in moving if not is_moving(v.dtype)]
-        # All variables that follow a replica's rows.
+        # All variables whose values depend on a replica's rows.
         self.moving = [*self._moving, *self._others]
-        # Values of the moving statistics when all replicas last had the same.
+        # Values of the moving statistics when they were last equal on all replicas.
         self._common: list[Array] = []
 
     def begin(self, what: str) -> None:
-        """Give all replicas replica 0's weights, and the optimizer's state."""
+        """Set all replicas' weights and optimizer state to replica 0's."""
         model, optimizer = self.model, optimizer_of(self.model)
         known = [*model.variables, *(optimizer.variables if optimizer else ())]
         self._broadcast(known, what)
@@ -132,7 +134,7 @@ class TrainingState:
                 variable.assign(value)
 
     def average(self) -> None:
-        """Give all replicas the mean of their moving means."""
+        """Replace the moving means of all replicas by their mean."""
         if self._others:
             self._broadcast(self._others, "states of layers")
         if not self._moving:
@@ -151,11 +153,11 @@ class TrainingState:
         return [[value_of(variable) for variable in variables]]
 
     def _changes(self, values: list[Array]) -> list[Array]:
-        """Return the changes of a replica's values, and which of them are numbers."""
+        """Return the changes of a replica's values, and whether each is finite."""
         with np.errstate(invalid="ignore"):
             pairs = zip(values, self._common, strict=True)
             changes = [value - common for value, common in pairs]
-        # The mean of a batch without rows is NaN, which the sum leaves out.
+        # The mean of a batch without rows is NaN; the sum skips it.
         known = np.array([np.isfinite(change).all() for change in changes], np.float64)
         for change, is_known in zip(changes, known, strict=True):
             if not is_known:
@@ -163,7 +165,7 @@ class TrainingState:
         return [*changes, known]
 
     def total_metrics(self) -> None:
-        """Sum the metrics of all replicas, and give the sums to each."""
+        """Sum or average the metrics over all replicas, and assign the results."""
         variables = self.model.metrics_variables
         if not variables:
             return

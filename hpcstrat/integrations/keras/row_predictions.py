@@ -1,4 +1,4 @@
-"""Predictions of all rows; each replica computes those of its rows."""
+"""Predictions of all rows; each replica computes the predictions of its own rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Predictions"]
 
 
 class Predictions:
-    """The calls that predict; collective over the strategy's replicas."""
+    """Methods that predict; collective over the strategy's replicas."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model = model
         self._strategy = strategy
 
     def of_columns(self, columns: Columns, function: Callable[[Any], Any]) -> Any:
-        """Call a function on this rank's rows; return its results for all rows."""
+        """Call a function on this rank's rows; return the results of all rows."""
         count, rows = self._strategy.num_replicas_in_sync, columns.num_rows
         found = [
             _of_share(columns, function, *share(rows, count, replica))
@@ -35,7 +35,7 @@ class Predictions:
         return self.gathered(_concatenated(found))
 
     def of_batches(self, dataset: Dataset, steps: int | None) -> Any:
-        """Return the predictions of all batches of a data set."""
+        """Return the predictions for all batches of a dataset."""
         found = []
         for batch in dataset.take(-1 if steps is None else steps):
             x = batch[0] if isinstance(batch, tuple) else batch
@@ -43,7 +43,7 @@ class Predictions:
         return _concatenated(found)
 
     def of_dealt(self, batches: DealtBatches, steps: int | None) -> Any:
-        """Return the predictions of batches of which each replica has its rows."""
+        """Return the predictions for batches of which each replica has its own rows."""
         alone = type(self._model).predict_on_batch
         found = []
         for batch in itertools.islice(batches.elements(), steps):
@@ -54,7 +54,7 @@ class Predictions:
         return _concatenated(found)
 
     def gathered(self, own: Any) -> Any:
-        """Return the predictions of all replicas, in their order."""
+        """Return the predictions of all replicas, in replica order."""
         return self._strategy.collectives.all_gather(own, 0, "predict")
 
 
@@ -62,14 +62,14 @@ def _of_share(
     columns: Columns, function: Callable[[Any], Any], first: int, last: int
 ) -> Any:
     """Return a function's results for the rows of one replica."""
-    # Keras predicts nothing of no rows.
+    # Keras cannot predict without rows, so use at least one, and drop its result.
     least = min(max(last, first + 1), columns.num_rows)
     found = function(writable(columns.read(slice(least - max(last - first, 1), least))))
     return keras.tree.map_structure(lambda part: part[: last - first], found)
 
 
 def _at_least_one(array: Any) -> Any:
-    """Return an array, with a row of zeros where it has none, for Keras to predict."""
+    """Return an array; if it is empty, one row of zeros, because Keras needs one."""
     return array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype)
 
 

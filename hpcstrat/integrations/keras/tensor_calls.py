@@ -1,7 +1,7 @@
-"""Exchanges between replicas in a training step, for each backend of Keras.
+"""Collective calls on tensors in a training step, for each backend of Keras.
 
-JAX or TensorFlow may compile a step: the exchange is then a part of the compiled
-function, and calls the library from a thread of the backend.
+JAX or TensorFlow may compile a step. The collective call is then a part of the compiled
+function, and runs in a thread of the backend.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ __all__ = ["TensorCalls", "exchanges"]
 class TensorCalls(NamedTuple):
     """Collective functions of a strategy on tensors of a backend.
 
-    ``total`` adds up a number of each replica. ``mean`` returns the means of gradients,
-    each multiplied by a weight of its replica; those with weight 0 may be NaN.
-    Operations in the context that ``after`` returns come after a total.
+    ``total`` sums a number over the replicas. ``mean`` returns the means of gradients
+    over replicas, after each replica has multiplied its gradients by its weight;
+    gradients with weight 0 may be NaN. Operations in the context that ``after(total)``
+    returns run after that total.
     """
 
     total: Callable[[Strategy, Any], Any]
@@ -35,7 +36,7 @@ class TensorCalls(NamedTuple):
 
 @functools.cache
 def exchanges() -> TensorCalls:
-    """Return the functions of the backend in use."""
+    """Return the functions of Keras' current backend."""
     backend = keras.config.backend()
     made = {"torch": _of_torch, "jax": _of_jax, "tensorflow": _of_tensorflow}
     if backend not in made:
@@ -54,7 +55,7 @@ def _added(strategy: Strategy, number: Any) -> Any:
 def _weigh(arrays: Iterable[Any], weight: Any) -> None:
     """Multiply arrays by a number, in place."""
     for array in arrays if weight != 1 else ():
-        # The mean over no rows is NaN, which a product with 0 would keep.
+        # A mean over no rows is NaN, and NaN * 0 would be NaN, too.
         array[...] = array * array.dtype.type(weight) if weight else 0
 
 
@@ -65,7 +66,7 @@ def _of_torch() -> TensorCalls:
 
     @torchs_stream()
     def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
-        # In place: nothing else uses their memory.
+        # Reduce in place, because nothing else uses the gradients' memory.
         arrays = [memory_of(gradient) for gradient in gradients]
         _weigh(arrays, weight)
         collectives = strategy.collectives
@@ -75,7 +76,7 @@ def _of_torch() -> TensorCalls:
     def total(strategy: Strategy, number: Any) -> float:
         return float(_added(strategy, number))
 
-    # Compiled code calls these functions as they are.
+    # torch.compile calls these functions without compiling them.
     leave = torch.compiler.disable
     return TensorCalls(leave(total), leave(mean))
 
@@ -106,16 +107,17 @@ def _of_tensorflow() -> TensorCalls:
         own = tf.cast(number, tf.float64)
         added = functools.partial(_added, strategy)
         result = tf.numpy_function(added, [own], tf.float64)
-        # TensorFlow does not know the shape of a result of a Python function.
+        # TensorFlow does not know the shape of a Python function's result.
         result.set_shape(())
         return result
 
     def alone(gradients: list[Any]) -> list[Any]:
-        # Writes a slice without elements: TensorFlow does that in place where nothing
-        # else holds the tensor, such as a variable or a later operation, and copies the
-        # tensor otherwise. The slice begins at the time, as TensorFlow would otherwise
-        # fold constants, which all steps would share, and make equal operations of two
-        # calls once; in a call, strides tell gradients apart.
+        # Returns tensors whose memory nothing else uses, by writing an empty slice into
+        # each. TensorFlow writes in place if nothing else uses the tensor, such as a
+        # variable or a later operation; if something does, it copies the tensor. The
+        # slice begins at the current time, because with a constant TensorFlow would
+        # fold constant gradients into one tensor for all steps, and merge equal
+        # operations of two calls. In a call, strides keep operations apart.
         at = tf.reshape(tf.cast(tf.timestamp(), tf.int64), [1])
         return [
             tf.raw_ops.TensorStridedSliceUpdate(
@@ -130,19 +132,19 @@ def _of_tensorflow() -> TensorCalls:
 
     def mean(strategy: Strategy, gradients: list[Any], weight: Any) -> list[Any]:
         def reduced(weight: Any, *tensors: Any) -> list[Any]:
-            # Not `numpy`, which copies.
+            # `_numpy` returns the memory itself; `numpy` would copy.
             arrays = [tensor._numpy() for tensor in tensors]
             _weigh(arrays, float(weight))
             collectives = strategy.collectives
             collectives.batch_reduce(ReduceOp.MEAN, arrays, "gradients", out=arrays)
-            # Tensors where they have the memory of the arrays: the optimizer may write
-            # into tensors, but not into arrays.
+            # Return the tensor if it shares the array's memory, because the optimizer
+            # may write into tensors, but not into arrays.
             return [
                 tensor if np.may_share_memory(tensor._numpy(), array) else array
                 for tensor, array in zip(tensors, arrays, strict=True)
             ]
 
-        # Gradients of embeddings come as rows with their indices.
+        # Gradients of embeddings are rows with indices: make them dense.
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
         given, function = alone(dense), functools.partial(reduced, weight)
         if type(weight) is not int:
@@ -155,7 +157,8 @@ def _of_tensorflow() -> TensorCalls:
         ]
 
     def after(total: Any) -> AbstractContextManager[Any]:
-        # Otherwise some replicas compute before it, and the others wait for them.
+        # Without this, some replicas would compute before the total, while others wait
+        # for them.
         return tf.control_dependencies([total])
 
     return TensorCalls(total, mean, after)
