@@ -1,1 +1,1 @@
-"""Programs of Horovod as they are, but for the line that imports it."""
+"""Replacements for Horovod's modules: a program changes only its import line."""

@@ -1,4 +1,4 @@
-"""The functions of ``horovod.torch``, over hpcstrat."""
+"""The functions of ``horovod.torch``, implemented by hpcstrat."""
 
 from hpcstrat.errors import CollectiveError as HorovodInternalError
 from hpcstrat.integrations.frameworks import require

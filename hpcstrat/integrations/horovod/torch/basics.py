@@ -1,4 +1,4 @@
-"""Horovod's calls about the ranks of the job, and about its libraries."""
+"""Horovod's functions for ranks and sizes, start and end, and built-in libraries."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ _submissions: Submissions | None = None
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Begin with all ranks of the job, or of a communicator.
+    """Start Horovod's calls on all ranks of the job, or on those of a communicator.
 
     Collective over ``comm``.
 
-    A second call does nothing. The call makes a strategy; a program may have other
-    strategies of the same ranks.
+    A second call does nothing. The call makes a strategy; the program may also make
+    other strategies on the same ranks.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks; default: all of the job.
-    process_sets : object, optional
-        Refused by NotImplementedError: calls are those of all ranks.
+            The ranks; default: all ranks of the job.
+        process_sets : object, optional
+            Not supported, because all calls are calls of all ranks:
+            NotImplementedError.
 
     Examples
     --------
@@ -78,23 +79,23 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """End; collective over all ranks. `init` may be called again."""
+    """Close the strategy; collective over all ranks. `init` may be called again."""
     global _submissions
-    # Forgotten first: should its end fail, `init` can still begin anew.
+    # Reset the variable first, so that `init` works again even if closing fails.
     ended, _submissions = _submissions, None
     if ended is not None:
         ended.close()
 
 
 def submissions() -> Submissions:
-    """Return the requests of this rank, from `init` on."""
+    """Return the requests of this rank; ValueError before `init`."""
     if _submissions is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _submissions
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and `shutdown` was not."""
+    """Return whether `init` was called, and `shutdown` was not called after it."""
     return _submissions is not None
 
 
@@ -113,7 +114,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's number among those of its node."""
+    """Return this rank's number among the ranks of its node."""
     return _topology().worker_comm.rank
 
 
@@ -133,7 +134,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have as many ranks: a strategy demands it."""
+    """Return whether all nodes have equally many ranks, as a strategy requires."""
     return local_size() * cross_size() == size()
 
 
@@ -144,7 +145,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return True: messages are MPI's, or go through shared memory."""
+    """Return True, because messages are sent by MPI, or through shared memory."""
     return True
 
 
@@ -152,7 +153,7 @@ mpi_built = mpi_enabled
 
 
 def gloo_enabled() -> bool:
-    """Return False, as for all other libraries that Horovod may be built with."""
+    """Return False; none of the other libraries that Horovod may use is built in."""
     return False
 
 
@@ -160,7 +161,7 @@ gloo_built = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = gloo
 
 
 class ProcessSet:
-    """The ranks that take part in a call: always all of them."""
+    """The ranks that take part in a call; always all ranks of the job."""
 
     process_set_id = 0
 
@@ -187,7 +188,7 @@ def _refuse_process_sets(ranks: Any) -> None:
 
 
 def add_process_set(process_set: Any) -> None:
-    """Raise, with advice."""
+    """Raise NotImplementedError, with advice."""
     _refuse_process_sets(process_set)
 
 
@@ -195,13 +196,13 @@ remove_process_set = add_process_set
 
 
 def require_all_ranks(process_set: Any) -> None:
-    """Refuse calls of some ranks only."""
+    """Raise NotImplementedError for a process set of only some ranks."""
     if process_set is not None and process_set is not global_process_set:
         _refuse_process_sets(process_set)
 
 
 def join(device: int = -1) -> int:
-    """Raise, with advice."""
+    """Raise NotImplementedError, with advice."""
     raise NotImplementedError(
         "expected ranks that make equally many calls, found hvd.join; let ranks "
         "without rows go on with empty batches: the loader of "
@@ -210,7 +211,7 @@ def join(device: int = -1) -> int:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Raise, with advice."""
+    """Raise NotImplementedError, with advice."""
     raise NotImplementedError(
         f"expected no timeline of Horovod, found {file_path!r}; set "
         "HPCSTRAT_TIMELINE=FOLDER, and merge it by hpcstrat timeline merge FOLDER"
@@ -218,4 +219,4 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Do nothing: none was started."""
+    """Do nothing, because `start_timeline` cannot start a timeline."""

@@ -1,4 +1,4 @@
-"""Compression of gradients on their way."""
+"""Compression of gradients in messages."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ __all__ = ["Compression"]
 
 
 class _NoCompression:
-    """Tensors as they are."""
+    """Sends tensors uncompressed."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor."""
+        """Return the tensor unchanged, and no context."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Return the tensor."""
+        """Return the tensor unchanged."""
         return tensor
 
 
 class _HalfCompression:
-    """Numbers in floating point as float16."""
+    """Sends floating-point numbers as float16."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return it in float16, and its type."""
+        """Return the tensor in float16, and its type as context."""
         # Integers, such as counts, must stay exact.
         wire = tensor.half() if tensor.is_floating_point() else tensor
         return wire, tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Return it in the type that it had."""
+        """Return the tensor in the type that it had before the compression."""
         return tensor.to(context)
 
 
 class Compression:
-    """The choices for ``compression``; a class with the same methods is one, too."""
+    """The choices for ``compression``; other classes with these methods also work."""
 
     none = _NoCompression
     fp16 = _HalfCompression

@@ -1,4 +1,4 @@
-"""Optimizers whose steps take the gradients of all ranks."""
+"""Optimizers whose steps use the combined gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["DistributedOptimizer"]
 
 
 class _DistributedOptimizer:
-    """The base class that comes before the optimizer's own class."""
+    """Base class of distributed optimizers, before the optimizer's own class."""
 
-    # Attribute of the optimizer's own class.
+    # An attribute that the optimizer's own class defines.
     param_groups: list[dict[str, Any]]
 
     def __init__(
@@ -39,24 +39,27 @@ class _DistributedOptimizer:
         named: dict[str, torch.Tensor] | None,
         **options: Any,
     ) -> None:
-        """Take over the attributes of an optimizer, and hook its parameters."""
-        # Without the function by which a scheduler has replaced the old one's step.
+        """Copy the attributes of an optimizer, and add hooks to its parameters."""
+        # The attribute `step` is left out, because a scheduler may have replaced it by
+        # a function that calls the old optimizer.
         vars(self).update({k: v for k, v in vars(optimizer).items() if k != "step"})
         self.backward_passes_per_step = options["passes"]
         self._compression = options["compression"]
         self._op, self._predivide = options["op"], options["predivide"]
         self._sparse_as_dense = options["sparse_as_dense"]
         self._parameter_names: dict[torch.Tensor, str] = {}
-        # Number of backwards that have reached a parameter.
+        # Number of backwards that have added to each parameter's gradient.
         self._passes: dict[torch.Tensor, int] = {}
-        # For each parameter, the function that waits for its gradient and writes it.
+        # For each parameter, a function that waits for its combined gradient and stores
+        # it.
         self._finishes: dict[torch.Tensor, Callable[[], None]] = {}
         self._synchronized, self._synchronizes = False, True
         self._hook(None if named is None else {p: name for name, p in named.items()})
 
     def _hook(self, names: dict[torch.Tensor, str] | None = None) -> None:
-        """Hook the parameters that are not hooked yet."""
-        # The garbage collector does not see objects that hooks hold.
+        """Add hooks to the parameters that have none yet."""
+        # Hooks have only weak references to this object, because the garbage collector
+        # does not see objects that torch's hooks hold.
         myself = weakref.ref(self)
 
         def reach(parameter: torch.Tensor) -> None:
@@ -76,17 +79,17 @@ class _DistributedOptimizer:
                         parameter.register_post_accumulate_grad_hook(reach)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Take more parameters, on all ranks."""
+        """Add parameters, on all ranks."""
         super().add_param_group(group)  # type: ignore[misc]
         self._hook()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Let other numbers of backwards come before a step."""
+        """Change the number of backwards before a step."""
         self.backward_passes_per_step = passes
         self._passes.clear()
 
     def _reach(self, parameter: torch.Tensor) -> None:
-        """Submit a gradient when all backwards of a step have added to it."""
+        """Submit a gradient after the last backward of a step has added to it."""
         if parameter in self._finishes:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times "
@@ -99,7 +102,7 @@ class _DistributedOptimizer:
 
     def _submit(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
-            # Another rank may have used it.
+            # Submit zeros, because another rank may have used this parameter.
             parameter.grad = torch.zeros_like(parameter)
         gradient, name = parameter.grad, self._parameter_names[parameter]
         sparse = gradient.is_sparse
@@ -130,13 +133,14 @@ class _DistributedOptimizer:
         self._finishes[parameter] = finish
 
     def synchronize(self) -> None:
-        """Wait for the gradients of all ranks; collective over them."""
+        """Wait for the combined gradients of all ranks; collective over the ranks."""
         for parameter in self._parameter_names:
-            # A rank whose loss does not use a parameter takes part with zeros.
+            # A rank whose loss does not use a parameter submits zeros for it.
             if parameter.requires_grad and parameter not in self._finishes:
                 self._submit(parameter)
         try:
-            # All are submitted, so that the first wait makes all calls together.
+            # All gradients are submitted before the first wait, which therefore reduces
+            # all of them together.
             for finish in self._finishes.values():
                 finish()
         finally:
@@ -146,7 +150,7 @@ class _DistributedOptimizer:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let steps inside use the gradients as they are, after `synchronize`."""
+        """Make steps in this block use the gradients without another `synchronize`."""
         self._synchronizes = False
         try:
             yield
@@ -154,7 +158,7 @@ class _DistributedOptimizer:
             self._synchronizes = True
 
     def step(self, closure: Any = None) -> Any:
-        """Wait for the gradients of all ranks, and make a step; collective."""
+        """Wait for the combined gradients, then make a step; collective over ranks."""
         if self._synchronizes:
             if self._synchronized:
                 warnings.warn(
@@ -170,7 +174,7 @@ class _DistributedOptimizer:
         return super().step(closure)  # type: ignore[misc]
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Forget the gradients."""
+        """Reset the gradients to zero or None."""
         if self._finishes:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before "
@@ -180,7 +184,7 @@ class _DistributedOptimizer:
         super().zero_grad(*args, **options)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **options: Any) -> None:
-        """Take another state; backwards before it do not count."""
+        """Load another state, and forget earlier backwards."""
         self._finishes.clear()
         self._passes.clear()
         self._synchronized, self._synchronizes = False, True
@@ -188,7 +192,7 @@ class _DistributedOptimizer:
 
 
 def _checked_names(optimizer: torch.optim.Optimizer, named: Any) -> Any:
-    """Return parameters by name, if each of the optimizer's has one."""
+    """Return parameters by name; ValueError if one of the optimizer's has no name."""
     named = list(named)
     if not all(isinstance(each, tuple) for each in named):
         raise ValueError(
@@ -228,42 +232,44 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     sparse_as_dense: bool = False,
     process_set: Any = global_process_set,
 ) -> Any:
-    """Return an optimizer whose steps take the gradients of all ranks.
+    """Return an optimizer whose steps use the combined gradients of all ranks.
 
-    Not collective; its ``step`` and ``synchronize`` are, over all ranks.
+    Not collective; its ``step`` and ``synchronize`` are collective over all ranks.
 
-    All gradients are reduced together, when a step waits for them. Parameters that a
-    rank does not use count as zeros. Parameters that require no gradients at that step
-    are left alone.
+    All gradients are reduced together, when a step waits for them. A parameter that a
+    rank does not use counts as zeros. Parameters that require no gradients at a step
+    are not reduced.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        The new one shares its parameters, options and state.
-    named_parameters : iterable of tuple of str and tensor, optional
-        Names for all of its parameters, the same on all ranks; default: their places.
-        Two optimizers at a time need names.
-    compression : object
-        ``hvd.Compression.none`` or ``fp16``, or a class with its two methods.
-    backward_passes_per_step : int
-        How many backwards add to a gradient before it is reduced.
-    op : operation
-        ``hvd.Average`` or ``hvd.Sum``, or another one.
+            An optimizer; the new optimizer shares its parameters, options and state.
+        named_parameters : iterable of tuple of str and tensor, optional
+            Names for all parameters of the optimizer, the same on all ranks; default:
+            their positions. Names are required if two optimizers are used at a time.
+        compression : object
+            ``hvd.Compression.none`` or ``fp16``, or a class with the same two methods.
+        backward_passes_per_step : int
+            Number of backwards that add to a gradient before it is reduced.
+        op : operation
+            ``hvd.Average``, ``hvd.Sum`` or another operation.
     gradient_predivide_factor : float
-        Divides before the sum, and multiplies after it.
+            Number by which gradients are divided before the sum, and multiplied after
+            it.
     num_groups, groups : object, optional
         Not used: all gradients are reduced together.
     sparse_as_dense : bool
-        Reduce sparse gradients as dense ones. Otherwise those of all ranks are
-        gathered, and a parameter has sparse ones on all ranks or none.
-    process_set : object, optional
-        Refused by NotImplementedError, unless it is the global one.
+            Whether sparse gradients are reduced as dense ones. If not, the sparse
+            gradients of all ranks are gathered; a parameter's gradient must then be
+            sparse on all ranks or on none.
+        process_set : object, optional
+            Must be the global process set; NotImplementedError for any other.
 
     Returns
     -------
     torch.optim.Optimizer
-        Of a subclass of the optimizer's own class, with ``synchronize``,
-        ``skip_synchronize`` and ``set_backward_passes_per_step``.
+            An instance of a subclass of the optimizer's own class, with the methods
+            ``synchronize``, ``skip_synchronize`` and ``set_backward_passes_per_step``.
     """
     require_all_ranks(process_set)
     require_known(op)
@@ -275,7 +281,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     if named is not None:
         named = _checked_names(optimizer, named)
     kind = type(optimizer)
-    # A subclass, as schedulers ask for an Optimizer; of the same name, as in Horovod.
+    # A subclass, because schedulers require an Optimizer; it has the same name, as in
+    # Horovod.
     distributed: Any = type(kind.__name__, (_DistributedOptimizer, kind), {})
     return distributed(
         optimizer,

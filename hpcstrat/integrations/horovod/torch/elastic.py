@@ -1,4 +1,4 @@
-"""In the place of Horovod's elastic training: every name raises, with advice."""
+"""Replaces Horovod's elastic training: every name raises an error with advice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Carries out requests that all ranks have made, several of a kind at a time.
+"""Carries out requests that all ranks have submitted, several of a kind at a time.
 
-Each function is collective over the ranks, which have compared the requests before.
+Each function is collective over the ranks, which have already compared the requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass
 class Reduced:
-    """A tensor to be reduced, in its own memory, or into a part of it."""
+    """A tensor to reduce, in place or into this rank's part of the result."""
 
     tensor: torch.Tensor
     reduction: Reduction
@@ -43,7 +43,7 @@ class Reduced:
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place: integers in float64, halves in float32."""
+    """Multiply in place; integers are multiplied in float64, half types in float32."""
     if factor == 1:
         return
     if not tensor.is_floating_point() and not tensor.is_complex():
@@ -55,7 +55,7 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
-    """Reduce tensors in place, in as few messages as fit."""
+    """Reduce tensors in place, in as few messages as possible."""
     everything = [one for some in batch for one in some]
     arrays: dict[ReduceOp, list[Array]] = {ReduceOp.SUM: [], ReduceOp.MEAN: []}
     for one in everything:
@@ -82,23 +82,24 @@ def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
 
 
 def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a tensor as bytes, which every library can send."""
-    # torch marks tensors as conjugate or negative, which their bytes do not show.
+    """Return the rows of a tensor as bytes, which can be sent whatever the type is."""
+    # torch may only mark a tensor as conjugate or negative; its bytes are then not the
+    # values, so resolve these marks.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Contiguous tensors may have any stride along dimensions of length one.
+    # A contiguous tensor may have any stride along a dimension of length one.
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     width = math.prod(plain.shape[1:]) * plain.itemsize
     return flat.view(len(plain) if plain.dim() else 1, width)
 
 
 def _from_bytes(rows: torch.Tensor, like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return rows of bytes as numbers of the type of a tensor."""
+    """Return rows of bytes as numbers of another tensor's type."""
     flat = rows.as_strided((rows.numel(),), (1,))
     return flat.view(like.dtype).view(shape)
 
 
 def all_gather(job: Submissions, batch: list[list[torch.Tensor]]) -> list[Any]:
-    """Concatenate the tensors of all ranks, whose lengths may differ."""
+    """Concatenate the tensors of all ranks; their numbers of rows may differ."""
     tensors = [tensor for one in batch for tensor in one]
     arrays = [memory_of(_rows_of_bytes(tensor)) for tensor in tensors]
     gathered = iter(job.collectives.all_gather(arrays, 0, "allgather"))
@@ -113,7 +114,7 @@ def all_gather(job: Submissions, batch: list[list[torch.Tensor]]) -> list[Any]:
 def broadcast(
     job: Submissions, batch: list[tuple[torch.Tensor, torch.Tensor, int]]
 ) -> list[Any]:
-    """Write the root's tensors into those of all ranks, in few messages."""
+    """Copy the root's tensors into all ranks' tensors, in few messages."""
     root = batch[0][2]
     arrays = [memory_of(_rows_of_bytes(tensor)) for tensor, _, _ in batch]
     received = job.collectives.broadcast(arrays, root, "broadcast")
@@ -128,11 +129,11 @@ def broadcast(
 def all_to_all(
     job: Submissions, batch: list[tuple[torch.Tensor, list[int]]]
 ) -> list[Any]:
-    """Send rows of tensors to each rank; return those received, and their numbers."""
+    """Send rows to each rank; return the received rows, and how many each rank sent."""
     own = np.array([splits for _, splits in batch])
     size = job.collectives.size
     table = np.empty((size, *own.shape), own.dtype)
-    # The numbers come first: a rank knows only how many rows it sends.
+    # Exchange the numbers of rows first, because a rank only knows how many it sends.
     job.exchanges.all_gather(own, list(table), "splits of alltoall", table)
     counts = table[:, :, job.strategy.replica_id]
     results = []
@@ -149,13 +150,13 @@ def all_to_all(
 
 
 def _cut(array: Array, lengths: list[int]) -> list[Array]:
-    """Split rows by the number for each rank."""
+    """Split rows into consecutive parts, one for each rank."""
     ends = np.cumsum(lengths)
     return [array[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
 
 def reduce_scatter(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
-    """Reduce tensors; each rank gets its part of the rows."""
+    """Reduce tensors; each rank gets its own part of the rows."""
     return [[_scattered(job, one) for one in some] for some in batch]
 
 
@@ -163,7 +164,7 @@ def _scattered(job: Submissions, one: Reduced) -> torch.Tensor:
     size, rank = job.collectives.size, job.strategy.replica_id
     tensor, reduction, host = one.tensor, one.reduction, HostTensors()
     _scale(tensor, one.before)
-    # The first ranks get one row more.
+    # If the rows cannot be divided evenly, the first ranks get one more row.
     whole, left = divmod(len(tensor), size)
     lengths = [whole + (number < left) for number in range(size)]
     part = tensor.new_empty((lengths[rank], *tensor.shape[1:]))
@@ -182,7 +183,7 @@ def _scattered(job: Submissions, one: Reduced) -> torch.Tensor:
 
 
 def broadcast_objects(job: Submissions, batch: list[tuple[Any, int]]) -> list[Any]:
-    """Give all ranks the root's objects."""
+    """Return the root's objects on all ranks."""
     return [
         job.collectives.broadcast_object(value, root, "broadcast_object")
         for value, root in batch
@@ -190,12 +191,12 @@ def broadcast_objects(job: Submissions, batch: list[tuple[Any, int]]) -> list[An
 
 
 def all_gather_objects(job: Submissions, batch: list[Any]) -> list[Any]:
-    """Give all ranks the objects of all."""
+    """Return the objects of all ranks on all ranks."""
     return [
         job.collectives.all_gather_object(value, "allgather_object") for value in batch
     ]
 
 
 def meet(_job: Submissions, batch: list[None]) -> list[Any]:
-    """Do nothing: all ranks are here."""
+    """Do nothing; all ranks have submitted the barrier when this is called."""
     return batch

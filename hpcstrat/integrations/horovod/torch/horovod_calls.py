@@ -1,8 +1,9 @@
 """Horovod's calls on tensors and objects, with their gradients.
 
 Calls whose name ends in ``async`` are not collective: they submit a request, and return
-a handle. All others, `synchronize` too, are collective over all ranks; so is `poll`
-from its second look at a handle on. Names may come in any order on each rank.
+a handle. All other calls, including `synchronize`, are collective over all ranks.
+`poll` is collective from the second poll of a handle on. Each rank may submit names in
+its own order.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _Tensors = Sequence[torch.Tensor]
 
 
 class Operation(Enum):
-    """The operation of a reduction; its value is torch's name."""
+    """The operation of a reduction; each value is torch's name for the operation."""
 
     Average = "AVG"
     Sum = "SUM"
@@ -75,7 +76,7 @@ class Operation(Enum):
 
 
 def require_known(op: Operation | None) -> Operation:
-    """Return the operation, by default the average; refuse Adasum."""
+    """Return the operation, or the average for None; refuse Adasum."""
     if op is Operation.Adasum:
         raise NotImplementedError(
             "expected Average, Sum, Min, Max or Product, found Adasum; use Average, "
@@ -85,57 +86,58 @@ def require_known(op: Operation | None) -> Operation:
 
 
 def synchronize(handle: Submission) -> Any:
-    """Wait for the end of a call, and return its result.
+    """Wait until a call is complete, and return its result.
 
     Collective over all ranks.
 
-    Calls are made here: all ranks that wait compare the names of what they have
-    submitted, and make the calls that all of them have, in one order.
+    Calls are made here: all waiting ranks compare the names of their requests, and make
+    the calls that all ranks have submitted, in the same order.
 
     Parameters
     ----------
     handle : handle
-        What a call whose name ends in ``async`` has returned.
+            The result of a call whose name ends in ``async``.
 
-    Returns
-    -------
-    torch.Tensor, or what the call returns
-        In place for calls in place.
+        Returns
+        -------
+        torch.Tensor, or what the call returns
+            The call's result; for in-place calls the program's own tensor.
 
     Raises
     ------
     CollectiveError
-        If ranks have submitted different calls under its name, or each waits for a name
-        that another one has not submitted. ``hvd.HorovodInternalError`` is this class.
-        On every rank that has submitted it.
+            If ranks have submitted different calls under the handle's name, or if each
+            rank waits for a name that another rank has not submitted. It is raised on
+            every rank that has submitted the name. ``hvd.HorovodInternalError`` is this
+            class.
     """
     return submissions().wait(handle)
 
 
 def poll(handle: Submission) -> bool:
-    """Return whether a call has ended.
+    """Return whether a call is complete.
 
-    Collective over all ranks, from the second time on; the first time it only looks.
+    Not collective the first time; collective over all ranks from the second time on.
 
-    Calls are made by ranks that wait, and none while a program computes. So that a
-    program ends that does nothing but poll, polling again waits until the other ranks
-    wait or poll, too.
+    Calls are made only by ranks that wait, and never while a program computes. So a
+    second poll waits until the other ranks wait or poll, too. Without this, a program
+    that only polls would never end.
 
     Parameters
     ----------
     handle : handle
-        What a call whose name ends in ``async`` has returned.
+            The result of a call whose name ends in ``async``.
 
     Returns
     -------
     bool
-        Whether `synchronize` has its result at once.
+            Whether `synchronize` would return its result at once.
     """
     return submissions().poll(handle)
 
 
 class _Differentiable(torch.autograd.Function):
-    """A call on tensors, with another one as its gradient."""
+    """A call on tensors whose gradient is another call."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, gradient: Any, *tensors: Any) -> Any:
@@ -167,7 +169,7 @@ def _first(results: Sequence[Any]) -> Any:
 
 
 def _described(tensors: _Tensors, *, lengths: bool = True) -> str:
-    """Describe tensors; without lengths where each rank may have another one."""
+    """Describe tensors; without their numbers of rows if these may differ by rank."""
     return ", ".join(_words(tensor, lengths) for tensor in tensors)
 
 
@@ -201,7 +203,7 @@ def _submit_reduction(
     conclude: Any,
     in_place: bool = False,
 ) -> Submission:
-    """Submit tensors, to be reduced in their own memory, in copies, or into parts."""
+    """Submit tensors to reduce in place, in copies, or into parts of the rows."""
     require_all_ranks(process_set)
     op, scatters = require_known(op), kind.endswith("reducescatter")
     words = f"{op.name} of {_described(tensors)}"
@@ -209,11 +211,11 @@ def _submit_reduction(
         words += f", times {factors[0]} before and {factors[1]} after"
     if scatters:
         _require_rows(tensors)
-    # Refuses types that cannot be added, and the like.
+    # Raises errors for types that cannot be reduced.
     kinds = [Reduction(op.value, tensor, size()) for tensor in tensors]
     outs = list(tensors)
     if not in_place and not (scatters and factors[0] == 1):
-        # In copies: the program's own tensors stay as they are.
+        # Reduce copies, so that the program's own tensors are not changed.
         outs = [t.detach().clone(memory_format=_PLAIN) for t in tensors]
     reduced = [
         execution.Reduced(out.detach(), reduction, *factors)
@@ -229,7 +231,7 @@ def _submit_reduction(
     )
 
 
-# All-reduce.
+# Allreduce.
 
 
 def _start_allreduce(  # noqa: PLR0917 - Horovod's order
@@ -255,7 +257,7 @@ def _start_allreduce(  # noqa: PLR0917 - Horovod's order
 
 
 def allreduce_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
-    """Submit `allreduce`, with its arguments but for ``compression``."""
+    """Submit `allreduce`, with its arguments except ``compression``."""
     return _start_allreduce("allreduce", [tensor], _first, *args, **options)
 
 
@@ -265,14 +267,14 @@ def allreduce_async_(tensor: torch.Tensor, *args: Any, **options: Any) -> Submis
 
 
 def allreduce_(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """Reduce a tensor in its own memory; `allreduce_async` has the arguments."""
+    """Reduce a tensor in place; `allreduce_async` has the same arguments."""
     return synchronize(allreduce_async_(tensor, *args, **options))
 
 
 def grouped_allreduce_async(
     tensors: _Tensors, *args: Any, **options: Any
 ) -> Submission:
-    """Submit `grouped_allreduce`, with its arguments but for ``compression``."""
+    """Submit `grouped_allreduce`, with its arguments except ``compression``."""
     return _start_allreduce("grouped_allreduce", tensors, list, *args, **options)
 
 
@@ -284,7 +286,7 @@ def grouped_allreduce_async_(
 
 
 def grouped_allreduce_(tensors: _Tensors, *args: Any, **options: Any) -> Any:
-    """Reduce tensors in their own memory; see `grouped_allreduce_async`."""
+    """Reduce tensors in place; `grouped_allreduce_async` has the same arguments."""
     return synchronize(grouped_allreduce_async_(tensors, *args, **options))
 
 
@@ -313,7 +315,7 @@ def allreduce(  # noqa: PLR0917 - Horovod's order
     postscale_factor: float = 1.0,
     process_set: Any = _ALL,
 ) -> torch.Tensor:
-    """Return the average of the ranks' tensors, or another reduction by ``op``."""
+    """Return the average of all ranks' tensors, or another reduction by ``op``."""
     options = average, name, op, prescale_factor, postscale_factor, process_set
     return _allreduce("allreduce", [tensor], compression, *options)[0]
 
@@ -328,12 +330,12 @@ def grouped_allreduce(  # noqa: PLR0917
     postscale_factor: float = 1.0,
     process_set: Any = _ALL,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors together."""
+    """Return the reductions of several tensors, which are reduced together."""
     options = average, name, op, prescale_factor, postscale_factor, process_set
     return _allreduce("grouped_allreduce", tensors, compression, *options)
 
 
-# All-gather.
+# Allgather.
 
 
 def _start_allgather(
@@ -370,8 +372,8 @@ def _allgather(
 
     def gradient(*gradients: Any) -> Any:
         means = grouped_allreduce(gradients)
-        # The rows of this rank begin behind those of the ranks before, which may have
-        # more or fewer rows.
+        # The rows of this rank begin after the rows of earlier ranks, whose numbers may
+        # differ.
         lengths = allgather(torch.tensor([[len(tensor) for tensor in tensors]]))
         starts = lengths[: rank()].sum(0).tolist()
         return [
@@ -385,21 +387,21 @@ def _allgather(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = _ALL
 ) -> torch.Tensor:
-    """Return the rows of all ranks' tensors, which may be more on some."""
+    """Return the concatenated rows of all ranks; their numbers of rows may differ."""
     return _allgather("allgather", [tensor], name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: _Tensors, name: str | None = None, process_set: Any = _ALL
 ) -> list[torch.Tensor]:
-    """Return the rows of all ranks' tensors, of several at a time."""
+    """Return the concatenated rows of all ranks, for several tensors at a time."""
     return _allgather("grouped_allgather", tensors, name, process_set)
 
 
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: Operation, process_set: Any = _ALL
 ) -> Callable[[], torch.Tensor]:
-    """Submit a sparse tensor; returns a function that waits for the sum or average."""
+    """Submit a sparse tensor; return a function that waits for the sum or average."""
     require_known(op)
     indices = tensor._indices().t().contiguous()
     parts = [
@@ -437,14 +439,14 @@ def _start_reducescatter(  # noqa: PLR0917 - Horovod's order
 
 
 def reducescatter_async(tensor: torch.Tensor, *args: Any, **options: Any) -> Submission:
-    """Submit `reducescatter`, with its arguments but for ``compression``."""
+    """Submit `reducescatter`, with its arguments except ``compression``."""
     return _start_reducescatter("reducescatter", [tensor], _first, *args, **options)
 
 
 def grouped_reducescatter_async(
     tensors: _Tensors, *args: Any, **options: Any
 ) -> Submission:
-    """Submit `grouped_reducescatter`, with its arguments but for ``compression``."""
+    """Submit `grouped_reducescatter`, with its arguments except ``compression``."""
     kind = "grouped_reducescatter"
     return _start_reducescatter(kind, tensors, list, *args, **options)
 
@@ -502,7 +504,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: Any = _ALL,
 ) -> Submission:
-    """Submit `alltoall`; its result is always both, the rows and their numbers."""
+    """Submit `alltoall`; its result is always a pair: rows, and numbers of rows."""
     require_all_ranks(process_set)
     _require_rows([tensor])
     lengths, kind = _lengths(tensor, splits)
@@ -519,7 +521,7 @@ def alltoall_async(
 
 
 def _lengths(tensor: torch.Tensor, splits: Any) -> tuple[list[int], Any]:
-    """Return how many rows go to each rank, and the type of these numbers."""
+    """Return the number of rows for each rank, and the type of these numbers."""
     chosen = torch.as_tensor([] if splits is None else splits)
     kind = torch.int32 if splits is None or isinstance(splits, list) else chosen.dtype
     if not chosen.numel():
@@ -549,7 +551,7 @@ def alltoall(
     name: str | None = None,
     process_set: Any = _ALL,
 ) -> Any:
-    """Send rows to each rank; return those received, with ``splits`` also from whom."""
+    """Send rows to each rank; return received rows and, with ``splits``, counts."""
 
     def call(own: Any) -> Any:
         [given] = own
@@ -557,7 +559,7 @@ def alltoall(
 
     def gradient(own: Any, _: Any) -> Any:
         sent, _ = alltoall(own, received)
-        # Rows that were sent to nobody have no gradient.
+        # Rows that were not sent to any rank have zero gradients.
         left = tensor.new_zeros((len(tensor) - len(sent), *tensor.shape[1:]))
         return [torch.cat([sent, left])]
 
@@ -611,7 +613,7 @@ def broadcast_async_(
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, *args: Any, **options: Any) -> Any:
-    """Write the root's tensor into that of each rank; see `broadcast`."""
+    """Copy the root's tensor into each rank's tensor; see `broadcast`."""
     return synchronize(broadcast_async_(tensor, root_rank, *args, **options))
 
 
@@ -621,7 +623,7 @@ def broadcast(
     name: str | None = None,
     process_set: Any = _ALL,
 ) -> torch.Tensor:
-    """Return the root's tensor."""
+    """Return the root's tensor on all ranks."""
 
     def call(own: Any) -> Any:
         [given] = own
@@ -637,7 +639,7 @@ def broadcast(
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: Any = _ALL
 ) -> Any:
-    """Return the root's object, of any kind that can be pickled."""
+    """Return the root's object, which may be any object that pickle supports."""
     require_all_ranks(process_set)
     words, move = f"from rank {_valid(root_rank)}", execution.broadcast_objects
     job, payload = submissions(), (obj, root_rank)
@@ -651,7 +653,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def barrier(process_set: Any = _ALL) -> None:
-    """Wait for all ranks."""
+    """Wait until all ranks have called it."""
     require_all_ranks(process_set)
     job = submissions()
     job.wait(job.submit("barrier", None, "", execution.meet))

@@ -1,4 +1,4 @@
-"""Makes models and optimizers equal on all ranks."""
+"""Broadcasts that make models and optimizers equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Give all ranks the root's tensors, such as ``model.state_dict()``; collective."""
+    """Copy the root's tensors, such as ``model.state_dict()``, to all; collective."""
     if isinstance(params, dict):
         params = sorted(params.items())
     elif isinstance(params, (str, torch.Tensor)) or not hasattr(params, "__iter__"):
         raise ValueError(f"invalid params of type: {type(params)}")
     named = [each if isinstance(each, tuple) else (None, each) for each in params]
-    # All submitted before the first wait: they travel in few messages.
+    # Submit all tensors before the first wait, so that they are sent in few messages.
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
     for handle in handles:
         synchronize(handle)
@@ -34,27 +34,28 @@ def broadcast_optimizer_state(
     root_rank: int,
     model: Any = None,  # noqa: ARG001
 ) -> None:
-    """Give all ranks the state and the options of the root's optimizer.
+    """Copy the state and the options of the root's optimizer to all ranks.
 
     Collective over all ranks.
 
-    Makes no step where there is no state yet, as Horovod does: with weight decay a step
-    changes weights.
+    Unlike Horovod, it makes no step if there is no state yet, because with weight decay
+    a step would change weights.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        As many parameters as the root's; any of torch's but LBFGS, which is refused by
-        ValueError.
-    root_rank : int
-        Whose state.
-    model : torch.nn.Module, optional
-        Not needed.
+            An optimizer with as many parameters as the root's. All of torch's
+            optimizers work except LBFGS, for which ValueError is raised.
+        root_rank : int
+            Rank whose state is copied.
+        model : torch.nn.Module, optional
+            Not used.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state:
-        # Horovod makes a step with these gradients, and leaves them.
+        # Horovod makes a step with zero gradients, and keeps them: make such gradients,
+        # too.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
@@ -64,7 +65,7 @@ def broadcast_optimizer_state(
     if rank() != root_rank:
         groups = optimizer.param_groups
         optimizer.load_state_dict(state)
-        # The same dicts as before, which schedulers change.
+        # Keep the existing dicts, because schedulers refer to them.
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups

@@ -1,8 +1,8 @@
-"""Calls that ranks submit by name, each in its own order, and make together.
+"""Requests for calls, which ranks submit by name, each rank in its own order.
 
-A rank that waits for one of its requests meets the other ranks that wait. They compare
-their requests, and make the calls that all of them have submitted, in one order. No
-call is made while the program computes.
+Ranks that wait for a request meet in a collective call. In it they compare their
+requests, and make the calls that all ranks have submitted, in the same order. No call
+is made while the program computes.
 """
 
 from __future__ import annotations
@@ -28,52 +28,52 @@ __all__ = ["Submission", "Submissions"]
 
 _MEETING = "requests of Horovod"
 _SHOWN_NAMES = 4
-# Horovod's own words, which programs may look for.
+# Horovod's own error texts, which programs may search for.
 _DUPLICATE = (
     "Requested to allreduce, allgather, or broadcast a tensor with the same name as "
     "another tensor that is currently being processed.  If you want to request another "
     "tensor, use a different tensor name."
 )
 _SHUT_DOWN = "Horovod has been shut down before all ranks had submitted {!r}."
-# Report of a rank: details of its requests, the name of the one that it waits for,
-# whether it only polls that, and the number of its calls without a name.
+# Report of a rank: the details of its requests, the name of the request that it waits
+# for, whether it only polls this request, and its number of calls without a name.
 _Told = tuple[dict[str, str], str, bool, Counter[str]]
-# Makes the calls of some requests as one; returns the result of each.
+# Makes one combined call for some requests; returns the result of each request.
 _CarryOut = Callable[["Submissions", list[Any]], list[Any]]
 
 
 @dataclass(eq=False)
 class Submission:
-    """A call that this rank has submitted; the handle of the program."""
+    """A request that this rank has submitted; also the handle of the program."""
 
     name: str
-    # Text on which all ranks must agree.
+    # Description of the call, which must be equal on all ranks.
     details: str
     carry_out: _CarryOut
     # Argument of `carry_out`.
     payload: Any
-    # Requests of one kind and key are made as one call.
+    # Requests with the same function and key are combined in one call.
     key: str
-    # Returns the program's result for that of the call.
+    # Converts the call's result to the result for the program.
     conclude: Callable[[Any], Any]
     done: bool = False
     result: Any = None
     error: Exception | None = None
-    # When the program polled it first.
+    # Time at which the program polled this request first.
     polled_since: float | None = None
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """A key by which every rank sorts requests; all of one group are adjacent."""
+        """Sort key, equal on all ranks, by which requests of one call are adjacent."""
         return self.carry_out.__name__, self.key, self.name
 
     def finish(self, result: Any = None, error: Exception | None = None) -> None:
-        """Keep the result or the error, and drop the argument."""
+        """Store the result or the error, and drop the argument."""
         self.done, self.result, self.error, self.payload = True, result, error, None
 
 
 class Submissions:
-    """The requests of a rank that have not been made yet."""
+    """The requests of a rank whose calls have not been made yet."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -93,7 +93,7 @@ class Submissions:
         key: str = "",
         conclude: Callable[[Any], Any] = lambda result: result,
     ) -> Submission:
-        """Take a request; not collective."""
+        """Register a request for a call; not collective."""
         if name is None:
             full = f"{kind}.noname.{self._unnamed[kind]}"
             self._unnamed[kind] += 1
@@ -116,8 +116,8 @@ class Submissions:
     def poll(self, request: Submission) -> bool:
         """Return whether a request is done.
 
-        From the second time on this meets the other ranks, so that a program that does
-        nothing but poll comes to its end.
+        The second and later polls of a request meet the other ranks, so that a program
+        that only polls makes progress.
         """
         if not request.done:
             if request.polled_since is None:
@@ -127,20 +127,21 @@ class Submissions:
         return request.done
 
     def close(self) -> None:
-        """End all requests by an error, which a later wait raises."""
+        """End all requests with an error, which a later wait raises."""
         for request in self._pending.values():
             request.finish(error=CollectiveError(_SHUT_DOWN.format(request.name)))
         self._pending.clear()
         self.strategy.close()
 
     def _meet(self, request: Submission, *, polls: bool) -> None:
-        # All ranks raise an error of one.
+        # A collective call, so that an error on one rank is raised on all ranks.
         self.collectives.call(_MEETING, self._advance, request, polls)
 
     def _advance(self, awaited: Submission, polls: bool) -> None:
         """Make the calls that all ranks have submitted."""
         names = self._common(awaited, polls)
-        # In an order that all ranks know: each has submitted in its own.
+        # Sort, because each rank has submitted in its own order, but calls need one
+        # order.
         requests = sorted((self._pending[n] for n in names), key=lambda r: r.order)
         for _, some in groupby(requests, key=lambda r: r.order[:2]):
             batch = list(some)
@@ -163,20 +164,21 @@ class Submissions:
         channel: Any = self.collectives.channel
         if channel is None:
             return list(self._pending)
-        # One call; its text says what this rank waits for.
+        # Enter as one call; its text shows which request this rank waits for.
         call = describe_call(_MEETING)
         call = replace(call, text=f"hvd.synchronize of {awaited.name!r}")
         channel.agree(call, self.collectives.timeout_seconds)
         own = {name: request.details for name, request in self._pending.items()}
         text = "\n".join(f"{name}\0{own[name]}" for name in sorted(own))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        # 62 bits fit an int64 with either sign.
+        # 62 bits fit into an int64, also with a minus sign.
         number = int.from_bytes(digest, "little") >> 2
-        # One maximum of both signs gives the least value, too: all are equal or not.
+        # The maximum of both signs gives the largest and the smallest number, so one
+        # call shows whether all numbers are equal.
         bounds = np.array([number, -number])
         self.exchanges.combine(np.maximum, bounds, _MEETING)
         if bounds[0] == -bounds[1]:
-            # All ranks have submitted the same, as usual.
+            # All ranks have submitted the same requests, as is usual.
             return list(own)
         patient = polls and not self._is_overdue(awaited)
         told = self.collectives.all_gather_object(
@@ -190,7 +192,7 @@ class Submissions:
         return time.monotonic() - (polled.polled_since or 0) > limit
 
     def _compared(self, told: list[_Told]) -> list[str]:
-        """Compare the requests of all ranks, with the same result on each."""
+        """Compare the requests of all ranks; the result is equal on all ranks."""
         everyone = [one[0] for one in told]
         common = [n for n in everyone[0] if all(n in one for one in everyone)]
         agreed = []
@@ -201,8 +203,9 @@ class Submissions:
                 self._end([self._pending[name]], _mismatch(name, everyone))
         awaited = {one[1] for one in told}
         if not awaited & {*common} and not any(one[2] for one in told):
-            # Each rank waits for another one, and none will submit more. From here on
-            # all count calls without a name from the same number.
+            # No rank's awaited request can be made, so none would submit more: a
+            # deadlock. From here on all ranks continue their numbering of unnamed calls
+            # from the same number.
             self._unnamed = functools.reduce(Counter.__or__, [one[3] for one in told])
             stuck = [self._pending[name] for name in awaited & {*self._pending}]
             self._end(stuck, _deadlock(told))
@@ -210,7 +213,7 @@ class Submissions:
 
 
 def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
-    """Say how ranks differ in a call of one name."""
+    """Return an error that shows how ranks differ in a call of one name."""
     ranks: dict[str, list[int]] = {}
     for rank, submitted in enumerate(everyone):
         ranks.setdefault(submitted[name], []).append(rank)
@@ -225,7 +228,7 @@ def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
 
 
 def _deadlock(told: list[_Told]) -> CollectiveError:
-    """Say which rank waits for which name, and which ranks did not submit it."""
+    """Return an error with the names that ranks wait for, and ranks without them."""
     waiting: dict[str, list[int]] = {}
     for rank, one in enumerate(told):
         waiting.setdefault(one[1], []).append(rank)

@@ -11,9 +11,9 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(batch_norm.SyncBatchNorm):
-    """Batch normalization with mean and variance of all ranks' rows, on CPUs, too.
+    """Batch normalization with the mean and variance of all ranks' rows, also on CPUs.
 
-    In training, calling it is collective over all ranks.
+    In training, calling the layer is collective over all ranks.
     """
 
     @property
