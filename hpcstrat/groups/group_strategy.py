@@ -17,8 +17,8 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on the replicas of a group.
 
     Collective over ``comm``. Making a trainable variable of floating type in the scope
-    is collective over all replicas of all groups, because ``take`` is called with the
-    variable.
+    is collective over all replicas of all groups, because ``take`` broadcasts its
+    value.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ def make_groups(
 ) -> GroupStrategy:
     """Return the strategy of this replica's group, and record the groups in ``split``.
 
-    Collective over the replicas of ``whole``. Each worker is a group, or, with
-    ``size``, each ``size`` consecutive replicas. Both strategies get the same
-    ``split``, which holds the group of each replica.
+    Collective over the replicas of ``whole``. By default each worker is a group; with
+    ``size``, each ``size`` consecutive replicas form a group. Both strategies get the
+    same ``split``, which records the group of each replica.
     """
     topology = whole.topology
     group = topology.worker_id if size is None else topology.replica_id // size

@@ -1,4 +1,4 @@
-"""Groups of replicas: in sync inside at each step, averaged after many steps."""
+"""Groups of replicas, in sync inside at each step, and averaged every few steps."""
 
 from __future__ import annotations
 
@@ -336,10 +336,11 @@ class SyncGroups:
 
     def _use(self, gradients: list[Array]) -> None:
         """Update the outer parameters with their mean gradients over the groups."""
-        # Variables that were made after the sum began have no gradient in it.
+        # Variables that were made after the sum began have no gradient in the sum.
         outers = [outer for _, outer in self._pairs[: len(gradients)]]
         pairs = list(zip(gradients, outers, strict=True))
-        # The program's scope must not apply here; `run` compares the replicas' copies.
+        # Leave the program's scope for this update. `run` also checks that the
+        # replicas' copies are equal.
         token = push(None)
         try:
             self._build()
@@ -364,7 +365,7 @@ class SyncGroups:
                     self.collectives.barrier("notice to all groups")
                 self._use(gradients)
             except BaseException:
-                # The sum is lost, but the next round's differences include this round's
+                # The failed sum is lost, but the next round's sum includes this round's
                 # updates.
                 self._counts.component[_UNDER_WAY] = -1
                 raise
@@ -450,7 +451,7 @@ def _plain(name: str, array: Array) -> Variable:
 def _check(
     by: str | None, size: int | None, every: int, delay: int, num_replicas: int
 ) -> None:
-    """Refuse arguments that define no groups."""
+    """Raise ValueError for invalid arguments of `SyncGroups`."""
     if by not in (None, "worker"):
         raise ValueError(
             f"expected by='worker', found {by!r}; leave it out, or give a size"
@@ -481,7 +482,7 @@ def _check(
 
 
 def _describe(outer: Optimizer) -> str:
-    """Describe an optimizer in words that are the same on all ranks."""
+    """Return an optimizer's name and options as text that is equal on all ranks."""
     kind, options = outer.rule()
     options = {"learning_rate": outer.learning_rate, **options}
     words = [

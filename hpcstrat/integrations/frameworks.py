@@ -32,7 +32,8 @@ __all__ = [
 def require_sums_each_step(strategy: Strategy, what: str) -> None:
     """Raise an error if a strategy does not sum gradients in each step.
 
-    Frameworks need these sums. Not collective; NotImplementedError on every rank.
+    Adapters to frameworks need these sums. Not collective; NotImplementedError on every
+    rank.
     """
     if not strategy.sums_each_step:
         raise NotImplementedError(

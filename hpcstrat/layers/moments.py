@@ -210,7 +210,7 @@ def others(ndim: int, axis: int) -> tuple[int, ...]:
 
 
 def spread(vector: Array, ndim: int, axis: int) -> Array:
-    """View a vector over channels as (1, ..., channels, ..., 1), for broadcasting."""
+    """Reshape a vector over channels to (1, ..., channels, ..., 1), to broadcast it."""
     shape = [1] * ndim
     shape[axis] = -1
     return vector.reshape(shape)

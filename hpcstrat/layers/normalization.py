@@ -33,13 +33,14 @@ from hpcstrat.variables import Variable, class_for_state
 class SyncBatchNormalization(AnnouncesInitErrors):
     """Normalizes each channel by its mean and variance over the global batch.
 
-    With ``m`` and ``v`` these moments, or the moving moments outside of training, the
-    result is ``gamma * (x - m) / sqrt(v + epsilon) + beta`` (Ioffe and Szegedy,
-    arXiv:1502.03167). Results, gradients and moving moments are the same as in one
-    process with all replicas' examples, however the examples are divided among
-    replicas. The defaults are Keras' defaults. The update is also Keras': ``moving =
-    momentum * moving + (1 - momentum) * new``, where ``new`` is the batch's mean or
-    variance. Creation in the strategy's scope is collective over the replicas.
+    Let ``m`` and ``v`` be this mean and variance, or outside of training the moving
+    ones. The result is ``gamma * (x - m) / sqrt(v + epsilon) + beta`` (Ioffe and
+    Szegedy, arXiv:1502.03167). Results, gradients and moving moments are the same as in
+    one process with all replicas' examples, however the examples are divided among
+    replicas. The defaults are Keras' defaults. Moving means and variances are updated
+    as in Keras: ``moving = momentum * moving + (1 - momentum) * new``, where ``new`` is
+    the batch's mean or variance. Creation in the strategy's scope is collective over
+    the replicas.
 
     Parameters
     ----------
@@ -333,7 +334,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
 
 
 def _beside(array: Array, other: Array) -> Array:
-    """Return ``other`` in the memory of ``array``: on its GPU, or on the host."""
+    """Return ``other`` as an array on the device of ``array``: its GPU, or the host."""
     return to_device(other) if is_device(array) else to_host(other)
 
 

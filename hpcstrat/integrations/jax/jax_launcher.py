@@ -55,7 +55,7 @@ def _own_gpu(local_rank: int, environment: Any) -> list[int] | None:
 
 
 def _again(own: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """Raise ValueError if a second call has arguments other than the first."""
+    """Raise ValueError if arguments of a later call differ from `initialize`'s."""
     names = ("coordinator_address", "num_processes", "process_id", "local_device_ids")
     asked = {**dict(zip(names, args, strict=False)), **kwargs}
     for name, value in own.items():

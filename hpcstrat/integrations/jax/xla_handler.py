@@ -14,7 +14,7 @@ the device has read it; arrays over the memory are deleted when the handler retu
 
 XLA captures a handler in a CUDA graph only if the handler declares that it supports
 this. If a handler completes after its return, XLA waits for it in the calling thread
-(`Invoke` in ``xla/ffi/invoke.cc``), so only handlers on CPUs do so.
+(`Invoke` in ``xla/ffi/invoke.cc``), so only handlers on CPUs complete later.
 """
 
 from __future__ import annotations

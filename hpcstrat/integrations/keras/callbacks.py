@@ -72,7 +72,7 @@ class SynchronizedCallback(keras.callbacks.Callback):
         )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set the epoch of the data, which decides the order of the rows."""
+        """Set the epoch of the data, which determines the order of the rows."""
         if isinstance(self._data, Batches):
             self._data.epoch = epoch
 

@@ -1,4 +1,4 @@
-"""A replica's part of a training step, and the optimizer's, for each Keras backend."""
+"""The parts of a step for each Keras backend: a replica's part, and the optimizer's."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ class _OfTensorFlow(CompiledSteps):
         pairs = zip(there, tensors, strict=True)
         key = kind, *((i, t.dtype, *t.shape[1:]) for i, t in pairs)
         if key not in self._compiled:
-            # The number of rows stays open, so that one graph serves batches of all
-            # sizes.
+            # The signature leaves the number of rows open, so that one graph serves
+            # batches of all sizes.
             signature = [
                 tf.TensorSpec([None, *t.shape[1:]] if len(t.shape) else [], t.dtype)
                 for t in tensors
@@ -198,7 +198,7 @@ class _OfTensorFlow(CompiledSteps):
 
 
 class _OfJax(CompiledSteps):
-    """JAX's steps; their state is trained weights, others, optimizer's and metrics."""
+    """JAX's steps, with the state: trained weights, others, optimizer, metrics."""
 
     def __init__(self, distributed: Any) -> None:
         import jax
@@ -219,7 +219,7 @@ class _OfJax(CompiledSteps):
         return function
 
     def _places(self, variables: list[Any]) -> list[tuple[int, int]]:
-        """Return the index of each variable: part of the state, and position in it."""
+        """Return two indices for each variable: part of the state, and place in it."""
         model = self._model
         found = {id(v): (1, i) for i, v in enumerate(model.non_trainable_variables)}
         found |= {id(v): (-1, i) for i, v in enumerate(model.metrics_variables)}

@@ -85,7 +85,8 @@ class DistributedMethods:
             put(optimizer, "scale_loss", self._scale_loss)
             put(optimizer, "apply", self._apply)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                # Its stateless_apply checks for infinities, and does not call apply.
+                # LossScaleOptimizer.stateless_apply checks for infinities, and skips
+                # apply.
                 put(optimizer, "stateless_apply", self._stateless_apply)
         for name in ("fit", "evaluate", "predict"):
             put(model, name, self._entered(getattr(self, f"_{name}")))
@@ -140,7 +141,7 @@ class DistributedMethods:
         return self._rows * self.strategy.num_replicas_in_sync / self._total
 
     def _weight(self) -> Any:
-        """Return the factor that gradients still need; 0 for a batch without rows."""
+        """Return the factor that gradients must be multiplied by; 0 without rows."""
         rows = self._rows
         if self._total is None:
             return 1

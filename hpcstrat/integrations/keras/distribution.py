@@ -37,9 +37,9 @@ def distribute(model: Any, strategy: Strategy) -> Any:
 
     The model is saved as if it were not distributed. Weights and the state of layers
     and optimizer become equal to replica 0's, here and in each ``fit``. Arguments that
-    are arrays are global batches, or many of them, the same on every replica; other
-    data are this replica's share. Weights, logs and predictions of all rows are the
-    same on every replica, and the same as in one process up to rounding.
+    are arrays contain one or many global batches, and are the same on every replica;
+    other data are this replica's share. Weights, logs and predictions of all rows are
+    the same on every replica, and the same as in one process up to rounding.
 
     Parameters
     ----------

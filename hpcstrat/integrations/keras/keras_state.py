@@ -96,8 +96,8 @@ def state(model: Any) -> dict[str, Any]:
     -------
     dict of str to object
             Keyword arguments for `CheckpointManager` and
-            `hpcstrat.elastic.Memory.track`: ``model`` and ``optimizer``, the latter
-            under the name of the model's attribute.
+            `hpcstrat.elastic.Memory.track`: ``model``, and each optimizer under the
+            name of the model's attribute, such as ``optimizer``.
 
     Examples
     --------

@@ -54,7 +54,7 @@ class LogicalState(TrainingState):
     def __init__(self, model: Any, strategy: Strategy) -> None:
         super().__init__(model, strategy)
         self._count = len(strategy.local_replicas)
-        # Own values of each replica; None if all replicas have the model's values.
+        # Each replica's own values, or None if all replicas have the model's values.
         self._own: list[list[Any]] | None = None
 
     def own_variables(self) -> list[Any]:
@@ -287,8 +287,8 @@ class LogicalDistributed(DistributedMethods):
         """Return the sums of the losses' divisors over all replicas.
 
         Divisors are sums of weights, or numbers of unmasked values. Losses need these
-        sums in advance, so all parts of the step run once only to find them; all other
-        results of this first run are discarded.
+        sums in advance, so all parts of the step are first run once just to compute the
+        sums; all other results of this run are discarded.
         """
         shape = keras.tree.map_structure(lambda leaf: leaf is None, data)
         key = kind, str(shape)

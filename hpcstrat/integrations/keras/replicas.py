@@ -63,7 +63,7 @@ def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
     vars(owner).pop(name, None)
     inner = getattr(owner, name)
     method = functools.wraps(inner)(functools.partial(function, inner))
-    # Not by setattr, because Keras would track the function as a part of the model.
+    # With setattr Keras would track the function as a part of the model.
     object.__setattr__(owner, name, method)
 
 

@@ -75,8 +75,8 @@ def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
 def require_one_step(model: Any) -> None:
     """Reject several steps per execution, because TensorFlow would read ahead.
 
-    It reads batches in another thread, and both the read of a batch and a step make
-    collective calls, which must have one order.
+    TensorFlow reads batches in another thread, and both the read of a batch and a step
+    make collective calls, which must have one order.
     """
     count = model.steps_per_execution if model.compiled else 1
     if keras.config.backend() == "tensorflow" and count > 1:

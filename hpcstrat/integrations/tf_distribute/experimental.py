@@ -60,7 +60,6 @@ class MultiWorkerMirroredStrategy(_Newer, metaclass=_AlsoNewer):
             Kept only for programs that read it, because MPI defines the ranks.
         **options : object
             Other arguments of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
-        Others of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
     """
 
     def __init__(

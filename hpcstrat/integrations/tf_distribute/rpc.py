@@ -42,8 +42,8 @@ class _Absent:
 
 
 class Server(_Absent):
-    """TensorFlow's server of functions for clients: raises an error with advice."""
+    """Stand-in for TensorFlow's RPC server; raises an error with advice."""
 
 
 class Client(_Absent):
-    """TensorFlow's client of such a server: raises an error with advice."""
+    """Stand-in for TensorFlow's RPC client; raises an error with advice."""

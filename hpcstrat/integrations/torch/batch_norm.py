@@ -17,7 +17,7 @@ _WHAT = "batch normalization"
 
 
 class _Home:
-    """A reference to a layer's strategy; copies and saved layers do not save it."""
+    """A reference to a layer's strategy; copies share it, and saved layers drop it."""
 
     def __init__(self, strategy: Strategy | None = None) -> None:
         self.strategy = strategy

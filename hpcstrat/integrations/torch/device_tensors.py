@@ -50,7 +50,7 @@ class DeviceTensors:
         return memory_of(own)
 
     def written(self) -> None:
-        """Copy results into tensors that are not contiguous, once."""
+        """Copy results into tensors that are not contiguous; later calls do nothing."""
         copies, self._copies = self._copies, []
         for tensor, own in copies:
             tensor.copy_(own)

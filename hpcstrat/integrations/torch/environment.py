@@ -68,9 +68,9 @@ def use_for_env() -> None:
         if not {"RANK", "WORLD_SIZE"} & environ.keys():
             init_env()
         elif _given.get(environ.get("MASTER_PORT", "")) and not urlparse(url).query:
-            # Use another port: if rank 0 has not destroyed the last group yet, its
-            # store would count the ranks of the new group, and rank 0 would wait for
-            # them.
+            # Use another port: if rank 0 has not destroyed the last group yet, the last
+            # group's store would count the ranks of the new group, and rank 0 would
+            # wait for them.
             del environ["MASTER_PORT"]
             init_env()
         if environ.get("MASTER_PORT") in _given:

@@ -51,14 +51,14 @@ __all__ = ["Replicated"]
 _WHAT = "gradients"
 # The attribute of a parameter that refers to the object that combines its gradients.
 _OWNER = "_hpcstrat_replicated"
-# Rows of the table that each replica sends, with one column for each parameter: it has
-# a dense gradient, it has a sparse gradient, gradients were added after its bucket
-# ended, and the order in which replica 0 reached it.
+# Rows of the table that each replica sends; columns are parameters. The rows are: has a
+# dense gradient; has a sparse gradient; got gradients after its bucket ended; order in
+# which replica 0 reached it.
 _DENSE, _SPARSE, _AGAIN, _ORDER = range(4)
 
 
 class Replicated:
-    """The state of a replicated module, which its parameters own, not the module."""
+    """The state of a replicated module; the module's parameters refer to it."""
 
     buffers_class = ModuleBuffers
 
@@ -75,7 +75,8 @@ class Replicated:
         self.op = op
         self.buffers = self.buffers_class(module, strategy, buffers)
         self.syncs = True
-        # Step counts of a strategy with a single replica; no rank compares them.
+        # Step counts for a strategy with one replica, which has none to compare them
+        # with.
         self._alone = Position()
         # Parameters that another replicated module combines already are left out.
         named = [
@@ -147,8 +148,9 @@ class Replicated:
     def watch(self, module: torch.nn.Module, output: Any) -> None:
         """Register hooks on a forward's output, which detect the start of a backward.
 
-        They find the outermost backward; reentrant checkpoints begin inner ones later.
-        Raises ValueError if the module has new parameters that are not combined.
+        The output's hooks run in the outermost backward, before any reentrant
+        checkpoint begins an inner backward. Raises ValueError if the module has new
+        parameters that are not combined.
         """
         watches = self.syncs and torch.is_grad_enabled()
         # In compiled code, the hooks of the parameters detect the end themselves.
@@ -204,7 +206,7 @@ class Replicated:
         """Record that a backward has added to a gradient."""
         self._touched.setdefault(index, self._parameters[index]._version)
         self._combined.discard(index)
-        # Check before the call: only the first of hundreds of parameters needs it.
+        # Check here to save a call: only the first of hundreds of parameters needs it.
         end = self._end
         if end is None or end() is None:
             self._await_end()
@@ -229,15 +231,15 @@ class Replicated:
         trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         if first and any(map(self._adds, trained)):
             # If a rank fails in a backward and continues with the next one, this count
-            # differs from the other ranks' counts. Only the first of several modules
-            # counts.
+            # differs from the other ranks' counts. With several modules, only the first
+            # module counts the backward.
             self._position().enter_backward()
         if self._plan and first:
             self._buckets = Buckets(self._plan, self._start)
 
         def end() -> None:
             self._end = None
-            # No parameter was reached if this is torch.autograd.grad.
+            # After torch.autograd.grad no parameter was reached: combine nothing.
             if self._touched and self.syncs:
                 self.strategy.collectives.call(_WHAT, self._combine)
             self._buckets = None
@@ -250,7 +252,7 @@ class Replicated:
         return self._alone if channel is None else channel.position
 
     def _is_under_way(self) -> bool:
-        """Return whether a backward is under way, and its end will be handled."""
+        """Return whether a backward is under way whose end will combine gradients."""
         # A backward that ended with an error leaves only a dead weak reference.
         return self._end is not None and self._end() is not None
 
@@ -394,10 +396,10 @@ class Replicated:
     def _reduce(
         self, indices: list[int], marks: Array | None = None, *, waits: bool = True
     ) -> Callable[[], Array]:
-        """Reduce dense gradients of the given parameters in place, and the marks.
+        """Reduce the parameters' dense gradients in place, and the table ``marks``.
 
         The parameters are the same on all replicas. Returns a function that returns the
-        combined marks; with ``waits=False`` that function waits for the reduction.
+        combined table; with ``waits=False`` that function waits for the reduction.
         """
         tensors = [self._own_share(index) for index in indices]
         arrays = [memory_of(tensor) for tensor in tensors]

@@ -13,8 +13,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["HostTensors", "require_numbers"]
 
-# Types that NumPy has only from ml_dtypes: a type of the same size, and their name
-# there.
+# Types that NumPy has only by ml_dtypes, each with a torch type of the same size and
+# its name in ml_dtypes.
 _FOREIGN = {torch.bfloat16: (torch.int16, "bfloat16")}
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     if hasattr(torch, _name):
@@ -36,7 +36,7 @@ def require_numbers(dtype: Any) -> None:
 
 
 class HostTensors:
-    """The arrays of one call; `written` copies results that are in temporary memory."""
+    """The arrays of one call; `written` copies results out of temporary memory."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any]] = []
@@ -68,7 +68,7 @@ class HostTensors:
         return array
 
     def written(self) -> None:
-        """Copy results from temporary memory into the tensors, once."""
+        """Copy results from temporary memory into tensors; later calls do nothing."""
         copies, self._copies = self._copies, []
         for tensor, array in copies:
             # torch cannot read ml_dtypes' types from NumPy, so use a type of the same
@@ -82,8 +82,8 @@ class HostTensors:
 class _TensorMemory:
     """A tensor's memory for NumPy; arrays of it keep the tensor alive.
 
-    `torch.Tensor.numpy` is not used, because it prevents a resize of the storage, with
-    which FSDP frees memory.
+    `torch.Tensor.numpy` is not used, because after it the storage cannot be resized,
+    and FSDP resizes storages to free memory.
     """
 
     def __init__(self, tensor: Any, dtype: np.dtype[Any]) -> None:

@@ -119,7 +119,7 @@ class LogicalReplicated(Replicated):
         marks[[index for one in sums for index in one]] = 1
         marks[[count + index for one in rows for index in one]] = 1
         marks[2 * count :] = changed
-        # The first sum has the parameters of the last step; a second sum has new ones.
+        # This sum covers the parameters of the last step; a second sum covers new ones.
         *totals, told = self._summed(self._expected, sums, marks)
         dense, sparse = (
             np.flatnonzero(row).tolist() for row in told[: 2 * count].reshape(2, -1)
@@ -191,7 +191,7 @@ def _addable(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _add(sums: dict[int, torch.Tensor], others: dict[int, torch.Tensor]) -> None:
-    """Add the second gradients to the first by parameter; a missing one is zero."""
+    """Add ``others`` to ``sums`` by parameter; a missing gradient counts as zeros."""
     both = [index for index in sums if index in others]
     if both:
         torch._foreach_add_([sums[i] for i in both], [others[i] for i in both])
@@ -218,7 +218,7 @@ class _TorchReplicaState:
         self._modes: tuple[Any, ...] = ()
 
     def start(self) -> None:
-        """Begin a run."""
+        """Draw seeds, and save the caller's state, at the start of a run."""
         self._outside.append(torch.get_rng_state())
         enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
         autocast = [(name, enabled(name), dtype(name)) for name in ("cpu", "cuda")]
@@ -234,7 +234,7 @@ class _TorchReplicaState:
             module.buffers.reset()
 
     def begin(self, index: int) -> None:
-        """Begin a replica's function, with the modes of the program."""
+        """Set seeds, buffers and the caller's modes before a replica's function."""
         torch.set_grad_enabled(self._modes[0])
         for device, enabled, dtype in self._modes[1]:
             torch.set_autocast_enabled(device, enabled)
@@ -258,7 +258,7 @@ class _TorchReplicaState:
             module.buffers.use(index)
 
     def end(self) -> None:
-        """End a run."""
+        """Restore the caller's random state at the end of a run."""
         torch.set_rng_state(self._outside.pop())
         for module in self.modules:
             module.buffers.use(0)

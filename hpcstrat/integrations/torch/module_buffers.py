@@ -16,7 +16,7 @@ __all__ = ["ModuleBuffers", "ReplicaBuffers", "broadcast"]
 
 
 class ModuleBuffers:
-    """The buffers of a module, grouped by owners: the modules inside it with buffers.
+    """The buffers of a module, grouped by owner: the submodule that has them.
 
     ``mode`` is "first", "mean" or None, like the argument ``buffers`` of `replicate`.
     """
@@ -67,7 +67,7 @@ class ReplicaBuffers(ModuleBuffers):
     ) -> None:
         super().__init__(module, strategy, mode)
         self._sets = [self._copies() for _ in strategy.local_replicas]
-        # The values at the last time when all replicas had the same.
+        # Values of the buffers when they were last equal on all replicas.
         self._common = self._copies()
         self._in_use = 0
 
@@ -75,7 +75,7 @@ class ReplicaBuffers(ModuleBuffers):
         return [[b.detach().clone() for b in _tensors(o)] for o in self._owners]
 
     def use(self, index: int) -> None:
-        """Load a replica's buffers into the module; save the last replica's first."""
+        """Save the last replica's buffers, and load this replica's into the module."""
         if index != self._in_use:
             self._keep(self._in_use)
             self._in_use = index

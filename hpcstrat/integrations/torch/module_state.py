@@ -56,7 +56,7 @@ def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 class _Module:
-    """Parameters and buffers by their names in ``state_dict``; shared tensors once."""
+    """A module's parameters and buffers by ``state_dict`` name; shared tensors once."""
 
     def __init__(self, module: torch.nn.Module, strategy: Strategy) -> None:
         self.module = module
@@ -191,8 +191,8 @@ class _OptimizerSlots:
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        # Remove such slots that are newer than the saved state; the optimizer makes
-        # them again at its next step.
+        # Remove the current plain slots. The optimizer makes slots that were not saved
+        # again at its next step.
         for kind, name, value in [*self._slots()]:
             if not _has_memory(value):
                 del self.optimizer.state[self._names[name]][kind]

@@ -8,10 +8,11 @@ Tensors on GPUs stay there in all_reduce (of sums and means), broadcast, all_gat
 reduce_scatter, see `hpcstrat.integrations.torch.device_tensors`; all other calls copy
 them to the host. In a hook of a backward pass torch's current stream is the stream in
 which the bucket of gradients was filled. The sum that is started there waits only for
-kernels of this stream, and NCCL sums during the backward pass. At its end torch makes
-its caller's stream wait for all other streams (``GraphTask::exec_post_processing``),
-and makes it the current stream. Then torch runs the queued callbacks, which make this
-stream wait for the sums. DDP keeps the bucket until then.
+kernels of this stream, and NCCL sums during the backward pass. At the end of the pass
+torch makes the caller's stream wait for all other streams
+(``GraphTask::exec_post_processing``), and makes it the current stream. Then torch runs
+the queued callbacks, which make this stream wait for the sums. DDP keeps the bucket
+until then.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def _recorded(what: str) -> Any:
 class HpcstratProcessGroup(dist.ProcessGroup):
     """The ranks of a strategy as a process group; creation is collective over them.
 
-    So are its calls, except messages. Names of calls differ between versions of torch,
-    so each call has all its names.
+    Its calls are collective, too, except messages between two ranks. Names of calls
+    differ between versions of torch, so each call has all its names.
     """
 
     def __init__(self, strategy: Any, group_name: str, comm: Any = None) -> None:
@@ -270,7 +271,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         indices, values = self.collectives.all_gather(
             [host.read(own.indices().t()), host.read(own.values())], 0, what
         )
-        # Convert the values to this tensor's type; their number is that of all ranks.
+        # A tensor of the original type for the gathered values of all ranks.
         whole = torch.empty((len(values), *own.values().shape[1:]), dtype=own.dtype)
         into = host.write(whole)
         into[...] = values

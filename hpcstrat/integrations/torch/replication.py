@@ -31,7 +31,7 @@ __all__ = [
 _BUFFERS = ("first", "mean", None)
 
 
-# Not an attribute of the module, so that a copied or saved module does not include its
+# Kept outside of the modules, so that a copied or saved module does not include its
 # strategy.
 _replicated: weakref.WeakKeyDictionary[torch.nn.Module, Replicated] = (
     weakref.WeakKeyDictionary()
@@ -83,7 +83,6 @@ def replicate(
             Size of a bucket, large enough that its transfer between workers takes some
             milliseconds. 0: one reduction at the end, which is always used inside of
             one worker. Buckets take as much memory as the gradients.
-        much memory as the gradients.
 
     Returns
     -------
@@ -234,7 +233,7 @@ def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
 
 
 def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
-    """Return strategies of modules, or the given one, and operations of the first."""
+    """Return modules' open strategies, or the given one, and ops of the first one."""
     some, strategies = list(_replicated.values()), [strategy]
     if not strategy.distributes:
         found = {

@@ -86,7 +86,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         refuse_logical_replicas(strategy, "GlobalBatchSampler", advice)
         self.dataset = dataset
         self.distribute_strategy = strategy
-        # A dataset of row numbers, which decides their order and batches.
+        # A dataset of row numbers, which determines the order and batches of rows.
         self._rows = Dataset(
             np.arange(len(dataset)),
             batch_size,
@@ -141,7 +141,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self._batches(counts)
 
     def _require_rows(self) -> None:
-        """Raise ValueError on all replicas if one would get a batch without rows."""
+        """Raise ValueError on all replicas if a replica would get an empty batch."""
         count = self.distribute_strategy.num_replicas_in_sync
         left = self._end() - self._position
         least = left % self._batch_size or min(left, self._batch_size)
@@ -298,7 +298,7 @@ class _Loader(DataLoader[Any]):
     """A loader that reports to its sampler which batches the program has received."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch."""
+        """Begin an epoch, and return an iterator over its batches."""
         sampler: Any = self.batch_sampler
         return self._told(sampler, super().__iter__())
 

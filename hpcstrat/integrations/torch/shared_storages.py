@@ -46,7 +46,7 @@ def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
 
 
 def _has_room(nbytes: int) -> bool:
-    """Return whether shared memory has ample room; without room, a write kills us."""
+    """Return whether /dev/shm has ample room; a write without room kills the job."""
     try:
         found = os.statvfs(_FOLDER)
     except OSError:

@@ -64,7 +64,7 @@ def _bfloat16() -> Any:
 
 
 def memory_of(tensor: torch.Tensor) -> Array:
-    """Return the memory of a dense tensor as an array, never a copy."""
+    """Return an array over the memory of a dense tensor, without a copy."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         # A CuPy array, converted by DLPack.

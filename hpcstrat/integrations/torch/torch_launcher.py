@@ -21,7 +21,7 @@ __all__ = ["replace_backend"]
 def replace_backend(name: str) -> None:
     """Use the backend ``hpcstrat`` in place of another in all groups made from now on.
 
-    It is also used if the program names no backend, or one for each device.
+    ``hpcstrat`` is also used if the program names no backend, or one for each device.
     """
     from torch.distributed import distributed_c10d
 

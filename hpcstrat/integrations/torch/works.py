@@ -34,7 +34,7 @@ def done(result: Any) -> Any:
 
 
 class TransferWork(dist.Work):
-    """The work of a message that is being sent or received."""
+    """The ``Work`` object of a message that is being sent or received."""
 
     def __init__(self, transfer: Transfer, host: HostTensors, tensors: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class TransferWork(dist.Work):
 
 
 class ReceivedWork(dist.Work):
-    """The work of a message that was already received from any rank."""
+    """The ``Work`` object of a message that was already received from any rank."""
 
     def __init__(self, source: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class ReceivedWork(dist.Work):
 
 
 class _PostponedWork(dist.Work):
-    """The work of a postponed call."""
+    """The ``Work`` object of a call that is postponed to the end of a backward pass."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         super().__init__()
@@ -134,7 +134,6 @@ class Postponed:
         methods with the same arguments, and torch has no flag that distinguishes them.
         The stack does: if Python makes the call, a Python frame lies between the frame
         of autograd's engine and this frame.
-        calls, a frame of its own lies between the engine's and this one.
         """
         if not _KEEPS_WORK or torch._C._current_autograd_node() is None:
             return False
@@ -165,7 +164,7 @@ class Postponed:
         return work
 
     def end(self) -> None:
-        """Make the postponed calls, one by one, because some ranks may not postpone."""
+        """Make the postponed calls one by one, as on ranks that have not postponed."""
         self._making = True
         try:
             while self._calls:

@@ -55,7 +55,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     comm : mpi4py.MPI.Intracomm, optional
             The ranks; default: all ranks of the job.
         process_sets : object, optional
-            Not supported, because all calls are calls of all ranks:
+            Not supported, because every call needs all ranks; raises
             NotImplementedError.
 
     Examples

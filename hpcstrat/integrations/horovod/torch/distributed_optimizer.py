@@ -28,7 +28,7 @@ __all__ = ["DistributedOptimizer"]
 
 
 class _DistributedOptimizer:
-    """Base class of distributed optimizers, before the optimizer's own class."""
+    """Base class of distributed optimizers, which extends the optimizer's own class."""
 
     # An attribute that the optimizer's own class defines.
     param_groups: list[dict[str, Any]]

@@ -137,7 +137,7 @@ def poll(handle: Submission) -> bool:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A call on tensors whose gradient is another call."""
+    """A call on tensors whose gradient is computed by another call."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, gradient: Any, *tensors: Any) -> Any:
@@ -169,7 +169,7 @@ def _first(results: Sequence[Any]) -> Any:
 
 
 def _described(tensors: _Tensors, *, lengths: bool = True) -> str:
-    """Describe tensors; without their numbers of rows if these may differ by rank."""
+    """Describe tensors as text, without numbers of rows if these differ by rank."""
     return ", ".join(_words(tensor, lengths) for tensor in tensors)
 
 
@@ -211,7 +211,7 @@ def _submit_reduction(
         words += f", times {factors[0]} before and {factors[1]} after"
     if scatters:
         _require_rows(tensors)
-    # Raises errors for types that cannot be reduced.
+    # `Reduction` raises errors for types that cannot be reduced.
     kinds = [Reduction(op.value, tensor, size()) for tensor in tensors]
     outs = list(tensors)
     if not in_place and not (scatters and factors[0] == 1):

@@ -1,8 +1,8 @@
 """Requests for calls, which ranks submit by name, each rank in its own order.
 
-Ranks that wait for a request meet in a collective call. In it they compare their
-requests, and make the calls that all ranks have submitted, in the same order. No call
-is made while the program computes.
+Ranks that wait for a request meet in a collective call. In this call the ranks compare
+their requests, and make the calls that all ranks have submitted, in the same order. No
+call is made while the program computes.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Submissions:
     def _advance(self, awaited: Submission, polls: bool) -> None:
         """Make the calls that all ranks have submitted."""
         names = self._common(awaited, polls)
-        # Sort, because each rank has submitted in its own order, but calls need one
-        # order.
+        # Sort the requests, because each rank has submitted in its own order, but all
+        # ranks must make the calls in the same order.
         requests = sorted((self._pending[n] for n in names), key=lambda r: r.order)
         for _, some in groupby(requests, key=lambda r: r.order[:2]):
             batch = list(some)
@@ -164,7 +164,8 @@ class Submissions:
         channel: Any = self.collectives.channel
         if channel is None:
             return list(self._pending)
-        # Enter as one call; its text shows which request this rank waits for.
+        # All ranks enter the same call; its text shows which request this rank waits
+        # for.
         call = describe_call(_MEETING)
         call = replace(call, text=f"hvd.synchronize of {awaited.name!r}")
         channel.agree(call, self.collectives.timeout_seconds)
@@ -173,8 +174,8 @@ class Submissions:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         # 62 bits fit into an int64, also with a minus sign.
         number = int.from_bytes(digest, "little") >> 2
-        # The maximum of both signs gives the largest and the smallest number, so one
-        # call shows whether all numbers are equal.
+        # The maximum of both entries over ranks gives the largest and the smallest
+        # number, so one call shows whether all numbers are equal.
         bounds = np.array([number, -number])
         self.exchanges.combine(np.maximum, bounds, _MEETING)
         if bounds[0] == -bounds[1]:
