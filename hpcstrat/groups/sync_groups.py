@@ -57,26 +57,25 @@ class SyncGroups:
     Parameters
     ----------
     by : {"worker"}, optional
-            Each worker is a group; this is the default if ``size`` is not given.
+        Each worker is a group; this is the default if ``size`` is not given.
     every : int
         Number of steps of a round.
     size : int, optional
-            Number of replicas of a group, a divisor of the number of all replicas.
+        Number of replicas of a group, a divisor of the number of all replicas.
     outer : Optimizer, optional
-            The optimizer that updates the outer parameters; default: ``SGD(0.7,
-            momentum=0.9, nesterov=True)``. Its ``aggregation`` is not used.
+        The optimizer that updates the outer parameters; default: ``SGD(0.7,
+        momentum=0.9, nesterov=True)``. Its ``aggregation`` is not used.
     delay : int
-            Number of steps between the end of a round and the wait for its sum, from 0
-            to ``every``. Messages travel during these steps, as for `start_all_reduce`.
-            The group keeps the updates that it has made in these steps, and adds the
-            change of the outer parameters to them. A delay needs another copy of the
-            parameters.
+        Number of steps between the end of a round and the wait for its sum, from 0 to
+        ``every``. Messages travel during these steps, as for `start_all_reduce`. The
+        group keeps the updates that it has made in these steps, and adds the change of
+        the outer parameters to them. A delay needs another copy of the parameters.
     comm : mpi4py.MPI.Intracomm, optional
-            The ranks; default: all ranks of the job.
+        The ranks; default: all ranks of the job.
     replicas_per_worker : int, optional
         As for `MultiWorkerMirroredStrategy`.
     communication_options : CommunicationOptions, optional
-            Options for sums between groups, such as the type of values in messages.
+        Options for sums between groups, such as the type of values in messages.
     on_error : str
         ``"abort"`` or ``"raise"``, for both strategies; see `Strategy`. An error in
         ``run`` is raised in its group only.
@@ -84,15 +83,14 @@ class SyncGroups:
         Whether a thread also continues sums between groups; see
         `MultiWorkerMirroredStrategy`.
     settings : Settings, optional
-            Settings of both strategies, such as their timeouts.
+        Settings of both strategies, such as their timeouts.
 
     Attributes
     ----------
     strategy : Strategy
-            The strategy of this replica's group; use its ``scope`` and ``run``.
+        The strategy of this replica's group; use its ``scope`` and ``run``.
     everyone : MultiWorkerMirroredStrategy
-            The strategy of all replicas, for datasets and random numbers of all
-            replicas.
+        The strategy of all replicas, for datasets and random numbers of all replicas.
     outer : Optimizer
         The outer optimizer; its ``iterations`` count the rounds.
 
@@ -230,19 +228,19 @@ class SyncGroups:
         Returns
         -------
         bool
-                True if this call averaged the groups. This group then continues from
-                the outer parameters or, with a ``delay``, from the outer parameters
-                plus the updates that it made during the delay.
+            True if this call averaged the groups. This group then continues from the
+            outer parameters or, with a ``delay``, from the outer parameters plus the
+            updates that it made during the delay.
 
         Raises
         ------
         ValueError
-                If there are no variables to average.
-            RuntimeError
-                If called in a replica function.
-            CollectiveError
-                If ranks have different variables. This error and the errors of the sum
-                are raised on every rank.
+            If there are no variables to average.
+        RuntimeError
+            If called in a replica function.
+        CollectiveError
+            If ranks have different variables. This error and the errors of the sum are
+            raised on every rank.
         """
         self._require_outside("step")
         counts = self._counts.component
@@ -271,9 +269,9 @@ class SyncGroups:
         Raises
         ------
         ValueError
-                If there are no variables to average.
-            RuntimeError
-                If called in a replica function.
+            If there are no variables to average.
+        RuntimeError
+            If called in a replica function.
         """
         self._require_outside("end_round")
         counts = self._counts.component

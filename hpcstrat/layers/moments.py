@@ -50,23 +50,22 @@ def sync_batch_moments(
     Returns
     -------
     mean, variance : ndarray of shape (channels,)
-            Arrays of the library of ``x`` (NumPy or CuPy), float64, equal bit for bit
-            on every replica; 0 if no replica has values. The variance is divided by the
-            count.
+        Arrays of the library of ``x`` (NumPy or CuPy), float64, equal bit for bit on
+        every replica; 0 if no replica has values. The variance is divided by the count.
     count : int
-            Number of values of each channel, over all replicas. For values on a GPU it
-            is a float64 array of shape () on that GPU, so that the host does not wait
-            for the GPU.
+        Number of values of each channel, over all replicas. For values on a GPU it is a
+        float64 array of shape () on that GPU, so that the host does not wait for the
+        GPU.
 
     Raises
     ------
     ValueError
-            If values are not real numbers, or if there is no such axis; the other
-            replicas raise ReplicaError.
-        CollectiveError
-            If replicas have different numbers of channels; raised on every replica.
-        RuntimeError
-            If called in cross-replica context.
+        If values are not real numbers, or if there is no such axis; the other replicas
+        raise ReplicaError.
+    CollectiveError
+        If replicas have different numbers of channels; raised on every replica.
+    RuntimeError
+        If called in cross-replica context.
     """
     strategy = strategy_of(name)
     moments: tuple[Array, Array, int] = strategy.collectives.call(
@@ -116,7 +115,7 @@ def sync_batch_moments_backward(
     Parameters
     ----------
     x : array_like of shape (..., channels, ...)
-            The values that were passed to `sync_batch_moments`.
+        The values that were passed to `sync_batch_moments`.
     moments : tuple of (mean, variance, count)
         The result of `sync_batch_moments`.
     dmean, dvariance : array_like of shape (channels,)
@@ -127,15 +126,15 @@ def sync_batch_moments_backward(
     Returns
     -------
     ndarray of the shape of x
-            Derivative of the sum of all replicas' losses by this replica's values, in
-            float64.
+        Derivative of the sum of all replicas' losses by this replica's values, in
+        float64.
 
     Raises
     ------
     ValueError
-            If shapes do not match; the other replicas raise ReplicaError.
-        RuntimeError
-            If called in cross-replica context.
+        If shapes do not match; the other replicas raise ReplicaError.
+    RuntimeError
+        If called in cross-replica context.
     """
     strategy = strategy_of(_BACKWARD)
     gradient: Array = strategy.collectives.call(

@@ -49,24 +49,24 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     axis : int
         The dimension of the channels.
     momentum : float
-            Weight of the old moving moments in an update, from 0 to 1.
+        Weight of the old moving moments in an update, from 0 to 1.
     epsilon : float
-            Small number that is added to the variance.
+        Small number that is added to the variance.
     center, scale : bool
-            Whether the layer has a ``beta``, and a ``gamma``.
+        Whether the layer has a ``beta``, and a ``gamma``.
     name : str
-            First part of the variables' names. Each layer needs its own name, because
-            optimizers need unique names of variables.
+        First part of the variables' names. Each layer needs its own name, because
+        optimizers need unique names of variables.
     dtype : dtype
         Type of the variables.
 
     Attributes
     ----------
     gamma, beta : Variable or None
-            Trainable variables; their initial values are 1 and 0.
+        Trainable variables; their initial values are 1 and 0.
     moving_mean, moving_variance : Variable
-            SyncOnRead variables with aggregation ``MEAN``; their initial values are 0
-            and 1. All replicas update their components with the same moments.
+        SyncOnRead variables with aggregation ``MEAN``; their initial values are 0 and
+        1. All replicas update their components with the same moments.
 
     Raises
     ------
@@ -139,23 +139,23 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         x : array_like of shape (..., channels, ...)
             This replica's values; may be empty.
         training : bool
-                True: normalize by the moments of the global batch, and update the
-                moving moments. False: normalize by the moving moments.
+            True: normalize by the moments of the global batch, and update the moving
+            moments. False: normalize by the moving moments.
 
         Returns
         -------
         ndarray of the shape of x
-                The type is that of ``x``, or float32 if ``x`` has integers; computed in
-                float64.
+            The type is that of ``x``, or float32 if ``x`` has integers; computed in
+            float64.
 
         Raises
         ------
         ValueError
-                If the array's shape or type is wrong; the other replicas raise
-                ReplicaError.
-            RuntimeError
-                With ``training``, if called in cross-replica context, or outside of
-                ``run``.
+            If the array's shape or type is wrong; the other replicas raise
+            ReplicaError.
+        RuntimeError
+            With ``training``, if called in cross-replica context, or outside of
+            ``run``.
         """
         if not training:
             return self._normalized(x, training)
@@ -207,18 +207,17 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         Returns
         -------
         dx : ndarray of the shape of x
-                Derivative of the sum of all replicas' losses by this replica's values.
+            Derivative of the sum of all replicas' losses by this replica's values.
         dgamma, dbeta : ndarray of shape (channels,), or None
-                Derivatives by gamma and beta of this replica's part of the loss.
-                Optimizers sum them over replicas. None if the layer has no such
-                variable.
+            Derivatives by gamma and beta of this replica's part of the loss. Optimizers
+            sum them over replicas. None if the layer has no such variable.
 
         Raises
         ------
         ValueError
-                If ``dy`` has another shape; the other replicas raise ReplicaError.
-            RuntimeError
-                If no `forward` was called before it, or in another context.
+            If ``dy`` has another shape; the other replicas raise ReplicaError.
+        RuntimeError
+            If no `forward` was called before it, or in another context.
         """
         if self._kept is None:
             raise RuntimeError(

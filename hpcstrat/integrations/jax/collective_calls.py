@@ -31,32 +31,31 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-            A tree with the same structure, shapes and dtypes on all replicas: integers,
-            floating and complex numbers of at least 8 bits. Not modified.
+        A tree with the same structure, shapes and dtypes on all replicas: integers,
+        floating and complex numbers of at least 8 bits. Not modified.
     op : ReduceOp or str
-            ``SUM`` or ``MEAN``. The mean of integers has JAX's floating type, as in
-            ``jnp.mean``.
+        ``SUM`` or ``MEAN``. The mean of integers has JAX's floating type, as in
+        ``jnp.mean``.
     strategy : Strategy
-            The strategy whose replicas exchange arrays.
+        The strategy whose replicas exchange arrays.
 
     Returns
     -------
     tree of jax.Array
-            Equal bit for bit on all replicas. Its gradient is the gradient of the sum
-            of all replicas' results: cotangents are reduced in the same way.
+        Equal bit for bit on all replicas. Its gradient is the gradient of the sum of
+        all replicas' results: cotangents are reduced in the same way.
 
     Raises
     ------
     CollectiveError
-            On every replica, if structure, shapes or dtypes differ between replicas.
-            Inside of jit, and on GPUs, JAX raises its own RuntimeError with the same
-            text when the program waits for the result.
-        ValueError
-            For another operation, or for arrays that have no sum, such as arrays of
-            bool.
+        On every replica, if structure, shapes or dtypes differ between replicas. Inside
+        of jit, and on GPUs, JAX raises its own RuntimeError with the same text when the
+        program waits for the result.
+    ValueError
+        For another operation, or for arrays that have no sum, such as arrays of bool.
     NotImplementedError
-            Inside of ``vmap``; also for arrays on a GPU if the strategy has no GPU, see
-            the guide on GPUs.
+        Inside of ``vmap``; also for arrays on a GPU if the strategy has no GPU, see the
+        guide on GPUs.
 
     Examples
     --------
@@ -94,23 +93,23 @@ def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-            Sums over this replica's examples, of which there may be none. For example
-            the values that ``jax.value_and_grad`` returns for the sum of the losses.
-        count : int, float or jax.Array of shape ()
-            Number of these examples, or the sum of their weights.
-        strategy : Strategy
-            The strategy whose replicas exchange arrays.
+        Sums over this replica's examples, of which there may be none. For example the
+        values that ``jax.value_and_grad`` returns for the sum of the losses.
+    count : int, float or jax.Array of shape ()
+        Number of these examples, or the sum of their weights.
+    strategy : Strategy
+        The strategy whose replicas exchange arrays.
 
     Returns
     -------
     tree of jax.Array
-            Equal bit for bit on all replicas; NaN if no replica has an example. Means
-            of integers have JAX's floating type.
+        Equal bit for bit on all replicas; NaN if no replica has an example. Means of
+        integers have JAX's floating type.
 
     Raises
     ------
     ValueError
-            For a count of several elements. `all_reduce` describes the other errors.
+        For a count of several elements. `all_reduce` describes the other errors.
 
     Examples
     --------
@@ -157,19 +156,19 @@ def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-            As for `all_reduce`; for lengths that differ between replicas use
-            `Strategy.gather`.
-        axis : int
-            At least 0, and smaller than the number of dimensions of all arrays;
-            ValueError if not.
+        As for `all_reduce`; for lengths that differ between replicas use
+        `Strategy.gather`.
+    axis : int
+        At least 0, and smaller than the number of dimensions of all arrays; ValueError
+        if not.
     strategy : Strategy
-            The strategy whose replicas exchange arrays.
+        The strategy whose replicas exchange arrays.
 
     Returns
     -------
     tree of jax.Array
-            The arrays in replica order, equal on all replicas. Its gradient is the
-            gradient of the sum of all replicas' results.
+        The arrays in replica order, equal on all replicas. Its gradient is the gradient
+        of the sum of all replicas' results.
     """
 
     def convert(leaf: Any) -> Any:
@@ -194,17 +193,16 @@ def broadcast(tree: Tree, root: int, strategy: Any) -> Tree:
     tree : tree of jax.Array, each of shape (...)
         As for `all_reduce`.
     root : int
-            Number, from 0, of the replica whose arrays are returned; the same on all
-            replicas. ValueError if there is no such replica.
-        strategy : Strategy
-            The strategy whose replicas exchange arrays.
+        Number, from 0, of the replica whose arrays are returned; the same on all
+        replicas. ValueError if there is no such replica.
+    strategy : Strategy
+        The strategy whose replicas exchange arrays.
 
     Returns
     -------
     tree of jax.Array
-            Equal on all replicas. Its gradient, by the sum of all replicas' results, is
-            nonzero only for the root's arrays; for the other replicas' arrays it is
-            zero.
+        Equal on all replicas. Its gradient, by the sum of all replicas' results, is
+        nonzero only for the root's arrays; for the other replicas' arrays it is zero.
     """
 
     def check() -> None:

@@ -29,19 +29,19 @@ def state(tree: Tree, strategy: Any) -> HeldState:
         The same on all replicas, such as parameters, optax's state and keys of
         ``jax.random``. All replicas start with replica 0's values.
     strategy : Strategy
-            The strategy whose replicas hold the state.
+        The strategy whose replicas hold the state.
 
     Returns
     -------
     HeldState
-            The holder, whose ``tree`` is read and assigned.
+        The holder, whose ``tree`` is read and assigned.
 
     Raises
     ------
     ValueError
-            For leaves that are not arrays; the other replicas raise ReplicaError.
-        CollectiveError
-            On every replica, if names, shapes or dtypes differ between replicas.
+        For leaves that are not arrays; the other replicas raise ReplicaError.
+    CollectiveError
+        On every replica, if names, shapes or dtypes differ between replicas.
 
     Examples
     --------

@@ -19,10 +19,10 @@ class GradientTransformation(NamedTuple):
     Parameters
     ----------
     init : callable
-            Function that returns the state for given parameters.
-        update : callable
-            Function that returns new gradients and a new state for gradients, state and
-            parameters.
+        Function that returns the state for given parameters.
+    update : callable
+        Function that returns new gradients and a new state for gradients, state and
+        parameters.
     """
 
     init: Callable[[Tree], Any]
@@ -38,19 +38,18 @@ def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransfo
     Parameters
     ----------
     strategy : Strategy
-            The strategy whose replicas train together.
-        op : ReduceOp or str
-            ``MEAN`` if each replica's loss is a mean over its part of the batch, and
-            all parts are equally large; ``SUM`` if each replica's loss is a sum that is
-            divided by the size of the global batch.
+        The strategy whose replicas train together.
+    op : ReduceOp or str
+        ``MEAN`` if each replica's loss is a mean over its part of the batch, and all
+        parts are equally large; ``SUM`` if each replica's loss is a sum that is divided
+        by the size of the global batch.
 
     Returns
     -------
     GradientTransformation
-            For ``optax.chain(cross_replica(strategy), optax.adam(1e-3))``. It must be
-            first, so that the transformations after it get equal gradients on all
-            replicas. Optax is not required: call ``init(params)`` and
-            ``update(gradients, state)``.
+        For ``optax.chain(cross_replica(strategy), optax.adam(1e-3))``. It must be
+        first, so that the transformations after it get equal gradients on all replicas.
+        Optax is not required: call ``init(params)`` and ``update(gradients, state)``.
 
     Raises
     ------

@@ -44,10 +44,10 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     Parameters
     ----------
     model : keras.Model
-            A compiled model with weights, the same on every replica. After another
-            ``compile`` call `distribute` again.
-        strategy : Strategy
-            The strategy whose replicas train the model.
+        A compiled model with weights, the same on every replica. After another
+        ``compile`` call `distribute` again.
+    strategy : Strategy
+        The strategy whose replicas train the model.
 
     Returns
     -------
@@ -57,17 +57,17 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     Raises
     ------
     ValueError
-            For a model that is not compiled, or has no weights yet; for a strategy of
-            another library; if TensorFlow is set to compile with XLA.
-        NotImplementedError
-            For layers with ``synchronized=True``; for a backend that trains no models;
-            for a strategy whose replicas are not in sync.
-        RuntimeError
-            If Keras would combine gradients by itself: with a distribution of its own,
-            or, from 3.16 on, over a process group of torch.distributed.
-        CollectiveError
-            If the replicas' models differ; raised on every replica. Later, the model's
-            methods raise it if replicas make different calls.
+        For a model that is not compiled, or has no weights yet; for a strategy of
+        another library; if TensorFlow is set to compile with XLA.
+    NotImplementedError
+        For layers with ``synchronized=True``; for a backend that trains no models; for
+        a strategy whose replicas are not in sync.
+    RuntimeError
+        If Keras would combine gradients by itself: with a distribution of its own, or,
+        from 3.16 on, over a process group of torch.distributed.
+    CollectiveError
+        If the replicas' models differ; raised on every replica. Later, the model's
+        methods raise it if replicas make different calls.
 
     Examples
     --------

@@ -89,15 +89,15 @@ def state(model: Any) -> dict[str, Any]:
     Parameters
     ----------
     model : keras.Model
-            A model from `distribute`, or of a strategy's scope; any other model belongs
-            to the current strategy.
+        A model from `distribute`, or of a strategy's scope; any other model belongs to
+        the current strategy.
 
     Returns
     -------
     dict of str to object
-            Keyword arguments for `CheckpointManager` and
-            `hpcstrat.elastic.Memory.track`: ``model``, and each optimizer under the
-            name of the model's attribute, such as ``optimizer``.
+        Keyword arguments for `CheckpointManager` and `hpcstrat.elastic.Memory.track`:
+        ``model``, and each optimizer under the name of the model's attribute, such as
+        ``optimizer``.
 
     Examples
     --------
@@ -139,15 +139,14 @@ class Checkpoint(keras.callbacks.Callback):
     Parameters
     ----------
     manager : CheckpointManager
-            A manager that was made with the result of `state`, and with any other state
-            to save. The number of a checkpoint is the number of completed epochs.
-            ``keep_best`` can name values of the epoch's logs.
-        asynchronous : bool
-            Whether training continues while the files are written.
-        log : hpcstrat.metrics.Log, optional
-            The logs of each epoch are written to it before the epoch is saved. Pass it
-            to the manager, too, so that a restarted job has each epoch only once in the
-            log.
+        A manager that was made with the result of `state`, and with any other state to
+        save. The number of a checkpoint is the number of completed epochs.
+        ``keep_best`` can name values of the epoch's logs.
+    asynchronous : bool
+        Whether training continues while the files are written.
+    log : hpcstrat.metrics.Log, optional
+        The logs of each epoch are written to it before the epoch is saved. Pass it to
+        the manager, too, so that a restarted job has each epoch only once in the log.
 
     Examples
     --------
@@ -195,7 +194,7 @@ class Checkpoint(keras.callbacks.Callback):
         epoch : int
             Number of the epoch that has ended, from 0.
         logs : dict of str to float, optional
-                Values of the epoch, which are stored in the file.
+            Values of the epoch, which are stored in the file.
         """
         if self._log is not None:
             self._log.scalars(epoch + 1, logs)

@@ -36,18 +36,18 @@ class Batches(keras.utils.PyDataset):
     batch_size : int
         Examples in a global batch.
     strategy : Strategy, optional
-            The strategy whose replicas read the batches; default: the current strategy.
-        shuffle : bool
-            Whether each epoch has its own order, drawn from ``(seed, epoch)``.
-        seed : int
-            Seed of the order.
+        The strategy whose replicas read the batches; default: the current strategy.
+    shuffle : bool
+        Whether each epoch has its own order, drawn from ``(seed, epoch)``.
+    seed : int
+        Seed of the order.
     drop_remainder : bool
         Whether to leave out a last batch that is not full.
 
     Raises
     ------
     ValueError
-            If the batch size is not positive, or if lengths of arrays differ.
+        If the batch size is not positive, or if lengths of arrays differ.
 
     Examples
     --------
@@ -122,12 +122,12 @@ class Batches(keras.utils.PyDataset):
         Parameters
         ----------
         steps : int or None
-                As ``steps_per_epoch`` of Keras; None: as many as there are batches.
+            As ``steps_per_epoch`` of Keras; None: as many as there are batches.
 
         Returns
         -------
         Batches
-                The copy, with the same rows.
+            The copy, with the same rows.
         """
         other = copy.copy(self)
         other.epoch, other._steps = 0, steps

@@ -55,11 +55,11 @@ class MultiWorkerMirroredStrategy(_Newer, metaclass=_AlsoNewer):
     Parameters
     ----------
     communication : CommunicationImplementation or str
-            A hint about the implementation, as in tf.distribute.
-        cluster_resolver : object, optional
-            Kept only for programs that read it, because MPI defines the ranks.
-        **options : object
-            Other arguments of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
+        A hint about the implementation, as in tf.distribute.
+    cluster_resolver : object, optional
+        Kept only for programs that read it, because MPI defines the ranks.
+    **options : object
+        Other arguments of `hpcstrat.MultiWorkerMirroredStrategy`, by name.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def function(func: Any = None, input_signature: Any = None, **options: Any) -> A
     Parameters
     ----------
     func : callable, optional
-            The function; if it is left out, a decorator is returned.
+        The function; if it is left out, a decorator is returned.
     input_signature : object, optional
         Not used.
     **options : object
@@ -61,8 +61,7 @@ def function(func: Any = None, input_signature: Any = None, **options: Any) -> A
     Raises
     ------
     TypeError
-            If ``func`` cannot be called, or if tf.function has no argument of that
-            name.
+        If ``func`` cannot be called, or if tf.function has no argument of that name.
 
     Examples
     --------

@@ -55,13 +55,12 @@ class SyncBatchNorm(_BatchNorm):
             Its ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d`` and
             ``torch.nn.SyncBatchNorm`` are replaced; weights and buffers are kept.
         strategy : Strategy
-                The strategy whose replicas normalize together.
+            The strategy whose replicas normalize together.
 
         Returns
         -------
         torch.nn.Module
-                The module; or the new layer, if the module is itself a layer to
-                replace.
+            The module; or the new layer, if the module is itself a layer to replace.
 
         Examples
         --------

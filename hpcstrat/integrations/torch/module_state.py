@@ -303,23 +303,23 @@ def state(
     Parameters
     ----------
     module : torch.nn.Module
-            A module that was passed to `replicate`; another module belongs to the
-            current strategy.
+        A module that was passed to `replicate`; another module belongs to the current
+        strategy.
     optimizer : torch.optim.Optimizer, optional
-            The optimizer of the module's parameters.
-        scheduler : optional
-            A scheduler of learning rates, or any object whose ``state_dict`` has no
-            tensors.
-        scaler : torch.amp.GradScaler, optional
-            A scaler of losses; its ``state_dict`` is saved, too.
+        The optimizer of the module's parameters.
+    scheduler : optional
+        A scheduler of learning rates, or any object whose ``state_dict`` has no
+        tensors.
+    scaler : torch.amp.GradScaler, optional
+        A scaler of losses; its ``state_dict`` is saved, too.
 
     Returns
     -------
     dict of str to object
-            Keyword arguments for `CheckpointManager` and
-            `hpcstrat.elastic.Memory.track`: ``model``, ``optimizer`` if one is given,
-            and ``torch`` for state that is not in tensors. With logical replicas also
-            ``torch_random``, the state of random numbers, from which dropout draws.
+        Keyword arguments for `CheckpointManager` and `hpcstrat.elastic.Memory.track`:
+        ``model``, ``optimizer`` if one is given, and ``torch`` for state that is not in
+        tensors. With logical replicas also ``torch_random``, the state of random
+        numbers, from which dropout draws.
 
     Raises
     ------
@@ -327,7 +327,7 @@ def state(
         For tensors that are not contiguous, such as those in the order
         ``channels_last``; the other replicas raise ReplicaError.
     CollectiveError
-            If the replicas' modules differ; raised on every replica.
+        If the replicas' modules differ; raised on every replica.
 
     Examples
     --------

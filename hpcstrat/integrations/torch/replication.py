@@ -67,22 +67,22 @@ def replicate(
     Parameters
     ----------
     module : torch.nn.Module
-            The module, with the same names, shapes and dtypes on every replica. Its
-            parameters are in host memory, or on this replica's GPU.
-        strategy : Strategy
-            The strategy whose replicas train the module.
+        The module, with the same names, shapes and dtypes on every replica. Its
+        parameters are in host memory, or on this replica's GPU.
+    strategy : Strategy
+        The strategy whose replicas train the module.
     op : ReduceOp or str
-            ``"mean"`` or ``"sum"`` of the replicas' gradients. For the gradient of a
-            mean over the global batch see `global_mean`.
-        buffers : str or None
-            Treatment, at the end of a backward, of buffers that a replica has changed,
-            such as running means. ``"first"``: all replicas get replica 0's.
-            ``"mean"``: buffers of floating types get the mean over replicas. None:
-            buffers are not synchronized.
-        bucket_bytes : int
-            Size of a bucket, large enough that its transfer between workers takes some
-            milliseconds. 0: one reduction at the end, which is always used inside of
-            one worker. Buckets take as much memory as the gradients.
+        ``"mean"`` or ``"sum"`` of the replicas' gradients. For the gradient of a mean
+        over the global batch see `global_mean`.
+    buffers : str or None
+        Treatment, at the end of a backward, of buffers that a replica has changed, such
+        as running means. ``"first"``: all replicas get replica 0's. ``"mean"``: buffers
+        of floating types get the mean over replicas. None: buffers are not
+        synchronized.
+    bucket_bytes : int
+        Size of a bucket, large enough that its transfer between workers takes some
+        milliseconds. 0: one reduction at the end, which is always used inside of one
+        worker. Buckets take as much memory as the gradients.
 
     Returns
     -------
@@ -92,16 +92,16 @@ def replicate(
     Raises
     ------
     ValueError
-            For an unknown ``op`` or ``buffers``, a negative size, or another ``op``
-            than that of a replicated module that shares parameters; the other replicas
-            raise ReplicaError.
-        NotImplementedError
-            For a strategy whose replicas are not in sync.
-        CollectiveError
-            If the replicas' modules differ; raised on every replica. A later
-            ``backward()`` raises it if replicas make different calls, or have begun
-            different numbers of backwards. So a backward that failed on one replica is
-            never combined with the next backward of the others.
+        For an unknown ``op`` or ``buffers``, a negative size, or another ``op`` than
+        that of a replicated module that shares parameters; the other replicas raise
+        ReplicaError.
+    NotImplementedError
+        For a strategy whose replicas are not in sync.
+    CollectiveError
+        If the replicas' modules differ; raised on every replica. A later ``backward()``
+        raises it if replicas make different calls, or have begun different numbers of
+        backwards. So a backward that failed on one replica is never combined with the
+        next backward of the others.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
     Parameters
     ----------
     module : torch.nn.Module
-            A module that was passed to `replicate`.
+        A module that was passed to `replicate`.
 
     Yields
     ------
@@ -175,7 +175,7 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
     Raises
     ------
     ValueError
-            If the module was not replicated.
+        If the module was not replicated.
 
     Examples
     --------
@@ -272,13 +272,13 @@ def global_mean(
     Parameters
     ----------
     loss_sum : torch.Tensor of one element
-            The sum of the losses of this replica's examples, as ``reduction="sum"``
-            returns; 0 if there are no examples.
-        count : int, float or tensor of one element
-            Number of these examples, or the sum of their weights.
-        strategy : Strategy, optional
-            Default: the current strategy; outside of scopes, that of the replicated
-            modules.
+        The sum of the losses of this replica's examples, as ``reduction="sum"``
+        returns; 0 if there are no examples.
+    count : int, float or tensor of one element
+        Number of these examples, or the sum of their weights.
+    strategy : Strategy, optional
+        Default: the current strategy; outside of scopes, that of the replicated
+        modules.
 
     Returns
     -------
@@ -288,9 +288,8 @@ def global_mean(
     Raises
     ------
     ValueError
-            On every replica, if the counts of all replicas have no positive sum. On
-            this replica, for a loss of several elements; the other replicas raise
-            ReplicaError.
+        On every replica, if the counts of all replicas have no positive sum. On this
+        replica, for a loss of several elements; the other replicas raise ReplicaError.
 
     Examples
     --------

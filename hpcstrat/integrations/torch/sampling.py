@@ -42,16 +42,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
     Parameters
     ----------
     dataset : torch.utils.data.Dataset
-            A dataset with ``__len__`` and ``__getitem__``, the same on every replica.
+        A dataset with ``__len__`` and ``__getitem__``, the same on every replica.
     batch_size : int
         Rows in a global batch.
     strategy : Strategy
-            The strategy whose replicas read the dataset.
+        The strategy whose replicas read the dataset.
     shuffle : bool
-            Whether each epoch has its own order, drawn from ``(seed, epoch)`` like the
-            order of `hpcstrat.Dataset`.
-        seed : int
-            Seed of the order.
+        Whether each epoch has its own order, drawn from ``(seed, epoch)`` like the
+        order of `hpcstrat.Dataset`.
+    seed : int
+        Seed of the order.
     drop_remainder : bool
         Whether to leave out a last batch that is not full.
 
@@ -196,18 +196,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Parameters
         ----------
         collate_fn : callable, optional
-                Makes a batch from a list of samples; default: PyTorch's function. For a
-                batch without rows, it is called with the first sample, and the row is
-                cut off the result.
-            **options : object
-                Options of `torch.utils.data.DataLoader`, such as ``num_workers``. Start
-                workers with ``multiprocessing_context="spawn"`` or ``"forkserver"``: a
-                fork of a process that runs MPI may crash.
+            Makes a batch from a list of samples; default: PyTorch's function. For a
+            batch without rows, it is called with the first sample, and the row is cut
+            off the result.
+        **options : object
+            Options of `torch.utils.data.DataLoader`, such as ``num_workers``. Start
+            workers with ``multiprocessing_context="spawn"`` or ``"forkserver"``: a fork
+            of a process that runs MPI may crash.
 
         Returns
         -------
         torch.utils.data.DataLoader
-                The loader; only one iteration over it may run at a time.
+            The loader; only one iteration over it may run at a time.
         """
         collate = _Collate(self.dataset, collate_fn or default_collate)
         return _Loader(self.dataset, batch_sampler=self, collate_fn=collate, **options)
@@ -220,14 +220,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Returns
         -------
         dict of str to int
-                ``epoch``, ``global_position`` (number of rows of this epoch that all
-                replicas together have received), ``shuffle_seed``, ``num_rows`` and
-                ``order_version``.
+            ``epoch``, ``global_position`` (number of rows of this epoch that all
+            replicas together have received), ``shuffle_seed``, ``num_rows`` and
+            ``order_version``.
 
         Raises
         ------
         ValueError
-                If the iteration is by another DataLoader whose workers read ahead.
+            If the iteration is by another DataLoader whose workers read ahead.
         """
         if not self._is_known:
             raise ValueError(
@@ -264,8 +264,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Parameters
         ----------
         state : dict of str to int
-                The state may be from another number of replicas. Raises ValueError for
-                a state of another dataset.
+            The state may be from another number of replicas. Raises ValueError for a
+            state of another dataset.
         """
         self.check_state(state)
         self.epoch = state["epoch"]

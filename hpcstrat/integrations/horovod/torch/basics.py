@@ -53,10 +53,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
-            The ranks; default: all ranks of the job.
-        process_sets : object, optional
-            Not supported, because every call needs all ranks; raises
-            NotImplementedError.
+        The ranks; default: all ranks of the job.
+    process_sets : object, optional
+        Not supported, because every call needs all ranks; raises NotImplementedError.
 
     Examples
     --------

@@ -243,33 +243,32 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-            An optimizer; the new optimizer shares its parameters, options and state.
-        named_parameters : iterable of tuple of str and tensor, optional
-            Names for all parameters of the optimizer, the same on all ranks; default:
-            their positions. Names are required if two optimizers are used at a time.
-        compression : object
-            ``hvd.Compression.none`` or ``fp16``, or a class with the same two methods.
-        backward_passes_per_step : int
-            Number of backwards that add to a gradient before it is reduced.
-        op : operation
-            ``hvd.Average``, ``hvd.Sum`` or another operation.
+        An optimizer; the new optimizer shares its parameters, options and state.
+    named_parameters : iterable of tuple of str and tensor, optional
+        Names for all parameters of the optimizer, the same on all ranks; default: their
+        positions. Names are required if two optimizers are used at a time.
+    compression : object
+        ``hvd.Compression.none`` or ``fp16``, or a class with the same two methods.
+    backward_passes_per_step : int
+        Number of backwards that add to a gradient before it is reduced.
+    op : operation
+        ``hvd.Average``, ``hvd.Sum`` or another operation.
     gradient_predivide_factor : float
-            Number by which gradients are divided before the sum, and multiplied after
-            it.
+        Number by which gradients are divided before the sum, and multiplied after it.
     num_groups, groups : object, optional
         Not used: all gradients are reduced together.
     sparse_as_dense : bool
-            Whether sparse gradients are reduced as dense ones. If not, the sparse
-            gradients of all ranks are gathered; a parameter's gradient must then be
-            sparse on all ranks or on none.
-        process_set : object, optional
-            Must be the global process set; NotImplementedError for any other.
+        Whether sparse gradients are reduced as dense ones. If not, the sparse gradients
+        of all ranks are gathered; a parameter's gradient must then be sparse on all
+        ranks or on none.
+    process_set : object, optional
+        Must be the global process set; NotImplementedError for any other.
 
     Returns
     -------
     torch.optim.Optimizer
-            An instance of a subclass of the optimizer's own class, with the methods
-            ``synchronize``, ``skip_synchronize`` and ``set_backward_passes_per_step``.
+        An instance of a subclass of the optimizer's own class, with the methods
+        ``synchronize``, ``skip_synchronize`` and ``set_backward_passes_per_step``.
     """
     require_all_ranks(process_set)
     require_known(op)

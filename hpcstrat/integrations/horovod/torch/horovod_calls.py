@@ -96,20 +96,19 @@ def synchronize(handle: Submission) -> Any:
     Parameters
     ----------
     handle : handle
-            The result of a call whose name ends in ``async``.
+        The result of a call whose name ends in ``async``.
 
-        Returns
-        -------
-        torch.Tensor, or what the call returns
-            The call's result; for in-place calls the program's own tensor.
+    Returns
+    -------
+    torch.Tensor, or what the call returns
+        The call's result; for in-place calls the program's own tensor.
 
     Raises
     ------
     CollectiveError
-            If ranks have submitted different calls under the handle's name, or if each
-            rank waits for a name that another rank has not submitted. It is raised on
-            every rank that has submitted the name. ``hvd.HorovodInternalError`` is this
-            class.
+        If ranks have submitted different calls under the handle's name, or if each rank
+        waits for a name that another rank has not submitted. It is raised on every rank
+        that has submitted the name. ``hvd.HorovodInternalError`` is this class.
     """
     return submissions().wait(handle)
 
@@ -126,12 +125,12 @@ def poll(handle: Submission) -> bool:
     Parameters
     ----------
     handle : handle
-            The result of a call whose name ends in ``async``.
+        The result of a call whose name ends in ``async``.
 
     Returns
     -------
     bool
-            Whether `synchronize` would return its result at once.
+        Whether `synchronize` would return its result at once.
     """
     return submissions().poll(handle)
 

@@ -44,12 +44,12 @@ def broadcast_optimizer_state(
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-            An optimizer with as many parameters as the root's. All of torch's
-            optimizers work except LBFGS, for which ValueError is raised.
-        root_rank : int
-            Rank whose state is copied.
-        model : torch.nn.Module, optional
-            Not used.
+        An optimizer with as many parameters as the root's. All of torch's optimizers
+        work except LBFGS, for which ValueError is raised.
+    root_rank : int
+        Rank whose state is copied.
+    model : torch.nn.Module, optional
+        Not used.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
