@@ -95,6 +95,7 @@ class SyncGroups:
         The outer optimizer; its ``iterations`` count the rounds.
 
     Raises
+    ------
     ValueError
         For arguments out of range.
     CollectiveError
@@ -220,8 +221,8 @@ class SyncGroups:
     def step(self) -> bool:
         """Count a step of this group, and end the round at its last step.
 
-        The call that ends a round is collective over all replicas; other calls do not
-        wait for other groups. Call it after each ``strategy.run`` that changes
+        Collective over all replicas at the end of a round. Other calls return without
+        waiting for other groups. Call it after each ``strategy.run`` that changes
         variables, even if that ``run`` failed in this group, because all groups must
         make the same number of these calls before they are averaged.
 

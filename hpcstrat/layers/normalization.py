@@ -131,8 +131,8 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     def forward(self, x: ArrayLike, training: bool = False) -> Array:
         """Normalize this replica's part of the batch.
 
-        With ``training`` the call is collective over the strategy's replicas, in
-        replica context, with one reduction; without ``training`` it is not collective.
+        Collective over the strategy's replicas with ``training``, in replica context,
+        with one reduction. Without ``training`` the call is not collective.
 
         Parameters
         ----------
@@ -195,8 +195,8 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     def backward(self, dy: ArrayLike) -> tuple[Array, Array | None, Array | None]:
         """Return the gradients of the latest `forward`; each `forward` allows one call.
 
-        After a `forward` with ``training`` the call is collective over the strategy's
-        replicas, with one reduction; after a `forward` without ``training`` it is not
+        Collective over the strategy's replicas after a `forward` with ``training``,
+        with one reduction. After a `forward` without ``training`` the call is not
         collective.
 
         Parameters

@@ -46,7 +46,7 @@ def replicate(
     buffers: str | None = "first",
     bucket_bytes: int = 4 << 20,
 ) -> torch.nn.Module:
-    """Give a module replica 0's weights, and combine its gradients over replicas.
+    """Set a module's weights to replica 0's, and combine gradients over replicas.
 
     Collective over the strategy's replicas, as is each ``backward()`` through the
     module from then on, except inside `no_sync`.
