@@ -58,8 +58,8 @@ def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
 def require(name: str, least: str, distribution: str | None = None) -> None:
     """Raise ImportError if a library is missing or too old, without importing it.
 
-    From this call on, messages that name a line of the program skip this library's own
-    lines, and name the line that called the library.
+    From this call on, messages that name a line of the program skip lines inside of the
+    required library, and name the line that called it.
     """
     distribution = distribution or name
     spec = find_spec(name)

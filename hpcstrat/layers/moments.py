@@ -204,7 +204,7 @@ def checked(x: ArrayLike, axis: int) -> tuple[Array, tuple[int, ...]]:
 
 
 def others(ndim: int, axis: int) -> tuple[int, ...]:
-    """Return all dimensions except one, in ascending order."""
+    """Return all dimensions except ``axis``, in ascending order."""
     return tuple(i for i in range(ndim) if i != axis % ndim)
 
 

@@ -239,7 +239,7 @@ def _outside_of_run(what: str) -> RuntimeError:
 
 
 def bind(exchange: TreeOperation, leaves: list[Any]) -> list[Any]:
-    """Exchange leaves, which are JAX's arrays or tracers."""
+    """Exchange leaves, which are arrays or tracers of JAX, between replicas."""
     _give_rules()
     return _exchange.bind(*leaves, exchange=exchange)
 

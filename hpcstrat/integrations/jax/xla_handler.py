@@ -57,7 +57,7 @@ def _structure(**fields: Any) -> Any:
 
 
 def _headed(**fields: Any) -> Any:
-    """Return a structure with the two fields with which most of XLA's begin."""
+    """Return a structure that begins with the two header fields of XLA's structures."""
     return _structure(size=c_size_t, extension=c_void_p, **fields)
 
 
@@ -153,7 +153,7 @@ def _version_problem() -> str:
 
 
 def _misfit(frame: Any) -> str:
-    """Return a text if XLA's structures are smaller than these, or an empty text."""
+    """Return an error text if XLA's version or structures do not fit, or no text."""
     sizes = [
         *[(frame, _Frame), (frame.api.contents, _Api), (frame.arguments, _Buffers)],
         *[(frame.results, _Buffers), (frame.attributes, _Attributes)],

@@ -30,7 +30,7 @@ _WRITERS = tuple(
 
 
 def chosen(callbacks: list[Any], strategy: Strategy) -> list[Any]:
-    """Return this replica's callbacks: only replica 0 has those that write."""
+    """Return this replica's callbacks: only replica 0 keeps callbacks that write."""
     if strategy.replica_id == 0:
         return callbacks
     # Several replicas that write the same file would corrupt it.

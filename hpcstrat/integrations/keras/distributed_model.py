@@ -3,8 +3,9 @@
 Functions replace methods of this model object and of its optimizers, but not of their
 classes, so that the model is saved as usual. A step's gradients are combined when the
 optimizer receives them, before the optimizer changes anything. Each replica's loss is a
-mean over its rows. It is first multiplied by the replica's share of the global batch,
-so that the mean of the gradients over replicas equals the gradient of one process.
+mean over its rows. The loss is first multiplied by the replica's number of rows,
+divided by the mean number of rows per replica, so that the mean of the gradients over
+replicas equals the gradient of one process.
 """
 
 from __future__ import annotations

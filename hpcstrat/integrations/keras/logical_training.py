@@ -142,7 +142,7 @@ class LogicalDistributed(DistributedMethods):
 
     @contextmanager
     def part(self, given: _StepInputs) -> Iterator[None]:
-        """Prepare one call of the model's ``train_step`` or ``test_step``."""
+        """Set the inputs and clear the results of one call of the model's step."""
         self._given, self._gradients, self._divisors = given, None, []
         try:
             yield

@@ -33,7 +33,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 class DeviceTensors:
-    """The arrays of one call for GPU tensors, like `HostTensors` on the host."""
+    """Converts tensors of one call to GPU arrays; `written` copies results back."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -75,8 +75,8 @@ class Replicated:
         self.op = op
         self.buffers = self.buffers_class(module, strategy, buffers)
         self.syncs = True
-        # Step counts for a strategy with one replica, which has none to compare them
-        # with.
+        # Counts steps for a strategy with one replica, which has no channel to count
+        # them.
         self._alone = Position()
         # Parameters that another replicated module combines already are left out.
         named = [
@@ -430,7 +430,7 @@ class Replicated:
         return end
 
     def _own_share(self, index: int) -> torch.Tensor:
-        """Return this replica's term of the sum: its gradient, or zeros without one."""
+        """Return this replica's term of a sum: a gradient, or zeros if it has none."""
         parameter = self._parameters[index]
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:

@@ -36,7 +36,7 @@ def require_numbers(dtype: Any) -> None:
 
 
 class HostTensors:
-    """The arrays of one call; `written` copies results out of temporary memory."""
+    """Converts tensors of one call to host arrays; `written` copies results back."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[Any, Any]] = []

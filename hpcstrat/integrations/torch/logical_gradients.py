@@ -148,7 +148,7 @@ class LogicalReplicated(Replicated):
         sums: list[dict[int, torch.Tensor]],
         marks: Array | None = None,
     ) -> list[Array]:
-        """Return sums of dense gradients and, if given, of the marks over all ranks."""
+        """Return sums over all ranks of dense gradients and, if given, of ``marks``."""
         parts = [
             [memory_of(one[i] if i in one else self._zeros(i)) for i in indices]
             for one in sums

@@ -233,7 +233,7 @@ def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
 
 
 def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
-    """Return modules' open strategies, or the given one, and ops of the first one."""
+    """Return strategies of the replicated modules, and the ops on the first one."""
     some, strategies = list(_replicated.values()), [strategy]
     if not strategy.distributes:
         found = {

@@ -31,7 +31,7 @@ def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
     if areas.off or areas.offers(address) or tensor.device.type != "cpu":
         return
     if not tensor.is_contiguous() or tensor.nbytes != nbytes:
-        # The storage is not only the memory of this tensor.
+        # The storage also has elements that are not in this tensor.
         return
     # A storage that NumPy arrays refer to cannot be resized, and must not be moved.
     movable = storage.resizable() and not storage.is_shared()

@@ -27,7 +27,7 @@ _End = Callable[[], Any]
 
 
 def done(result: Any) -> Any:
-    """Return the work of a completed call; C++ waits for it without using Python."""
+    """Return a ``Work`` object of a completed call; C++ handles it without Python."""
     future = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
@@ -147,7 +147,7 @@ class Postponed:
     def add(
         self, call: Callable[[], Any], start: Callable[[], _End | None] | None = None
     ) -> dist.Work:
-        """Postpone a call that returns a work, and return a work that represents it.
+        """Postpone a call, and return a ``Work`` object that represents it.
 
         ``start``, if given, starts the call, and returns a function that completes it,
         or None if the call cannot be started.
@@ -180,7 +180,7 @@ class Postponed:
             self._making = False
 
     def give_way(self) -> None:
-        """Make the postponed calls before another call, unless that is one of them."""
+        """Make the postponed calls before another call, unless it is one of them."""
         if not self._making:
             self.end()
 

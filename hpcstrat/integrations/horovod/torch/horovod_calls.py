@@ -202,7 +202,7 @@ def _submit_reduction(
     conclude: Any,
     in_place: bool = False,
 ) -> Submission:
-    """Submit tensors to reduce in place, in copies, or into parts of the rows."""
+    """Submit a request to reduce tensors, in place, in copies, or by parts of rows."""
     require_all_ranks(process_set)
     op, scatters = require_known(op), kind.endswith("reducescatter")
     words = f"{op.name} of {_described(tensors)}"

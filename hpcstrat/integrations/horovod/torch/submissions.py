@@ -1,6 +1,6 @@
 """Requests for calls, which ranks submit by name, each rank in its own order.
 
-Ranks that wait for a request meet in a collective call. In this call the ranks compare
+Ranks that wait for a request join a collective call. In this call the ranks compare
 their requests, and make the calls that all ranks have submitted, in the same order. No
 call is made while the program computes.
 """
@@ -116,8 +116,8 @@ class Submissions:
     def poll(self, request: Submission) -> bool:
         """Return whether a request is done.
 
-        The second and later polls of a request meet the other ranks, so that a program
-        that only polls makes progress.
+        The second and later polls of a request wait for the other ranks, so that a
+        program that only polls makes progress.
         """
         if not request.done:
             if request.polled_since is None:
