@@ -263,8 +263,8 @@ class SyncBatchNormalization(AnnouncesInitErrors):
             dx += self._spread(offset, dx) + self._spread(slope, dx) * centered
         return (
             dx.astype(dtype, copy=False),
-            # Not summed over replicas: the optimizer sums all gradients in one
-            # reduction.
+            # These gradients are not summed over replicas here: the optimizer sums all
+            # gradients in one reduction.
             _cast(products * inverse, self.gamma),
             _cast(dbeta, self.beta),
         )

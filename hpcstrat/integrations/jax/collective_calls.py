@@ -42,8 +42,9 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     Returns
     -------
     tree of jax.Array
-        Equal bit for bit on all replicas. Its gradient is the gradient of the sum of
-        all replicas' results: cotangents are reduced in the same way.
+        The reduced arrays, equal bit for bit on all replicas. The gradient of this call
+        is the gradient of the sum of all replicas' results: cotangents are reduced in
+        the same way.
 
     Raises
     ------
@@ -167,8 +168,8 @@ def all_gather(tree: Tree, axis: int, strategy: Any) -> Tree:
     Returns
     -------
     tree of jax.Array
-        The arrays in replica order, equal on all replicas. Its gradient is the gradient
-        of the sum of all replicas' results.
+        The arrays in replica order, equal on all replicas. The gradient of this call is
+        the gradient of the sum of all replicas' results.
     """
 
     def convert(leaf: Any) -> Any:
@@ -201,8 +202,9 @@ def broadcast(tree: Tree, root: int, strategy: Any) -> Tree:
     Returns
     -------
     tree of jax.Array
-        Equal on all replicas. Its gradient, by the sum of all replicas' results, is
-        nonzero only for the root's arrays; for the other replicas' arrays it is zero.
+        The root's arrays, equal on all replicas. The gradient of the sum of all
+        replicas' results reaches only the root's arrays; the gradient of other
+        replicas' arrays is zero.
     """
 
     def check() -> None:

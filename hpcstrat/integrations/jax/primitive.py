@@ -105,7 +105,7 @@ class TreeOperation:
         return tuple(lengths)
 
     def results(self, leaves: list[Array], outs: list[Array] | None) -> list[Array]:
-        """Make the call; results are written into ``outs`` if given, or returned.
+        """Make the call; write results into ``outs``, if given, and return them.
 
         Collective over the strategy's replicas.
         """
@@ -279,7 +279,7 @@ def _outside(*leaves: Any, exchange: TreeOperation) -> list[Any]:
     _await_others()
 
     def carry_out() -> list[Array]:
-        # This reads arrays on the host in place, without a copy.
+        # `np.asarray` reads arrays on the host in place, without a copy.
         return exchange.results([np.asarray(leaf) for leaf in leaves], None)
 
     results = exchange.strategy.collectives.call(exchange.what, carry_out)

@@ -47,9 +47,10 @@ def cross_replica(strategy: Any, op: ReduceOp | str = "mean") -> GradientTransfo
     Returns
     -------
     GradientTransformation
-        For ``optax.chain(cross_replica(strategy), optax.adam(1e-3))``. It must be
-        first, so that the transformations after it get equal gradients on all replicas.
-        Optax is not required: call ``init(params)`` and ``update(gradients, state)``.
+        For ``optax.chain(cross_replica(strategy), optax.adam(1e-3))``. The
+        transformation must be the first one, so that all later transformations get
+        equal gradients on all replicas. Optax is not required: call ``init(params)``
+        and ``update(gradients, state)``.
 
     Raises
     ------

@@ -5,12 +5,13 @@ other. The structures are copied from ``xla/ffi/api/c_api.h``, which is part of 
 Newer versions may add fields after the fields that are listed here, see `_misfit`.
 
 **On a GPU** XLA calls the handler while it submits a program to the device
-(`CustomCallThunk::ExecuteOnStream`). At that time, earlier work of XLA's stream has yet
-to compute the arguments, and later work of the stream reads the results. The handler
-makes XLA's stream CuPy's current stream for the call, so that hpcstrat's lane waits for
-this stream, and this stream for the lane, by events. All memory is XLA's. XLA's
-allocator reuses memory in the order of the same stream, so nothing has to be kept until
-the device has read it; arrays over the memory are deleted when the handler returns.
+(`CustomCallThunk::ExecuteOnStream`). At that time, earlier work of XLA's stream may
+still have to compute the arguments, and the results may be written by work that is
+added to the stream from now on. The handler makes XLA's stream CuPy's current stream
+for the call, so that hpcstrat's lane waits for this stream, and this stream for the
+lane, by events. All memory is XLA's. XLA's allocator reuses memory in the order of the
+same stream, so nothing has to be kept until the device has read it; arrays over the
+memory are deleted when the handler returns.
 
 XLA captures a handler in a CUDA graph only if the handler declares that it supports
 this. If a handler completes after its return, XLA waits for it in the calling thread
@@ -130,7 +131,7 @@ def key_of(name: Any, exchange: _Exchange) -> int:
 def _found_version() -> tuple[int, ...]:
     """Return major and minor version of XLA's interface; empty if there is none.
 
-    They are read from the header file, because XLA asks a handler for its version
+    The version is read from the header file, because XLA asks a handler for its version
     before it reports its own version.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")

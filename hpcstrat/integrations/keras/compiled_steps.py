@@ -45,9 +45,9 @@ def _next(batches: Iterator[Any], count: int) -> list[Any]:
 class CompiledSteps:
     """The parts of a step that depend on the backend; this base class compiles nothing.
 
-    ``common`` is the state that JAX passes from step to step. It is None with other
-    backends, which keep the state in variables. ``own`` are one replica's values of the
-    variables that differ between replicas.
+    ``common`` is the state that JAX passes from step to step. ``common`` is None with
+    other backends, which keep the state in variables. ``own`` are one replica's values
+    of the variables that differ between replicas.
     """
 
     def __init__(self, distributed: Any) -> None:

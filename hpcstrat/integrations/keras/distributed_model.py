@@ -86,8 +86,8 @@ class DistributedMethods:
             put(optimizer, "scale_loss", self._scale_loss)
             put(optimizer, "apply", self._apply)
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-                # LossScaleOptimizer.stateless_apply checks for infinities, and skips
-                # apply.
+                # LossScaleOptimizer.stateless_apply checks for infinities, and does not
+                # call apply.
                 put(optimizer, "stateless_apply", self._stateless_apply)
         for name in ("fit", "evaluate", "predict"):
             put(model, name, self._entered(getattr(self, f"_{name}")))

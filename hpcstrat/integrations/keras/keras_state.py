@@ -83,8 +83,8 @@ def state(model: Any) -> dict[str, Any]:
     trained yet: such a model is distributed by this call.
 
     The state contains weights, states of layers, seeds, and all of the optimizers'
-    state: momentum, numbers of steps, learning rates. It can be restored on another
-    number of replicas, and on another backend.
+    state: momentum, numbers of steps, learning rates. The state can be restored on
+    another number of replicas, and on another backend.
 
     Parameters
     ----------

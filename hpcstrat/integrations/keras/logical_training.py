@@ -4,9 +4,9 @@ A step is divided into two parts at the optimizer. Keras' own ``train_step`` com
 the gradients of one replica, and is called for each replica of the rank. The gradients
 are then combined, and the optimizer applies them once. Both parts may be compiled.
 
-A replica has its own moving means, metrics and states of random seeds. They are loaded
-into the model during the replica's part of a step; between steps the model has the
-values of the rank's first replica.
+A replica has its own moving means, metrics and states of random seeds. These values are
+loaded into the model during the replica's part of a step; between steps the model has
+the values of the rank's first replica.
 """
 
 from __future__ import annotations

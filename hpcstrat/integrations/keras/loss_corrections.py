@@ -1,7 +1,8 @@
 """Corrects losses that are not plain means over rows: sums, weighted or masked means.
 
-The mean over replicas weights each replica's loss by its number of rows. Each of these
-losses is multiplied by a factor, so that the weighted mean is the global batch's loss.
+The mean over replicas weights each replica's loss by its number of rows. A loss that is
+not a plain mean is multiplied by a factor, so that the weighted mean is the global
+batch's loss.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def correct(compiled: Any, factor: Factor) -> None:
     """Correct the losses of a compiled model, as soon as all of them are known.
 
     ``factor`` is called with the divisor of this replica's loss, or with None for a
-    sum. It returns None outside of a step.
+    sum. Outside of a step ``factor`` returns None.
     """
 
     def replace() -> None:

@@ -28,7 +28,8 @@ class Batches(keras.utils.PyDataset):
     Parameters
     ----------
     x : array, or nested structure of arrays
-        Inputs; one row per example, the same on every replica. Also datasets of h5py.
+        Inputs; one row per example, the same on every replica. Datasets of h5py are
+        accepted, too.
     y : array, or nested structure of arrays, optional
         Targets.
     sample_weight : array, optional

@@ -27,8 +27,8 @@ __all__ = [
     "value_of",
 ]
 
-# Strategies by model. Not an attribute of a model, so that copied or saved models do
-# not include their strategy.
+# Strategies by model. The strategy is not an attribute of the model, so that copied or
+# saved models do not include it.
 strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()
 
 

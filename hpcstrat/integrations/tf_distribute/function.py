@@ -40,9 +40,9 @@ def function(
 def function(func: Any = None, input_signature: Any = None, **options: Any) -> Any:
     """Return the function unchanged, because hpcstrat compiles no graphs.
 
-    Not collective. It replaces ``tf.function``, so that programs can keep their
-    decorators. All other arguments are ignored, and named in one line of the log at
-    level DEBUG.
+    Not collective. ``hs.function`` replaces ``tf.function``, so that programs can keep
+    their decorators. All other arguments are ignored, and named in one line of the log
+    at level DEBUG.
 
     Parameters
     ----------

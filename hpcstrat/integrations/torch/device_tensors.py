@@ -90,7 +90,8 @@ def reduce_scatter(
 ) -> None:
     """Reduce all parts, and copy the part of this rank into ``out``; collective.
 
-    All ranks receive all parts, so it moves twice the bytes of NCCL's reduce_scatter.
+    All ranks receive all parts, so this call moves twice the bytes of NCCL's
+    reduce_scatter.
     """
     sums = collectives.batch_reduce(op, list(parts), "reduce_scatter")
     out.reshape(-1)[...] = sums[rank].reshape(-1)

@@ -22,7 +22,7 @@ def init_env() -> None:
 
     Collective over all ranks of the job.
 
-    It sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
+    The variables are ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
     ``GROUP_RANK``, ``GROUP_WORLD_SIZE``, ``ROLE_RANK``, ``ROLE_WORLD_SIZE``,
     ``MASTER_ADDR`` (the address at which rank 0 listens) and ``MASTER_PORT`` (a free
     port). Variables that are already set keep their values. ``dist.init_process_group``

@@ -87,7 +87,7 @@ class Replicated:
         self._layout = ModuleLayout(module)
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        # From here on, parameters are indices into `_parameters`. This dict has the
+        # From here on, parameters are indices into `_parameters`. `_touched` has the
         # parameters that a backward has reached and no reduction has combined yet, in
         # that order, with the version of each parameter's tensor at that time.
         self._touched: dict[int, int] = {}
@@ -186,7 +186,7 @@ class Replicated:
             self._taken.add(index)
             self._touched.pop(index, None)
             self._combined.add(index)
-        # This is rare: a second backward before the gradients are set to None.
+        # A second backward before the gradients are set to None, which is rare.
         if self.op is ReduceOp.SUM and index in self._combined and self._adds(index):
             self._make_share(index)
 

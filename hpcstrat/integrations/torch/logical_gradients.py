@@ -119,7 +119,8 @@ class LogicalReplicated(Replicated):
         marks[[index for one in sums for index in one]] = 1
         marks[[count + index for one in rows for index in one]] = 1
         marks[2 * count :] = changed
-        # This sum covers the parameters of the last step; a second sum covers new ones.
+        # This sum covers parameters of the last step; a second sum covers new
+        # parameters.
         *totals, told = self._summed(self._expected, sums, marks)
         dense, sparse = (
             np.flatnonzero(row).tolist() for row in told[: 2 * count].reshape(2, -1)

@@ -191,8 +191,8 @@ class _OptimizerSlots:
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        # Remove the current plain slots. The optimizer makes slots that were not saved
-        # again at its next step.
+        # Remove all current plain slots. If a slot was not saved, the optimizer makes
+        # it at its next step.
         for kind, name, value in [*self._slots()]:
             if not _has_memory(value):
                 del self.optimizer.state[self._names[name]][kind]
@@ -296,9 +296,9 @@ def state(
 
     Nothing is copied: parameters, buffers and the optimizer's tensors are saved from
     their memory, and restored into it, on any number of replicas.
-    `Strategy.check_divergence` compares them, too. A restore makes the slots that the
-    optimizer makes at its first step, if they do not exist yet. If parameters are
-    moved, for instance by ``.to``, the next save uses their new memory.
+    `Strategy.check_divergence` compares these tensors, too. A restore makes the slots
+    that the optimizer makes at its first step, if they do not exist yet. If parameters
+    are moved, for instance by ``.to``, the next save uses their new memory.
 
     Parameters
     ----------

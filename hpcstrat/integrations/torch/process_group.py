@@ -91,8 +91,8 @@ def _recorded(what: str) -> Any:
 class HpcstratProcessGroup(dist.ProcessGroup):
     """The ranks of a strategy as a process group; creation is collective over them.
 
-    Its calls are collective, too, except messages between two ranks. Names of calls
-    differ between versions of torch, so each method has all of its names.
+    The group's calls are collective, too, except messages between two ranks. Names of
+    calls differ between versions of torch, so each method has all of its names.
     """
 
     def __init__(self, strategy: Any, group_name: str, comm: Any = None) -> None:

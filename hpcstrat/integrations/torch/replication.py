@@ -31,8 +31,8 @@ __all__ = [
 _BUFFERS = ("first", "mean", None)
 
 
-# Kept outside of the modules, so that a copied or saved module does not include its
-# strategy.
+# The replication state by module. The state is not an attribute of the module, so that
+# a copied or saved module does not include its strategy.
 _replicated: weakref.WeakKeyDictionary[torch.nn.Module, Replicated] = (
     weakref.WeakKeyDictionary()
 )
@@ -288,7 +288,7 @@ def global_mean(
     Raises
     ------
     ValueError
-        On every replica, if the counts of all replicas have no positive sum. On this
+        On every replica, if the sum of all replicas' counts is not positive. On this
         replica, for a loss of several elements; the other replicas raise ReplicaError.
 
     Examples

@@ -29,9 +29,9 @@ __all__ = [
 def torchs_stream() -> Iterator[None]:
     """Make calls of hpcstrat use torch's current stream of the GPU.
 
-    Also a decorator. Without it, hpcstrat's kernels run on CuPy's current stream, for
-    which torch does not wait: torch's kernels would read results, and reuse memory, too
-    early.
+    It can also be used as a decorator. Without this function, hpcstrat's kernels run on
+    CuPy's current stream, for which torch does not wait: torch's kernels would read
+    results, and reuse memory, too early.
     """
     if not (library.is_loaded() and torch.cuda.is_initialized()):
         yield

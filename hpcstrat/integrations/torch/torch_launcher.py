@@ -21,8 +21,8 @@ __all__ = ["replace_backend"]
 def replace_backend(name: str) -> None:
     """Use the backend ``hpcstrat`` in place of another in all groups made from now on.
 
-    It also replaces a missing name, and a list that contains ``name``, such as
-    ``cpu:gloo,cuda:nccl``.
+    ``hpcstrat`` also replaces a missing backend, and a list that contains ``name``,
+    such as ``cpu:gloo,cuda:nccl``.
     """
     from torch.distributed import distributed_c10d
 

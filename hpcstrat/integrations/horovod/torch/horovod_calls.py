@@ -107,8 +107,9 @@ def synchronize(handle: Submission) -> Any:
     ------
     CollectiveError
         If ranks have submitted different calls under the handle's name, or if each rank
-        waits for a name that another rank has not submitted. It is raised on every rank
-        that has submitted the name. ``hvd.HorovodInternalError`` is this class.
+        waits for a name that another rank has not submitted. The error is raised on
+        every rank that has submitted the name. ``hvd.HorovodInternalError`` is this
+        class.
     """
     return submissions().wait(handle)
 
@@ -119,8 +120,8 @@ def poll(handle: Submission) -> bool:
     Not collective the first time; collective over all ranks from the second time on.
 
     Calls are made only by ranks that wait, and never while a program computes. So a
-    second poll waits until the other ranks wait or poll, too. Without this, a program
-    that only polls would never end.
+    second poll waits until the other ranks wait or poll, too. Without this wait, a
+    program that only polls would never end.
 
     Parameters
     ----------
