@@ -1,7 +1,7 @@
-"""Parameter servers: ranks that hold variables, and the ranks that use these.
+"""Parameter servers: some ranks hold the variables, and other ranks use them.
 
-``mailbox`` and ``wakeup_pipes`` carry messages and wake ranks; ``server`` and
-``shared_files`` are on servers; ``client``, ``server_variables``, ``server_slots``,
-``server_steps``, ``pieces`` and ``lookup`` on ranks that use them; ``handles`` pickles
-functions that refer to variables.
+``mailbox`` and ``wakeup_pipes`` send messages and wake sleeping ranks. ``server`` and
+``shared_files`` run on servers. ``client``, ``server_variables``, ``server_slots``,
+``server_steps``, ``pieces`` and ``lookup`` run on the ranks that use the servers.
+``handles`` pickles functions that refer to variables.
 """

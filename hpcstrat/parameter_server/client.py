@@ -1,4 +1,4 @@
-"""Requests of the coordinator and the workers to the servers."""
+"""The requests that the coordinator and the workers send to parameter servers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from hpcstrat.parameter_server.shared_files import FilePlace, Reader, Readers
 
 
 class Client:
-    """Sends updates and reads values.
+    """Sends updates of variables to servers, and reads values of variables from them.
 
-    A scheduled function waits at its end for its updates; elsewhere, with ``flushes``,
-    each update is awaited. A caller that sends several updates and then waits holds
-    ``lock`` meanwhile, so that it gets their errors.
+    A scheduled function waits for its updates when it ends. If ``flushes`` is true
+    (outside of scheduled functions), each update is awaited at once. A thread that
+    sends several updates and then waits must hold ``lock`` during both, so that it
+    receives the errors of its own updates.
     """
 
     def __init__(self, mailbox: Mailbox, servers: Sequence[int]) -> None:
@@ -29,30 +30,34 @@ class Client:
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
-        # By server: the number of updates after which ended functions are complete.
+        # By server: the number of updates that it must make to complete ended
+        # functions.
         self._unseen: dict[int, int] = {}
         self._readers = Readers()
-        # In shared memory, by server of this node: updates made, and errors, per rank.
+        # By server of this node, in shared memory: for each rank, the number of its
+        # updates that were made, and the number that failed.
         self._counts: dict[int, tuple[Array, Array]] = {}
-        # By server: number of errors that this rank knows.
+        # By server: the number of errors that this rank has received.
         self._failed: Counter[int] = Counter()
         self._rules: dict[tuple[int, int], Any] = {}
         self.use(servers)
 
     def use(self, servers: Sequence[int]) -> None:
-        """Note the servers that there are now."""
+        """Set the ranks that are servers from now on."""
         self.servers = tuple(servers)
         bells = self.mailbox.wakeup_pipes
         for server in self.servers:
-            # Counts of lost servers stay, as threads may still wait for them.
+            # The counts of lost servers are kept, because threads may still wait for
+            # them.
             if (place := bells.place(server)) is not None:
                 self._counts[server] = bells.applied[place], bells.failed[place]
 
     def reader(
         self, server: int, place: FilePlace, shape: Any, dtype: Any
     ) -> Reader | None:
-        """Return a view of a shard in shared memory; None for a server of another
-        node.
+        """Return a view of a shard in shared memory, or None.
+
+        It is None if the server is on another node.
         """
         if server not in self._counts:
             return None
@@ -64,40 +69,43 @@ class Client:
 
     @one_thread_at_a_time
     def ask(self, server: int, *message: Any) -> Any:
-        """Return a server's answer, which follows all updates that this rank has
-        sent.
+        """Send a question to a server, and return the answer.
+
+        The server answers after it has made all updates that this rank sent before.
         """
         return self.mailbox.ask(server, message)
 
     @one_thread_at_a_time
     def post(self, server: int, *message: Any) -> None:
-        """Send an update, for `flush` to wait for."""
+        """Send an update to a server; `flush` waits until it is made."""
         self.tell(server, *message)
         self._dirty[server] = None
 
     def tell(self, server: int, *message: Any) -> None:
-        """Send an update that nothing waits for."""
+        """Send an update to a server, without waiting for it later."""
         self.mailbox.send(server, message)
         self._sent[server] += 1
 
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
-        """Whether a server has an optimizer's rule; if not, the caller sends it."""
+        """Return whether a server has this rule of an optimizer; note that it has."""
         known = False
         with contextlib.suppress(Exception):
-            # Rules whose options cannot be compared, such as arrays, are sent again.
+            # If options cannot be compared, such as arrays, the caller sends the rule
+            # again.
             known = bool(self._rules.get((server, key)) == rule)
         self._rules[server, key] = rule
         return known
 
     def done(self) -> None:
-        """Wait for posted updates, except inside a scheduled function."""
+        """Wait for posted updates, unless a scheduled function is running."""
         if self.flushes:
             self.flush()
 
     def _settle(self, server: int) -> None:
-        """Wait until a server of this node has made all updates that it was sent.
+        """Wait until a server of this node has made all updates of this rank.
 
-        Raises UnavailableError if it is lost: its memory may then lack some updates.
+        Raises UnavailableError if the server is lost, because its memory may then lack
+        some updates.
         """
         if server in self._dirty or server in self._unseen:
             applied = self._counts[server][0]
@@ -121,7 +129,7 @@ class Client:
 
     @one_thread_at_a_time
     def flush(self) -> None:
-        """Wait until all updates of this rank are made; raise the first error."""
+        """Wait until all updates of this rank are made, and raise their first error."""
         dirty, self._dirty = list(self._dirty), {}
         problem: Exception | None = None
         for server in dirty:
@@ -135,9 +143,10 @@ class Client:
             raise problem
 
     def pending(self) -> dict[int, int]:
-        """Return the counts that this node's servers reach after all updates so far.
+        """Return, by server of this node, the number of updates sent to it so far.
 
-        Waits for updates on other nodes.
+        Only servers with updates that may not be made yet are included. Updates on
+        servers of other nodes are awaited here.
         """
         if not self._dirty:
             return {}
@@ -151,7 +160,7 @@ class Client:
         return wanted
 
     def is_made(self, wanted: dict[int, int]) -> bool:
-        """Whether servers have reached these counts, or are lost."""
+        """Return whether servers have made these numbers of updates, or are lost."""
         own, lost = self.mailbox.rank, self.mailbox.lost
         return all(
             self._counts[server][0][own] >= count or server in lost
@@ -159,7 +168,7 @@ class Client:
         )
 
     def wait_for(self, wanted: dict[int, int]) -> None:
-        """Wait until servers have reached these counts."""
+        """Wait until servers have made these numbers of updates, or are lost."""
         notice = self.mailbox.notice
         self.mailbox.wait(
             lambda: self.is_made(wanted) or notice(),
@@ -168,9 +177,10 @@ class Client:
         )
 
     def check(self, wanted: dict[int, int]) -> None:
-        """Raise the first error of these updates, or the loss of a server.
+        """Raise the first error of updates, or UnavailableError for a lost server.
 
-        Call it in the order of the calls of `pending`, after the updates are made.
+        ``wanted`` is a result of `pending`. Results must be checked in the order of the
+        calls of `pending`, after their updates are made.
         """
         for server, last in wanted.items():
             self._check_one(server, last)
@@ -181,9 +191,9 @@ class Client:
         self._check_one(server, self._sent[server])
 
     def _check_one(self, server: int, last: int) -> None:
-        """Raise the first error of the updates up to a number.
+        """Raise the first error of a server's updates up to the number ``last``.
 
-        It waits for the reply if the server is on another node.
+        If the server is on another node, wait for its reply.
         """
         self._require(server)
         counts = self._counts.get(server)
@@ -195,7 +205,7 @@ class Client:
 
     @one_thread_at_a_time
     def read(self, server: int, number: int, reader: Reader | None, out: Array) -> None:
-        """Copy a shard's value."""
+        """Copy a shard's value into ``out``."""
         if reader is not None:
             self._settle(server)
 
@@ -211,7 +221,7 @@ class Client:
     def read_bytes(
         self, server: int, number: int, reader: Reader | None, start: int, stop: int
     ) -> Array:
-        """Return bytes of a shard's value, as they were between two updates."""
+        """Return bytes of a shard's value, as it was between two updates."""
         if reader is not None:
             self._settle(server)
             found = reader.read_bytes(start, stop)
@@ -224,7 +234,7 @@ class Client:
     def read_rows(
         self, server: int, number: int, reader: Reader | None, indices: Array
     ) -> Array:
-        """Return rows of a shard; each index is sent once."""
+        """Return rows of a shard; in a message each index is sent only once."""
         if reader is not None:
             self._settle(server)
             rows = reader.read(lambda array: array[indices])

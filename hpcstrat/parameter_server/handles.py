@@ -1,7 +1,8 @@
-"""Handles: pickled functions and values refer to objects of the cluster by handles.
+"""Handles: small tuples that replace strategy, variables and optimizers in pickles.
 
-A class whose objects are sent as handles has a method ``_handle``, which returns the
-data for the other side. Only messages of the job's own communicator are unpickled.
+A class whose objects are pickled as handles has a method ``_handle``, which returns the
+handle. The receiving rank replaces the handle by its own object. Only messages from the
+job's own communicator are unpickled.
 """
 
 from __future__ import annotations
@@ -22,39 +23,37 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles functions by value if they cannot be imported."""
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return the handle of an object, if it has one."""
+        """Return the handle of an object, or None if its class has no handles."""
         handle = getattr(type(obj), "_handle", None)
         return None if handle is None else handle(obj)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes objects from handles."""
+    """Unpickles a value, and replaces each handle in it by this rank's object."""
 
     def __init__(self, file: Any, resolve: Callable[[Any], Any]) -> None:
         super().__init__(file)
         self._resolve = resolve
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what a handle stands for, here."""
+        """Return this rank's object for a handle."""
         return self._resolve(pid)
 
 
 def pickled(value: Any) -> bytes:
-    """Return a value in bytes."""
+    """Return a value as bytes, with handles for objects whose class has `_handle`."""
     file = io.BytesIO()
     _Pickler(file, protocol=5).dump(value)
     return file.getvalue()
 
 
 def unpickled(data: bytes, resolve: Callable[[Any], Any]) -> Any:
-    """Return the value of bytes; ``resolve`` returns the object for a handle."""
+    """Return the value of pickled bytes; ``resolve`` maps a handle to its object."""
     return _Unpickler(io.BytesIO(data), resolve).load()
 
 
 def error_bytes(error: BaseException) -> bytes:
-    """Return an exception in bytes, with the place where it was raised; for
-    `error_of`.
-    """
+    """Return an exception as bytes for `error_of`, with its traceback and host."""
     lines = "".join(traceback.format_exception(error)).rstrip()
     error.add_note(f"raised on {place()}:\n{lines}")
     try:
@@ -65,9 +64,9 @@ def error_bytes(error: BaseException) -> bytes:
 
 
 def error_of(data: bytes) -> Exception:
-    """Return the exception of bytes, with None for each handle in it.
+    """Return the exception that `error_bytes` pickled, with None for each handle.
 
-    A RuntimeError with the same text if it cannot be unpickled here.
+    If it cannot be unpickled here, return a RuntimeError with the same text.
     """
     whole, text = pickle.loads(data)
     # Some exceptions can be pickled, but not unpickled, or not on this host.

@@ -1,4 +1,4 @@
-"""Rows of embedding tables."""
+"""The function ``embedding_lookup``, which reads rows of embedding tables."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from hpcstrat.variables import Variable
 
 
 def embedding_lookup(table: Variable, ids: Any) -> Array:
-    """Return rows of a table; no other rows are sent.
+    """Return some rows of a table; servers send only these rows.
 
     Not collective.
 
     Parameters
     ----------
     table : Variable of shape (rows, ...)
-        On parameter servers, or any other.
+        A variable on parameter servers, or any other variable.
     ids : array_like of int of any shape
-        Numbers of the rows. A server of another node sends each row once, however often
-        it comes.
+        Numbers of the rows. A server of another node sends a row only once, even if its
+        number is repeated.
 
     Returns
     -------
     ndarray of shape (..., ...)
-        The shape of ``ids``, followed by that of a row; a fresh array. Rows of a shard
-        are as they were between two updates.
+        A fresh array; its shape is the shape of ``ids`` and then the shape of a row.
+        Rows of one shard are read together, between two updates of the shard.
 
     Raises
     ------
     ValueError
-        For indices that are no integers, or out of range.
+        If ``ids`` are no integers, or out of range.
     """
     indices = np.asarray(ids)
     if not indices.size:
-        # NumPy makes floats of an empty list.
+        # NumPy makes an array of floats from an empty list.
         indices = indices.astype(np.int64)
     if indices.dtype.kind not in "iu":
         raise ValueError(f"expected integers as ids, found {indices.dtype}; cast them")

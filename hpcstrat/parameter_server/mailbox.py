@@ -1,9 +1,9 @@
-"""Mailboxes: messages between coordinator, workers and servers.
+"""Mailboxes, which send messages between coordinator, workers and servers.
 
-A message is a tuple, pickled. It is one message of MPI with small arrays inside; large
-arrays follow in pieces, directly from and into their memory. Nothing here blocks in
-MPI: data to send are kept until they are sent, and messages from one rank are delivered
-whole, in the order of sending.
+A message is a pickled tuple. MPI sends it as one message that includes small arrays.
+Large arrays (32 KiB and more) follow in pieces, without a copy into a buffer. No call
+here blocks in MPI: data are kept until they are sent. Messages from one rank are
+delivered whole, in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpcstrat.parameter_server.handles import error_of
 from hpcstrat.parameter_server.wakeup_pipes import WakeupPipes
 
 INBOX, REPLY = 1, 2
-# Added to the tag of a message for the pieces of its large arrays.
+# The pieces of a message's large arrays have the tag of the message plus this number.
 _PIECES = 2
 _LARGE_BYTES = 32 << 10
 _PIECE_BYTES = 64 << 20
@@ -43,10 +43,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def one_thread_at_a_time(method: _Method) -> _Method:
-    """Let other threads wait while one is in a method; its object has ``lock``.
+    """Decorate a method to hold its object's ``lock``, so that other threads wait.
 
-    Calls of different ranks need no common order here, so that any thread may make
-    them.
+    Any thread may make these calls, because they are not collective: different ranks
+    need not make them in the same order.
     """
 
     @functools.wraps(method)
@@ -58,7 +58,7 @@ def one_thread_at_a_time(method: _Method) -> _Method:
 
 
 class _Sending:
-    """A message of MPI that may be under way, with its memory."""
+    """A request of MPI that sends data, and the memory of these data."""
 
     __slots__ = ("data", "request")
 
@@ -71,7 +71,7 @@ class _Sending:
 
 
 class _Arriving:
-    """A message that arrives in pieces, or comes after such a message."""
+    """A message that waits for its pieces, or for the pieces of an earlier message."""
 
     __slots__ = ("buffers", "payload", "requests", "source")
 
@@ -84,23 +84,24 @@ class _Arriving:
         self.requests = requests
 
     def message(self) -> Any:
-        """Return the message; all pieces have come."""
+        """Return the message. All its pieces must have arrived."""
         payload, buffers = self.payload, self.buffers
         if payload is None:
             payload, *buffers = buffers
         return pickle.loads(payload, buffers=buffers)
 
     def __del__(self) -> None:
-        # The wait may have ended by an interrupt, or by the sender's death.
+        # Requests may be incomplete: an interrupt or the sender's death can end the
+        # wait.
         keep(self.requests, self.buffers)
 
 
 class Mailbox:
-    """Messages to and from the other ranks of the cluster.
+    """Sends messages to the other ranks of the cluster, and receives their messages.
 
-    Collective over ``topology.replica_comm``, as is `close`. ``lost`` are the ranks
-    that have died; ``on_loss`` is called with new ones. A program of several threads
-    holds ``lock`` for each use.
+    Collective over ``topology.replica_comm``, as is `close`. ``lost`` is the set of
+    ranks that have died; ``on_loss`` is called with the ranks that are new in it. If a
+    program has several threads, a thread must hold ``lock`` when it uses the mailbox.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Mailbox:
         self._mpi = topology.mpi
         self._channel = channel
         self._survives = topology.survives
-        # A loss revokes the communicators of the topology.
+        # A copy, because a loss revokes the communicators of the topology.
         self._comm = topology.replica_comm.Dup()
         self._comm.Set_errhandler(topology.mpi.ERRORS_RETURN)
         self.wakeup_pipes = bells
@@ -119,7 +120,7 @@ class Mailbox:
         self._outbox: list[_Sending] = []
         self._arriving: list[_Arriving] = []
         self._whole: deque[tuple[int, Any]] = deque()
-        # Allocating memory for an update would take longer than the update.
+        # Reuse memory: allocating it for each update would take longer than the update.
         self._recycler = Recycler(_MOST_KEPT_BYTES)
         self._questions = itertools.count()
         self._looked_at = 0.0
@@ -128,9 +129,9 @@ class Mailbox:
         self.on_loss: Callable[[set[int]], None] = lambda lost: None
 
     def send(self, rank: int, message: Any, tag: int = INBOX) -> None:
-        """Send a message; wait only for large arrays to be sent.
+        """Send a message; wait only until its large arrays are sent.
 
-        Arrays may be written afterwards.
+        The caller may overwrite its arrays after the call, except those of a reply.
         """
         if rank in self.lost:
             return
@@ -146,7 +147,8 @@ class Mailbox:
         views = [buffer.raw() for buffer in large]
         whole: bytes | None = data
         if len(data) > _PIECE_BYTES:
-            # The counts of MPI end at 2 GiB.
+            # A count in an MPI call must be less than 2 GiB, so send the pickle in
+            # pieces.
             whole, views = None, [memoryview(data), *views]
         if not views:
             self._start(rank, data, tag)
@@ -160,15 +162,15 @@ class Mailbox:
             ]
         self.wakeup_pipes.ring(rank)
         if large and tag == INBOX:
-            # The sender may write its arrays afterwards; replies are a server's own
-            # copies.
+            # The caller may overwrite its arrays after this call. There is no wait for
+            # a reply, whose arrays are copies that belong to the server.
             self.wait(
                 lambda: self.drive() or not any(one in self._outbox for one in sent),
                 lambda: f"rank {rank} to take {sum(sizes)} bytes",
             )
 
     def _start(self, rank: int, data: Any, tag: int) -> _Sending | None:
-        """Start to send; return the entry in the outbox, or None if it is sent."""
+        """Start to send; return the entry in the outbox, or None if already sent."""
         try:
             request = self._comm.Isend([data, self._mpi.BYTE], rank, tag)
             if request.Test():
@@ -181,7 +183,7 @@ class Mailbox:
         return one
 
     def drive(self) -> bool:
-        """Drive messages that are being sent; return whether all are gone."""
+        """Let MPI continue sending; return whether all messages are sent."""
         if self._outbox:
             self._outbox = [one for one in self._outbox if not self._is_gone(one)]
         return not self._outbox
@@ -194,9 +196,9 @@ class Mailbox:
             return True
 
     def notice(self) -> bool:
-        """Drive messages that are being sent, and notice losses; return False.
+        """Let MPI continue sending, and detect lost ranks; return False.
 
-        For waits on shared memory, which make no other call to MPI.
+        For waits on a value in shared memory, which make no other call to MPI.
         """
         self.drive()
         if self._survives:
@@ -207,7 +209,7 @@ class Mailbox:
         return False
 
     def poll(self) -> tuple[int, Any] | None:
-        """Return the sender and the next message of the inbox, if there is one."""
+        """Return the next message of the inbox with its sender, or None."""
         if self._arriving or self._outbox:
             self.drive()
             self._take_arrived()
@@ -234,7 +236,7 @@ class Mailbox:
             return False
 
     def _take(self, source: int, tag: int) -> tuple[int, Any] | None:
-        """Receive a message, or its first part."""
+        """Return a message with its sender, or start to receive its pieces."""
         status = self._status
         try:
             matched = self._comm.Improbe(source, tag, status)
@@ -274,9 +276,9 @@ class Mailbox:
         return None
 
     def ask(self, rank: int, message: Any) -> Any:
-        """Send a message ``("ask", number, message)``; return the answer, or raise it.
+        """Send a question to a rank, and return its answer or raise its error.
 
-        Raises UnavailableError if that rank is lost.
+        Raises UnavailableError if the rank is lost.
         """
         number = next(self._questions)
         self.send(rank, ("ask", number, message))
@@ -285,7 +287,8 @@ class Mailbox:
             while (found := self._take(rank, REPLY)) is not None:
                 if found[1][0] == number:
                     return found[1]
-                # An answer whose wait was interrupted is dropped.
+                # An answer with another number belongs to a wait that was interrupted;
+                # drop it.
             return rank in self.lost
 
         what = f"rank {rank} to answer {message[0]!r}"
@@ -301,12 +304,12 @@ class Mailbox:
         return value
 
     def leave_answers(self) -> None:
-        """Drop answers that nothing waits for, so that their senders end."""
+        """Receive and drop the remaining answers, so that their senders can end."""
         while self._take(self._mpi.ANY_SOURCE, REPLY) is not None:
             pass
 
     def reply(self, rank: int, number: int, good: bool, value: Any) -> None:
-        """Answer a question by a value, or by the bytes of an error."""
+        """Answer a question of `ask` by a value, or by the bytes of an error."""
         self.send(rank, (number, good, value), REPLY)
 
     def wait(
@@ -316,10 +319,11 @@ class Mailbox:
         *,
         warns: bool = False,
     ) -> Any:
-        """Wait until ``ready`` is true; ``what`` names it, and ``ready`` drives MPI's
-        progress.
+        """Wait until ``ready`` returns a true value, and return that value.
 
-        If this thread does not hold ``lock``, ``ready`` takes it.
+        ``ready`` must call MPI, so that messages progress, and must acquire ``lock``
+        unless this thread holds it. ``what`` names the awaited event for warnings and
+        errors.
         """
         found = ready()
         if found:
@@ -339,7 +343,7 @@ class Mailbox:
         return bool(self._outbox or self._arriving)
 
     def _look(self, seconds: float, what: Callable[[], str]) -> None:
-        """Check from time to time whether processes of this node have died."""
+        """Check once in a second whether processes of this node have died."""
         if seconds < self._looked_at:
             self._looked_at = 0.0
         if seconds < self._looked_at + _LOOK_SECONDS:
@@ -347,7 +351,7 @@ class Mailbox:
         self._looked_at = seconds
         dead = self._channel.steps.dead()
         if self._survives:
-            # The launcher does not report a rank that has left the job by itself.
+            # The launcher does not report a rank that left the job by itself.
             with self.lock:
                 self.hear(dead)
         elif dead:
@@ -358,14 +362,14 @@ class Mailbox:
             )
 
     def _note_loss(self, error: Exception) -> None:
-        """Note ranks that have died, if losses are survived; else raise the error."""
+        """Record lost ranks that an error reports; raise any other error."""
         if not (self._survives and is_loss(self._mpi, error, self._comm)):
             raise error
         self._comm.Ack_failed()
         self.hear(lost_ranks(self._comm))
 
     def hear(self, lost: Iterable[int]) -> None:
-        """Note ranks that have died, as another rank reports."""
+        """Record ranks that have died, and call ``on_loss`` with the new ones."""
         new = set(lost) - self.lost
         self.lost |= new
         self._arriving = [one for one in self._arriving if one.source not in new]
@@ -373,6 +377,6 @@ class Mailbox:
             self.on_loss(new)
 
     def close(self) -> None:
-        """Wait until all messages are sent, and free the communicator."""
+        """Wait until all messages are sent, then free the communicator."""
         self.wait(self.drive, lambda: "the last messages to be taken")
         self._comm.Free()

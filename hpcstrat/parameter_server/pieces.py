@@ -1,4 +1,4 @@
-"""Bytes of values on servers, which checkpoints read and write piece by piece."""
+"""The class ServerBytes: checkpoints read and write values on servers in pieces."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from hpcstrat.parameter_server.client import Client
 from hpcstrat.parameter_server.shared_files import Reader
 
 _PIECE_BYTES = 32 << 20
-# A shard: server, number, first row, row after the last, and reader in shared memory.
+# A shard: its server, number, first row, row after the last, and shared-memory reader.
 Part = tuple[int, int, int, int, Reader | None]
 
 
 class ServerBytes:
-    """The bytes of a value on servers, in C order.
+    """The bytes, in C order, of a variable's value or optimizer state on servers.
 
-    Read and written from the first to the last: a piece is kept until the next is read,
-    and is a shard's state between two updates. ``slot`` is None for the value of a
-    variable, or key, kind and first value of an optimizer's state.
+    The bytes must be read in order, because only one piece is kept in memory at a time.
+    A piece has bytes of one shard, all read between two updates of it. ``slot`` is None
+    for the value of the variable, or the key, kind and initial value of an optimizer's
+    state.
     """
 
     def __init__(
@@ -46,21 +47,24 @@ class ServerBytes:
         return found
 
     def _copy(self, start: int, out: Array) -> int:
-        """Copy bytes of one piece from a position on; return their number."""
+        """Copy bytes from the position ``start`` on, up to the end of a piece.
+
+        Return the number of bytes copied.
+        """
         if not 0 <= start - self._begin < self._piece.size:
-            # The old piece is freed before the next is read.
+            # Free the old piece before the next one is read.
             self._piece = np.empty(0, np.uint8)
             spans = self._spans(start, start + _PIECE_BYTES)
             self._piece, self._begin = self._read(*next(spans)), start
         found = self._piece[start - self._begin :][: out.size]
         out[: found.size] = found
         if start + found.size == self._nbytes:
-            # The last piece is freed now, as there may be many values.
+            # Free the last piece now, because a checkpoint may have many values.
             self._piece = np.empty(0, np.uint8)
         return int(found.size)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """Yield the shards of some bytes, with the first and last byte in each."""
+        """Yield each shard that has some of these bytes, and the range in the shard."""
         for part in self._parts:
             _, _, first, last, _ = part
             begin, end = first * self._row_bytes, last * self._row_bytes
@@ -78,7 +82,8 @@ class ServerBytes:
             place = key, kind
             found = self._client.ask(server, "read_bytes", number, place, start, stop)
             if found is None:
-                # No step has made the state yet.
+                # The state does not exist before the first step: return its initial
+                # value.
                 itemsize = self._dtype.itemsize
                 first, last = start // itemsize, -(-stop // itemsize)
                 values = np.full(last - first, initial, self._dtype)
@@ -86,7 +91,7 @@ class ServerBytes:
         return np.asarray(found[: stop - start])
 
     def write_bytes(self, start: int, data: Array) -> None:
-        """Replace the bytes from a position on; wait until the servers have them."""
+        """Replace the bytes from ``start`` on; wait until the servers have written."""
         done = 0
         for part, low, high in self._spans(start, start + data.size):
             server, number, _, _, _ = part

@@ -1,7 +1,7 @@
-"""A server: a rank that holds variables, and serves requests one after the other.
+"""The loop of a server, a rank that holds variables and answers requests in turn.
 
-So an update of a shard is never seen half made, whatever the number of ranks that
-write, and the updates of one rank are made in the order of sending.
+Because a server handles one request at a time, no rank reads a half-made update, and
+the updates of a rank are made in the order in which the rank sent them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPERATIONS = {"scatter_add": np.add, "scatter_sub": np.subtract}
 
 
 class _StoredShard:
-    """A variable, or some of its rows, with the state of optimizers."""
+    """A variable, or some of its rows, and the optimizer state of these rows."""
 
     __slots__ = ("array", "free", "name", "place", "slots", "steps", "version")
 
@@ -37,14 +37,12 @@ class _StoredShard:
     ) -> None:
         self.name = name
         self.array, self.version, self.place = memory.allocate(shape, dtype)
-        # State by optimizer and kind; number of steps by optimizer.
+        # State arrays by optimizer and kind, and numbers of steps by optimizer.
         self.slots: dict[tuple[int, str], Array] = {}
         self.steps: dict[int, int] = {}
 
     def update(self, change: Callable[[], None]) -> None:
-        """Change the array while its version is odd, so that readers of this node
-        wait.
-        """
+        """Call ``change`` with an odd version, so that readers of this node wait."""
         self.version[0] += 1
         try:
             change()
@@ -53,10 +51,11 @@ class _StoredShard:
 
 
 class VariableServer:
-    """Serves until all ``users``, which are ranks, have ended or are lost.
+    """Serves requests until all ``users``, which are ranks, have ended or are lost.
 
-    ``client`` is the rank that sent an update. It learns the number of its updates and
-    errors from shared memory, or when it asks.
+    In the methods, ``client`` is the rank that sent a request. A client on this node
+    reads in shared memory how many of its updates were made and how many failed; any
+    other client asks.
     """
 
     def __init__(self, mailbox: Mailbox, users: Collection[int]) -> None:
@@ -70,13 +69,13 @@ class VariableServer:
         )
         self._memory = SharedFiles()
         self._shards: dict[int, _StoredShard] = {}
-        # By client and optimizer, as each client has its own options.
+        # Rules by client and optimizer, because each client has its own options.
         self._rules: dict[tuple[int, int], Any] = {}
-        # The client of the present update.
+        # The client that sent the present update.
         self._client = -1
-        # Number of restored steps, by optimizer.
+        # By optimizer: the number of steps in the restored checkpoint.
         self._begun: dict[int, int] = {}
-        # By client: the numbers of updates that have failed, and their errors.
+        # By client: number and error of each failed update.
         self._errors: defaultdict[int, list[tuple[int, bytes]]] = defaultdict(list)
         self._answers: dict[str, Callable[..., Any]] = {
             "create": self._create,
@@ -100,9 +99,7 @@ class VariableServer:
         }
 
     def serve(self) -> bool:
-        """Serve; return whether all users have closed their strategies, rather than
-        left.
-        """
+        """Serve until all users end; return whether all of them closed the strategy."""
         closes, mailbox = True, self._mailbox
         ended: set[int] = set()
 
@@ -118,7 +115,8 @@ class VariableServer:
                 closes = closes and rest[0]
                 mailbox.hear(rest[1])
             elif kind == "serves":
-                # The client was a spare rank, and is a server now.
+                # The client was a spare rank and is a server now, so it is no user any
+                # more.
                 self._users.discard(client)
             else:
                 self._apply(client, kind, rest)
@@ -134,7 +132,7 @@ class VariableServer:
         try:
             self._updates[kind](kind, *rest)
         except Exception as error:
-            # The client raises it when it waits for its updates.
+            # The client raises the error when it waits for its updates.
             number = int(self._applied[client]) + 1
             self._errors[client].append((number, error_bytes(error)))
             self._failed[client] += 1
@@ -146,7 +144,8 @@ class VariableServer:
         value: Any
         try:
             if kind == "flush":
-                # Answered after all earlier messages of this client.
+                # All earlier updates of this client were made before this question
+                # arrived.
                 good, value = True, self._failures(client, *rest)
             else:
                 good, value = True, self._answers[kind](*rest)
@@ -155,7 +154,7 @@ class VariableServer:
         self._mailbox.reply(client, question, good, value)
 
     def _failures(self, client: int, last: int) -> tuple[int, list[bytes]]:
-        """Return how many updates up to a number have failed, and the first error."""
+        """Return how many updates up to ``last`` failed, and the first error."""
         errors = self._errors[client]
         found = [error for number, error in errors if number <= last]
         del errors[: len(found)]
@@ -164,7 +163,7 @@ class VariableServer:
     def _create(
         self, number: int, name: str, shape: tuple[int, ...], dtype: Any, value: Any
     ) -> FilePlace:
-        """Make a shard of an array, of a pickled function's result, or of zeros."""
+        """Make a shard from an array, from a pickled function, or (None) from zeros."""
         shard = _StoredShard(self._memory, name, shape, dtype)
         if isinstance(value, bytes):
             pickle.loads(value)(shard.array)
@@ -174,7 +173,7 @@ class VariableServer:
         return shard.place
 
     def _read(self, number: int) -> Array:
-        # The next update may come while the message is under way.
+        # Copy, because the next update may change the array before the reply is sent.
         return self._shards[number].array.copy()
 
     def _read_rows(self, number: int, indices: Array) -> Array:
@@ -189,7 +188,7 @@ class VariableServer:
         return None if array is None else _bytes_of(array)[start:stop].copy()
 
     def _stateful(self, key: int) -> list[int]:
-        """Return the shards with state of an optimizer."""
+        """Return the numbers of the shards that have state of an optimizer."""
         return [
             number
             for number, shard in self._shards.items()
@@ -211,7 +210,8 @@ class VariableServer:
             if operation is None:
                 scatter_into(array, method, indices, values)
             else:
-                # No index is repeated: the client has added up the rows.
+                # No index is repeated, because the client has summed rows with equal
+                # indices.
                 array[indices] = call_without_fp_warnings(
                     operation, array[indices], values
                 )
@@ -222,12 +222,12 @@ class VariableServer:
         self._rules[self._client, key] = Optimizer.from_rule(pickle.loads(rule))
 
     def _take_steps(self, kind: str, key: int, rate: float, steps: Any) -> None:
-        """Make an optimizer's step on each shard with a gradient."""
+        """Make a step of an optimizer on each shard that has a gradient."""
         rule = self._rules[self._client, key]
         for number, gradient in steps:
             shard = self._shards[number]
             values = gradient[1] if isinstance(gradient, tuple) else gradient
-            # The rule may write into it.
+            # Copy a read-only gradient, because the rule may write into it.
             values = values if values.flags.writeable else values.copy()
             if isinstance(gradient, tuple):
                 values = IndexedSlices(values, gradient[0], shard.array.shape)
@@ -238,7 +238,7 @@ class VariableServer:
             update = functools.partial(
                 rule._update_one, step, values, [shard.array, *slots]
             )
-            # Not `call_without_fp_warnings`, which the rule may use itself.
+            # Do not use `call_without_fp_warnings` here: the rule may call it itself.
             with np.errstate(all="ignore"):
                 shard.update(update)
 
@@ -258,34 +258,32 @@ class VariableServer:
         start: int,
         data: Array,
     ) -> None:
-        """Replace bytes of a shard, or of an optimizer's state."""
+        """Replace bytes of a shard or of an optimizer's state."""
         shard = self._shards[number]
         array = shard.array if slot is None else self._slot_of(shard, *slot)
         place = _bytes_of(array)[start : start + data.size]
         shard.update(lambda: np.copyto(place, data))
 
     def _restored(self, kind: str, key: int, steps: int) -> None:
-        """Set the number of steps that an optimizer has made before."""
+        """Set the number of steps that an optimizer made before its checkpoint."""
         self._begun[key] = steps
         for shard in self._shards.values():
             shard.steps.pop(key, None)
 
     def _build(self, kind: str, number: int, key: int, state: dict[str, float]) -> None:
-        """Make an optimizer's state of a shard, if it is missing."""
+        """Make the state that an optimizer has for a shard, if it is missing."""
         for name, initial in state.items():
             self._slot_of(self._shards[number], key, name, initial)
 
     def _forget_state(self, kind: str) -> None:
-        """Reset all optimizers."""
+        """Delete the state and the numbers of steps of all optimizers."""
         self._begun.clear()
         for shard in self._shards.values():
             shard.slots.clear()
             shard.steps.clear()
 
     def _delete(self, kind: str, numbers: Iterable[int]) -> None:
-        """Free shards, and the state of optimizers whose steps a freed variable
-        counts.
-        """
+        """Free shards, and the state of each optimizer whose step counter is freed."""
         for number in numbers:
             self._shards.pop(number, None)
             self._begun.pop(number, None)

@@ -1,8 +1,8 @@
-"""The state of optimizers on servers, beside its variables, for checkpoints.
+"""Access for checkpoints to the optimizers' state, which is on the servers.
 
-Servers know an optimizer by its key, and make state with the first step of a shard.
-Files have the same names as with other strategies: the state of a variable is one
-dataset, whatever its shards.
+Servers identify an optimizer by its key, and make the state of a shard at its first
+step. A file has the same names as with other strategies: the state of a variable is one
+dataset, for any number of shards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hpcstrat.variables import Variable
 
 
 class _ServerSlot(Variable):
-    """State of one kind for all shards of a variable; read and assigned as a whole."""
+    """State of one kind of all shards of a variable, read and assigned as one array."""
 
     is_remote = True
 
@@ -38,17 +38,17 @@ class _ServerSlot(Variable):
         self._place = optimizer.key, kind
 
     def pieces(self) -> ServerBytes:
-        """Return the bytes on servers, to read and write piece by piece."""
+        """Return an object that reads and writes the state's bytes in pieces."""
         return self._variable.pieces((*self._place, self._initial))
 
     def value(self) -> Array:
-        """Return a copy."""
+        """Return a copy of the state of the whole variable."""
         size = self._component.nbytes
         data = self.pieces()[0:size] if size else np.empty(0, np.uint8)
         return data.view(self.dtype).reshape(self.shape)
 
     def assign(self, value: Any, read_value: bool = True) -> Any:
-        """Replace the value, on all shards."""
+        """Replace the state of the whole variable, on all servers."""
         if value.shape != self.shape:
             raise ValueError(
                 f"expected a saved value of shape {self.shape} for {self.name!r}, "
@@ -59,9 +59,11 @@ class _ServerSlot(Variable):
 
 
 class ServerSlots:
-    """State of optimizers on the servers; on the coordinator, which has ``variables``.
+    """The state of all optimizers on the servers. The coordinator has this object.
 
-    Restored state waits in its optimizer until its variable is made.
+    ``variables`` is the coordinator's mapping of existing variables by number. The
+    state that a checkpoint has for a variable stays in the optimizer until the variable
+    is made.
     """
 
     def __init__(self, client: Client, variables: Mapping[int, ServerVariable]) -> None:
@@ -69,7 +71,7 @@ class ServerSlots:
         self._waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def named(self, optimizer: Optimizer) -> dict[str, Variable]:
-        """Return all existing state, by its names for files."""
+        """Return all existing state of an optimizer, by its names in files."""
         there = {
             number
             for server in self._client.alive()
@@ -84,7 +86,7 @@ class ServerSlots:
         return dict(zip(file_names([s.name for s in slots]), slots, strict=True))
 
     def build(self, optimizer: Optimizer, variables: Sequence[ServerVariable]) -> None:
-        """Make the state of variables, if no step has made it yet."""
+        """Make the state of variables on the servers, if no step has made it yet."""
         state = dict(optimizer.state)
         for variable in variables:
             for shard in variable._shards:
@@ -93,19 +95,19 @@ class ServerSlots:
         self._client.done()
 
     def forget(self) -> None:
-        """Reset all optimizers on the remaining servers."""
+        """Delete the state of all optimizers on the remaining servers."""
         for server in self._client.alive():
             self._client.post(server, "forget_state")
         self._client.done()
 
     def wait(self, optimizer: Optimizer) -> None:
-        """Assign restored state to its variables, now or when they are made."""
+        """Assign restored state to variables, now or when a variable is made."""
         self._waiting.add(optimizer)
         for variable in list(self._variables.values()):
             self.give(variable)
 
     def give(self, variable: ServerVariable) -> None:
-        """Write waiting state for a variable of this name to its servers."""
+        """Send restored state that has waited for this variable to its servers."""
         for optimizer in list(self._waiting):
             for kind in optimizer.state:
                 value = optimizer.take_restored(f"{kind}/{variable.name}")
@@ -113,8 +115,10 @@ class ServerSlots:
                     _ServerSlot(optimizer, kind, variable).assign(value)
 
     def find(self, optimizer: Optimizer, name: str) -> Variable | None:
-        """Return the state of a name, also before any step; None without its
-        variable.
+        """Return the state of a name, even before any step, or None.
+
+        It is None if the variable does not exist, or the optimizer has no state of this
+        kind.
         """
         kind, _, rest = name.partition("/")
         names = rest, unescaped(name).partition("/")[2]
@@ -123,7 +127,7 @@ class ServerSlots:
         return _ServerSlot(optimizer, kind, found[0]) if known else None
 
     def restored(self, optimizer: Optimizer) -> None:
-        """Let servers count steps from the number of restored steps."""
+        """Let servers continue to count steps from the restored number of steps."""
         steps = int(optimizer.iterations.numpy())
         for server in self._client.alive():
             self._client.post(server, "restored", optimizer.key, steps)

@@ -1,4 +1,4 @@
-"""Steps of optimizers on servers, which have the variables and their state."""
+"""Optimizer steps: servers make them, because they hold variables and state."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def _checked(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, ServerVariable
 def _conditioned(
     optimizer: Optimizer, pairs: list[tuple[Any, ServerVariable]], non_finite: str
 ) -> list[tuple[Any, ServerVariable]] | None:
-    """Return clipped gradients; None if the step is to be skipped."""
+    """Return the clipped gradients, or None if the step is to be skipped."""
     limit = optimizer.clip_global_norm
     if limit is not None:
-        # Copies, as the caller keeps its gradients.
+        # Clip copies, so that the caller's gradients do not change.
         pairs = [(copy.deepcopy(gradient), variable) for gradient, variable in pairs]
         given = [g for g, _ in pairs]
         arrays = [g.values if isinstance(g, IndexedSlices) else g for g in given]
@@ -70,8 +70,9 @@ def _conditioned(
 def _require_whole(
     optimizer: Optimizer, pairs: list[tuple[Any, ServerVariable]]
 ) -> None:
-    """Refuse rules that need whole variables, for a norm, if there are several
-    shards.
+    """Raise ValueError if a rule needs whole variables, and one is in shards.
+
+    For example, a rule that divides by the norm of a variable needs the whole variable.
     """
     if is_of_elements(type(optimizer)):
         return
@@ -88,9 +89,10 @@ def _require_whole(
 def apply_at_servers(
     client: Client, optimizer: Optimizer, pairs: Iterable[Any], non_finite: str
 ) -> bool:
-    """Send each server its parts of the gradients, with which it makes the step.
+    """Send each server its parts of the gradients; the server makes the step.
 
-    Each shard counts its steps, as some rules need their number.
+    Return False if the step is skipped. Each shard counts its steps, because some rules
+    need the number of the step.
     """
     optimizer.require_alone()
     if not isinstance(optimizer.iterations, ServerVariable):
@@ -113,7 +115,7 @@ def apply_at_servers(
         for server, number, part in variable.gradient_parts(gradient):
             by_server.setdefault(server, []).append((number, part))
     for server, steps in by_server.items():
-        # No other thread may send its rule in between.
+        # Hold the lock, so that no other thread sends its rule between rule and step.
         with client.lock:
             if not client.knows_rule(server, key, rule):
                 client.post(server, "rule", key, pickled(rule))

@@ -1,4 +1,4 @@
-"""Variables that live on parameter servers, whole or in shards."""
+"""Variables whose values are on parameter servers, whole or in shards."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ _numbers = itertools.count()
 
 
 class Rows:
-    """An initial value that servers make, each its own rows.
+    """An initial value of which each server makes its own rows.
 
-    For tables that fit into no other rank's memory.
+    Use it for tables that do not fit into the memory of one rank.
 
     Parameters
     ----------
     shape : sequence of int
         Shape of the whole variable.
     dtype : dtype
-        Type of the variable.
+        Data type of the variable.
     make : callable
-        Takes the first row and the row after the last, and returns these rows. It runs
-        on a server, for at most 64 MiB or one row at a time.
+        ``make(first, stop)`` returns the rows from ``first`` up to ``stop``, without
+        ``stop``. It runs on a server, and is called for at most 64 MiB, or for one row,
+        at a time.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Rows:
 
 @dataclass
 class _ShardLocation:
-    """Rows of a variable, and the server that holds them."""
+    """A range of rows of a variable, and the server that holds these rows."""
 
     server: int
     number: int
@@ -71,13 +72,14 @@ class _ShardLocation:
 
 
 class ServerVariable(Variable):
-    """A variable on a parameter server, the same for the coordinator and all workers.
+    """A variable on parameter servers, shared by the coordinator and all workers.
 
     The coordinator makes it by ``hs.Variable`` in the scope of a
-    ParameterServerStrategy; scheduled functions use variables that they capture, or get
-    as arguments. The server makes updates: no read sees half of one, and updates of one
-    worker are made in the order of its program. A function waits at its end for its
-    updates, the coordinator after each. ``assign`` and the like return the variable.
+    ParameterServerStrategy; scheduled functions use variables that they capture or get
+    as arguments. The server makes the updates: a read of a shard never returns a
+    half-made update, and a worker's updates are made in the order of its program. A
+    scheduled function waits for its updates when it ends; the coordinator waits after
+    each update. ``assign`` and similar methods return the variable.
     """
 
     is_remote = True
@@ -98,11 +100,12 @@ class ServerVariable(Variable):
         else:
             self._given = super()._initialize(value, dtype)
             shape, kind = self._given.shape, self._given.dtype
-        # A view of one zero: it has shape and type, and takes no memory.
+        # The component is a view of one zero: it has the right shape and type, but
+        # takes no memory.
         return np.broadcast_to(np.zeros((), kind), shape)
 
     def _made(self) -> None:
-        """Put the shards on servers."""
+        """Create the shards of this variable on servers."""
         given = self.__dict__.pop("_given")
         strategy = self._strategy
         told = strategy.told_of(self)
@@ -110,13 +113,13 @@ class ServerVariable(Variable):
             self._number, self._shards = told
             self._attach()
             return
-        # Numbers under which servers keep the shards.
+        # The numbers of the shards on servers, to free them with this object.
         self._shards, self._held = [], list[int]()
         weakref.finalize(self, strategy.forget, self._held).atexit = False
         try:
             for start, stop in self._ranges():
                 if isinstance(given, Rows):
-                    # Only the server makes these rows.
+                    # Send the function, which makes the rows on the server.
                     value: Any = pickled(_Make(given.make, start))
                 else:
                     value = given[start:stop] if self.ndim else given
@@ -129,8 +132,9 @@ class ServerVariable(Variable):
     def _placed(
         self, start: int, stop: int, value: Any, server: int | None = None
     ) -> _ShardLocation:
-        """Put rows on a server, by default the next: an array, a function, or None for
-        zeros.
+        """Create a shard on a server, by default on the next one.
+
+        ``value`` is an array, a pickled function, or None for zeros.
         """
         if server is None:
             server = self._strategy.next_server()
@@ -143,18 +147,17 @@ class ServerVariable(Variable):
         return _ShardLocation(server, number, start, stop, place)
 
     def _begin(self) -> None:
-        """Announce the variable at its present place."""
+        """Give the variable a new number, and register it with its present shards."""
         self._number = next(_numbers)
         self._held.append(self._number)
         self._attach()
         self._strategy.known(self._number, self)
 
     def move_from(self, lost: Collection[int], places: Mapping[int, int]) -> bool:
-        """Move the shards of lost servers to others, as zeros; return whether there
-        were any.
+        """Make the shards of lost servers again on others, with zeros.
 
-        On the coordinator, while no function is under way. For the library's own
-        modules.
+        Return whether there were such shards. Call it on the coordinator, while no
+        function runs. For the library's own modules.
         """
         if not any(shard.server in lost for shard in self._shards):
             return False
@@ -169,31 +172,31 @@ class ServerVariable(Variable):
         yield 0, self.shape[0] if self.shape else 1
 
     def _parts(self, array: Array) -> Iterator[tuple[_ShardLocation, Array]]:
-        """Yield the shards with their parts of an array of the variable's shape."""
+        """Yield each shard with its part of an array that has the variable's shape."""
         for shard in self._shards:
             yield shard, array[shard.start : shard.stop] if self.ndim else array
 
     @property
     def num_shards(self) -> int:
-        """Number of shards."""
+        """Number of shards of this variable."""
         return len(self._shards)
 
     def _attach(self) -> None:
-        """Map the shards that are in shared memory of this node."""
+        """Map the shards of servers of this node into this process."""
         client = self._strategy.client
         for shard in self._shards:
             shape = (shard.stop - shard.start, *self.shape[1:]) if self.ndim else ()
             shard.reader = client.reader(shard.server, shard.place, shape, self.dtype)
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return the data from which another rank makes its own object."""
+        """Return the handle from which another rank makes its own variable object."""
         kept = ("name", "trainable", "aggregation", "synchronization", "_shards")
         state = {name: self.__dict__[name] for name in kept}
         return "variable", self._number, (type(self), state, self.shape, self.dtype)
 
     @classmethod
     def _from_handle(cls, strategy: Any, number: int, parts: Any) -> ServerVariable:
-        """Return a variable that the coordinator has made."""
+        """Return a variable object for a handle of another rank's variable."""
         kind, state, shape, dtype = parts
         self: ServerVariable = object.__new__(kind)
         self.__dict__.update(state, _strategy=strategy, _number=number)
@@ -203,7 +206,7 @@ class ServerVariable(Variable):
 
     @property
     def number(self) -> int:
-        """A number that only this variable has, the same on every rank.
+        """The number of this variable, which is unique and the same on every rank.
 
         For the library's own modules.
         """
@@ -211,12 +214,12 @@ class ServerVariable(Variable):
 
     @property
     def component(self) -> Array:
-        """A read-only copy of the value, which is on servers."""
+        """A read-only copy of the value, read from the servers."""
         return self.value()
 
     @property
     def device(self) -> str:
-        """The rank that holds the variable, or its first shard."""
+        """The rank that holds the first shard, such as ``"rank:1"``."""
         return f"rank:{self._shards[0].server}"
 
     def value(self) -> Array:
@@ -227,14 +230,14 @@ class ServerVariable(Variable):
         Returns
         -------
         ndarray
-            Read-only. Each shard is as it was between two updates.
+            A read-only array. Each shard is read between two updates of the shard.
         """
         array = self.read_value()
         array.flags.writeable = False
         return array
 
     def pieces(self, slot: tuple[int, str, float] | None = None) -> ServerBytes:
-        """Return the value's bytes on servers, or those of an optimizer's state.
+        """Return the bytes on servers of the value, or of the optimizer state ``slot``.
 
         For the library's own modules.
         """
@@ -245,7 +248,7 @@ class ServerVariable(Variable):
         return ServerBytes(self._strategy.client, self.shape, self.dtype, parts, slot)
 
     def read_value(self) -> Array:
-        """Return a copy of the value, from shared memory on the server's node.
+        """Return a copy of the value; a rank on the server's node reads shared memory.
 
         Not collective.
 
@@ -264,7 +267,7 @@ class ServerVariable(Variable):
         return self.read_value()
 
     def _require_alone(self, method: str) -> None:
-        """Allow all ranks to update the variable, which they share."""
+        """Do nothing: any rank may update the variable, which all ranks share."""
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
         client = self._strategy.client
@@ -277,7 +280,7 @@ class ServerVariable(Variable):
     def _scatter_own(self, method: str, rows: IndexedSlices) -> Any:
         values, indices = self._rows(method, rows), rows.indices
         if method in ("scatter_add", "scatter_sub"):
-            # Each row is sent once.
+            # Sum the rows with equal indices, so that each row is sent once.
             indices, values = summed_rows(indices, values)
         client = self._strategy.client
         with client.lock:
@@ -288,7 +291,7 @@ class ServerVariable(Variable):
         return self
 
     def _by_shard(self, indices: Array) -> Iterator[tuple[_ShardLocation, Any]]:
-        """Yield the shards of some rows, with a mask of the rows in each."""
+        """Yield each shard that has some of these rows, with a mask of its rows."""
         if len(self._shards) == 1:
             yield self._shards[0], slice(None)
             return
@@ -298,7 +301,7 @@ class ServerVariable(Variable):
                 yield shard, chosen
 
     def read_rows(self, indices: Array) -> Array:
-        """Return rows; a row that comes several times is sent once.
+        """Return some rows of the value; servers send a repeated row once.
 
         Not collective.
 
@@ -315,7 +318,7 @@ class ServerVariable(Variable):
         Raises
         ------
         ValueError
-            For an index out of range.
+            If an index is out of range.
         """
         length = self.shape[0] if self.shape else 0
         if indices.size and (indices.min() < 0 or indices.max() >= length):
@@ -336,10 +339,11 @@ class ServerVariable(Variable):
         return out
 
     def gradient_parts(self, gradient: Any) -> Iterator[tuple[int, int, Any]]:
-        """Yield each shard's server, number and part of a gradient.
+        """Yield the server, the number, and the part of a gradient of each shard.
 
-        Shards without a row of a sparse gradient are included: a step changes all of an
-        optimizer's state, whatever the number of shards. For the library's own modules.
+        Shards without rows in a sparse gradient are included, with no rows, because a
+        step must change the optimizer's state of all shards. For the library's own
+        modules.
         """
         if not isinstance(gradient, IndexedSlices):
             for shard, part in self._parts(gradient):
@@ -370,7 +374,7 @@ class ServerVariable(Variable):
         )
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks, without asking the servers."""
+        """Return a table for notebooks, without a request to the servers."""
         rows = {
             "type": f"{self.dtype}{list(self.shape)}",
             "trainable": self.trainable,
@@ -380,11 +384,11 @@ class ServerVariable(Variable):
 
 
 class ShardedVariable(ServerVariable):
-    """A variable in shards by its first dimension, which servers get in turn.
+    """A variable that is cut into shards along its first dimension.
 
-    Made by ``hs.Variable`` if the strategy has a ``variable_partitioner``. Reading,
-    assigning, scattering and `embedding_lookup` use all its shards. Updates are whole
-    for each shard.
+    ``hs.Variable`` makes it if the strategy has a ``variable_partitioner``. The servers
+    get shards in turn. Reading, assigning, scattering and `embedding_lookup` act on the
+    whole variable. An update is atomic only within each shard.
     """
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
@@ -396,7 +400,8 @@ class ShardedVariable(ServerVariable):
             )
         length = self.shape[0] if self.shape else 1
         count = parts[0] if self.shape else 1
-        # As tf.distribute does: the first shards have a row more.
+        # As in tf.distribute, the first shards get one row more if the rows do not
+        # divide evenly.
         least, more = divmod(length, count)
         start = 0
         for index in range(count):
@@ -406,12 +411,12 @@ class ShardedVariable(ServerVariable):
 
     @property
     def shard_rows(self) -> tuple[tuple[int, int], ...]:
-        """First row, and the row after the last, of each shard."""
+        """For each shard, its first row and the row after its last."""
         return tuple((shard.start, shard.stop) for shard in self._shards)
 
 
 class _Make:
-    """Makes the rows of a shard, on its server, in pieces."""
+    """Fills a new shard, on its server, with rows that ``make`` returns in pieces."""
 
     def __init__(self, make: Callable[[int, int], Array], start: int) -> None:
         self._make, self._start = make, start

@@ -1,10 +1,10 @@
-"""Memory of a server that other processes of its node can read.
+"""Arrays in memory of a server that other processes of the node can read.
 
-The arrays are in files without a name, which end with the process, and are opened by
-``/proc``. Each array has a version before it, odd during a write: a reader that sees
-the same even version before and after its copy has seen no half of an update. This
-needs stores that become visible in program order, as on x86-64; on other processors
-servers send values in messages.
+The arrays are in anonymous files (memfd), which other processes open by ``/proc`` and
+which end with the server's process. Before each array is its version, which is odd
+during a write. If a reader finds the same even version before and after its copy, the
+copy has no half-made update. This works only if stores become visible in program order,
+as on x86-64; on other processors servers send values in messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRIES = 100
 
 
 class FilePlace(NamedTuple):
-    """The place of an array: process, file and offset."""
+    """The location of a shared array: process, file and offset."""
 
     pid: int
     number: int
@@ -38,7 +38,7 @@ class FilePlace(NamedTuple):
 
 
 class SharedFiles:
-    """Allocates arrays in files that others can map; small arrays share a file."""
+    """Allocates arrays in files that other processes map; small arrays share a file."""
 
     def __init__(self) -> None:
         self._num_files = 0
@@ -48,9 +48,9 @@ class SharedFiles:
     def allocate(
         self, shape: tuple[int, ...], dtype: Any
     ) -> tuple[Array, Array, FilePlace]:
-        """Return an array, its version, and its place.
+        """Return a new array, its version (an array of one number), and its location.
 
-        A file is closed with its last array; readers keep their mappings.
+        A file is closed when its last array is deleted; readers keep their mappings.
         """
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         span = _HEAD_BYTES + nbytes + -nbytes % _HEAD_BYTES
@@ -69,7 +69,7 @@ class SharedFiles:
         return array, version, FilePlace(os.getpid(), number, descriptor, size, offset)
 
     def close(self) -> None:
-        """Forget the file for small arrays."""
+        """Release the file for small arrays; it is closed with its last array."""
         self._pool = None
 
     def _file(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
@@ -82,7 +82,7 @@ class SharedFiles:
 
 
 class _MappedFile:
-    """A server's file, mapped read-only."""
+    """A server's file, mapped read-only into this process."""
 
     def __init__(self, place: FilePlace) -> None:
         path = f"/proc/{place.pid}/fd/{place.descriptor}"
@@ -94,7 +94,7 @@ class _MappedFile:
 
 
 class Reader:
-    """An array of a server, mapped in another process of its node."""
+    """An array of a server, mapped into another process of its node."""
 
     def __init__(
         self, file: _MappedFile, place: FilePlace, shape: Any, dtype: Any
@@ -106,9 +106,9 @@ class Reader:
         self._array = np.frombuffer(file.map, dtype, count, start).reshape(shape)
 
     def read(self, copy: Callable[[Array], Any]) -> Any:
-        """Return the result of ``copy`` on the array, between two updates.
+        """Call ``copy`` on the array between two updates, and return its result.
 
-        None if writers leave no time for it.
+        Return None if updates are so frequent that no try succeeds.
         """
         version, array = self._version, self._array
         for _ in range(_TRIES):
@@ -121,7 +121,7 @@ class Reader:
         return None
 
     def read_bytes(self, start: int, stop: int) -> Any:
-        """Return a copy of some bytes of the array; None as in `read`."""
+        """Return a copy of some bytes of the array, or None, as in `read`."""
 
         def copy(array: Array) -> Array:
             return array.reshape(-1).view(np.uint8)[start:stop].copy()
@@ -129,7 +129,8 @@ class Reader:
         try:
             return self.read(copy)
         finally:
-            # Reading a large array in pieces would otherwise keep all of its pages.
+            # Drop the pages of this piece; else reading a large array in pieces would
+            # keep all of its pages in this process.
             begin = self._start + start
             begin -= begin % mmap.PAGESIZE
             end = self._start + stop
@@ -137,7 +138,7 @@ class Reader:
 
 
 class Readers:
-    """The server files that this process has mapped."""
+    """The files of servers that this process has mapped."""
 
     def __init__(self) -> None:
         self._files: weakref.WeakValueDictionary[tuple[int, int], _MappedFile] = (
@@ -145,7 +146,7 @@ class Readers:
         )
 
     def reader(self, place: FilePlace, shape: Any, dtype: Any) -> Reader | None:
-        """Return a view of an array; None if this process cannot map it."""
+        """Return a reader of a server's array; None if this process cannot map it."""
         if platform.machine() not in ("x86_64", "AMD64"):
             return None
         key = place.pid, place.number

@@ -1,11 +1,12 @@
-"""Wakeup pipes let an idle rank sleep until another rank of its node wakes it.
+"""Wakeup pipes: an idle rank sleeps until another rank of its node wakes it.
 
-A rank spins for a moment, and then sleeps in ``poll`` on a pipe. A rank that has sent
-it something writes a byte into the pipe, if a flag in shared memory says that it
-sleeps. Others open the pipe by ``/proc``, so that it needs no name and ends with the
-process. With several nodes, or without a pipe, no rank is woken, and sleeps are short.
-They are also short while messages are under way, as MPI moves them only while it is
-called.
+A waiting rank first spins for a moment, and then sleeps in ``poll`` on its own pipe. A
+rank that sends a message to it writes a byte into the pipe, if a flag in shared memory
+says that the receiver sleeps. Other ranks open the pipe by ``/proc``, so that the pipe
+needs no name and ends with its process. If there are several nodes, or if a pipe is
+missing, sleeps are short, because some ranks cannot be woken. Sleeps are also short
+while messages are being sent or received, because MPI makes progress only during its
+calls.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from hpcstrat.engine.topology.topology import Topology
 
 _LINE_BYTES = 64
 _LOOKS_BETWEEN_CLOCKS = 8
-# Sleeps are short, as a wakeup may be lost between reading the flag and polling.
+# Sleeps are short, because a wakeup is lost if the sender reads the flag just before
+# the receiver sets it.
 _SLEEP_MILLISECONDS = 20
 _SHORT_SLEEP_MILLISECONDS = 1
 
 
 class WakeupPipes:
-    """Wakeup pipes of a node's ranks, and the counts of its servers.
+    """The wakeup pipes of a node's ranks, and the counters of the node's servers.
 
-    Collective over ``topology.worker_comm``, as is `close`. ``applied`` counts the
-    updates that each server of the node has made for each rank, ``failed`` the errors;
-    the first index is the place of the server in ``topology.worker_replicas``.
+    Collective over ``topology.worker_comm``, as is `close`. ``applied[i, rank]`` is the
+    number of updates that a server of this node has made for a rank, and ``failed[i,
+    rank]`` is the number of them that failed; ``i`` is the position of the server in
+    ``topology.worker_replicas``.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -51,27 +54,30 @@ class WakeupPipes:
         counts = np.frombuffer(buffer, np.int64, 2 * table // 8, lines)
         self.applied, self.failed = counts.reshape(2, comm.size, world)
         self._read, self._write = _pipe()
-        # Number of sleeping threads: a wakeup may reach the wrong one.
+        # Number of sleeping threads. If there are several, a wakeup may reach the wrong
+        # one.
         self._num_asleep, self._lock = 0, threading.Lock()
         self._pipes = [
             _opened(pid, number)
             for pid, number in comm.allgather((os.getpid(), self._write))
         ]
-        # All ranks have opened all pipes before any may end.
+        # Wait until all ranks have opened all pipes, because the pipe of an ended
+        # process cannot be opened.
         comm.Barrier()
         self._shares_cores = comm.size > topology.num_cores
         self._alone = topology.num_workers == 1 and -1 not in self._pipes
         self._spin = Spin()
 
     def place(self, rank: int) -> int | None:
-        """Return the place of a rank on this node; None for another node's rank."""
+        """Return the position of a rank on this node; None for other nodes' ranks."""
         return self._places.get(rank)
 
     def ring(self, rank: int) -> None:
-        """Wake a rank, if it is of this node and sleeps."""
+        """Wake a rank if it is on this node and sleeps."""
         place = self._places.get(rank)
         if place is not None and self._asleep[place * _LINE_BYTES]:
-            # A full pipe wakes the rank, too; an ended rank needs no wakeup.
+            # Ignore errors: a full pipe wakes the rank, too, and an ended rank needs no
+            # wakeup.
             with contextlib.suppress(OSError):
                 os.write(self._pipes[place], b"!")
 
@@ -82,10 +88,11 @@ class WakeupPipes:
         busy: Callable[[], bool],
         look: Callable[[float], None],
     ) -> Any:
-        """Return the first true result of ``ready``, which drives MPI's progress.
+        """Call ``ready`` until its result is true, and return this result.
 
-        ``busy`` says whether messages are under way; ``look`` gets the seconds waited,
-        from time to time.
+        ``ready`` calls MPI, so that messages progress. ``busy`` returns whether
+        messages are being sent or received. ``look`` is called after each sleep with
+        the seconds waited.
         """
         start = time.monotonic()
         while time.monotonic() < start + self._spin.seconds:
@@ -107,14 +114,15 @@ class WakeupPipes:
         look: Callable[[float], None],
         start: float,
     ) -> Any:
-        # Each thread has its own: two threads cannot wait with one poll object.
+        # Each wait makes its own poll object, because two threads cannot share one.
         poll = select.poll()
         if self._read >= 0:
             poll.register(self._read, select.POLLIN)
         while True:
             self._count_asleep(1)
             try:
-                # Twice, as a probe of Open MPI may only receive what the next one sees.
+                # Call it twice: in Open MPI the first probe may only receive a message
+                # that the second probe then finds.
                 found = ready() or ready()
                 if found:
                     return found
@@ -134,7 +142,7 @@ class WakeupPipes:
             self._asleep[self._own] = self._num_asleep > 0
 
     def close(self) -> None:
-        """Free pipes and memory."""
+        """Close the pipes, and free the shared memory."""
         del self.applied, self.failed
         self._asleep.release()
         for number in (self._read, self._write, *self._pipes):
@@ -144,16 +152,16 @@ class WakeupPipes:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return both ends of a pipe; -1 if the process has no descriptors left."""
+    """Return both ends of a pipe, or (-1, -1) if no file descriptor is free."""
     try:
         return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        # All ranks learn of it, and poll instead of sleeping.
+        # All ranks receive the -1 by allgather, and then sleep only for a millisecond.
         return -1, -1
 
 
 def _opened(pid: int, number: int) -> int:
-    """Open the pipe of another process; -1 if that is not possible."""
+    """Open the pipe of another process and return its descriptor, or -1 if it fails."""
     try:
         return os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:

@@ -1,7 +1,8 @@
-"""Functions that a coordinator sends to workers, and what they return.
+"""The coordinator, which sends functions to workers, and the functions' results.
 
-One rank runs the program and schedules functions; others hold variables
-(`hpcstrat.parameter_server`) or run the functions.
+One rank, the coordinator, runs the program and schedules functions. Some of the other
+ranks hold variables (`hpcstrat.parameter_server`), and the remaining ranks, the
+workers, run the functions.
 """
 
 from hpcstrat.parameter_server.coordinator.coordinator import ClusterCoordinator
@@ -15,7 +16,7 @@ from hpcstrat.parameter_server.coordinator.worker import (
     experimental_get_current_worker_index,
 )
 
-# Both are names of tf.distribute, which spells it differently in two modules.
+# tf.distribute uses both spellings, each in another module.
 PerWorkerValue = PerWorkerValues
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Parameter servers without a coordinator: each worker runs the program."""
+"""The strategy with parameter servers in which each worker runs the program."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ if TYPE_CHECKING:
 
 
 class ParameterServerStrategyV1(ParameterServerStrategy):
-    """Variables on some ranks; all others run the program, each for itself.
+    """Parameter servers hold variables; each of the other ranks runs the program.
 
-    Collective over ``comm``. Making a variable in its scope is collective over the
-    workers, which make the same variables in the same order; a worker that has made
-    fewer gets an error when it closes the strategy, or ends. On parameter servers the
+    Collective over ``comm``. Making a variable in the strategy's scope is collective
+    over the workers, which must all make the same variables in the same order. A worker
+    that has made fewer variables than the first worker gets an error when it closes the
+    strategy, and logs that error when its program ends. On parameter servers the
     constructor serves until all workers have ended or closed the strategy, and then
     ends the program by SystemExit. A worker that ends or closes the strategy waits for
-    the others; apart from that, workers do not wait for each other. There is one
-    replica in sync. The form of
+    the other workers; at all other times workers do not wait for each other. There is
+    one replica in sync. The interface is that of
     ``tf.compat.v1.distribute.experimental.ParameterServerStrategy``.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
         Gives each rank a task: any number of ``ps`` and ``worker``, and at most one
-        ``chief``, which is a worker. Default: ranks 1 to ``num_ps`` hold variables, the
-        others work.
+        ``chief``, which is a worker. Default: ranks 1 to ``num_ps`` hold variables, and
+        the other ranks are workers.
     num_ps : int
-        Number of ranks for variables, without a resolver.
+        Number of ranks that hold variables. Not used if there is a resolver.
     comm : mpi4py.MPI.Intracomm, optional
         Default: all ranks of the job.
     settings : Settings, optional
-        Those of rank 0 apply.
+        The settings of rank 0 apply on all ranks.
 
     Raises
     ------
     ValueError
-        If there is not at least one rank for variables and one worker. On every rank.
+        If there is no rank for variables, or no worker. Raised on every rank.
     SystemExit
         On parameter servers, after all workers have ended.
     """
@@ -74,17 +75,17 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
         if cluster.rank in cluster.roles.servers:
             cluster.serve(self)
             sys.exit(0)
-        # Before MPI ends.
+        # This exit function runs before MPI is finalized.
         atexit.register(self.leave)
 
     @property
     def saves_checkpoints(self) -> bool:  # type: ignore[override]
-        """Whether this is the first worker; for the library's own modules."""
+        """Whether this rank is the first worker; for the library's own modules."""
         return self.cluster.coordinates
 
     @property
     def worker_index(self) -> int:
-        """This worker's number; the first one makes variables and saves checkpoints."""
+        """The index of this worker; worker 0 makes variables and saves checkpoints."""
         return self.roles.workers.index(self.cluster.rank)
 
     def _require_coordinator(self, what: str) -> None:
@@ -141,13 +142,13 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def close(self) -> None:
         """Wait until all workers have closed the strategy or ended, and free it.
 
-        Collective over the workers, which need not come at the same time. A second call
+        Collective over the workers: each waits here for the last one. A second call
         does nothing.
 
         Raises
         ------
         ValueError
-            If the first worker has made variables that this one has not.
+            If the first worker has made variables that this worker has not made.
         """
         problem = self._not_made_here(self._end(closes=True))
         if problem:
@@ -156,16 +157,17 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def leave(self) -> None:
         """Wait until all workers have closed the strategy or ended.
 
-        Logs variables of the first worker that this one has not made. For the library's
-        own modules.
+        Logs an error with the variables that the first worker has made and this worker
+        has not. For the library's own modules.
         """
         problem = self._not_made_here(self._end(closes=False))
         if problem:
-            # The end of a program raises nothing.
+            # This runs at the end of the program, where an exception would have no
+            # effect.
             get_logger().error(problem)
 
     def _not_made_here(self, left: list[Any]) -> str:
-        """Name the variables that this worker has not made, if any."""
+        """Return a message that names the variables not made here, or ""."""
         names = [message[0][0] for message in left if isinstance(message[0], tuple)]
         if not names:
             return ""

@@ -1,6 +1,4 @@
-"""A cluster: the roles of ranks (coordinator, servers, workers) and their
-connection.
-"""
+"""The roles of ranks (coordinator, server, worker) and the connection between them."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ _COORDINATORS = ("chief", "coordinator", "master")
 
 @dataclass(frozen=True)
 class Roles:
-    """The role of each rank; workers are in the order of their indices.
+    """The role of each rank; ``workers`` is in the order of the workers' indices.
 
-    If each worker runs the program, the first of them is the coordinator. Spare ranks
-    wait until they take the place of a lost rank.
+    If each worker runs the program, the first worker is also the coordinator. Spare
+    ranks wait until they replace a lost rank.
     """
 
     coordinator: int
@@ -45,7 +43,7 @@ class Roles:
         return self.coordinator in self.workers
 
     def with_replaced(self, lost: int, spare: int) -> Roles:
-        """Return the roles after a spare rank has taken the place of a lost one."""
+        """Return the roles after a spare rank has replaced a lost rank."""
 
         def replaced(ranks: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(spare if rank == lost else rank for rank in ranks)
@@ -56,10 +54,11 @@ class Roles:
 
 
 class Cluster:
-    """The connection of all ranks of a strategy, and the part of this rank in it.
+    """The connection between all ranks of a strategy, and this rank's role in it.
 
-    Collective over ``request.comm``. Errors are raised on every rank. If a rank is lost
-    meanwhile, and losses are survived, the remaining ranks are connected.
+    Collective over ``request.comm``. An error is raised on every rank. If a rank is
+    lost during the call, and the strategy survives losses, the remaining ranks are
+    connected.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Cluster:
                     raise
             if not request.survives or _all_agree(made, request):
                 return
-            # No rank has begun to work, so that roles can be given anew.
+            # No rank has begun to serve yet, so the remaining ranks can get new roles.
             if made:
                 self._connection.abandon(self._key)
             comm = request.comm or Topology.world()
@@ -106,7 +105,8 @@ class Cluster:
             lost = comm.size - left.size
             request = replace(request, comm=left)
             spare_ranks = max(spare_ranks - lost, 0)
-            # Other ranks may end before MPI has reported the loss here.
+            # Skip MPI_Finalize: it may wait forever for ranks that exit early after a
+            # loss.
             abandon_mpi()
             if left.rank == 0:
                 get_logger().warning(
@@ -130,7 +130,8 @@ class Cluster:
         topology = self._connection.topology
         self.settings = self._connection.settings
         self.topology = topology
-        # If a rank may be lost, a collective call may never end.
+        # Close without collective calls if ranks may be lost: such a call may never
+        # end.
         ends = self._connection.abandon if request.survives else self._connection.close
         with ExitStack() as undo:
             undo.callback(ends, self._key)
@@ -157,9 +158,7 @@ class Cluster:
         return self.rank == self.roles.coordinator
 
     def serve(self, strategy: Any) -> None:
-        """Serve as this rank's role says, until the coordinator closes its strategy or
-        ends.
-        """
+        """Run this rank's role until the coordinator closes its strategy or ends."""
         self.mailbox.on_loss = self._require_coordinator
         ended = self._await_place() if self.rank in self.roles.spares else None
         roles = self.roles
@@ -174,9 +173,11 @@ class Cluster:
         self.end(closes=ended)
 
     def _await_place(self) -> bool | None:
-        """Wait as a spare rank for a role; return whether all close if they end before.
+        """Wait, as a spare rank, until this rank gets a role, and return None.
 
-        It sleeps, as other ranks may need its core.
+        If the coordinator ends before, return whether it closed its strategy.
+
+        The rank sleeps while it waits, because other ranks may need its core.
         """
         while self.rank in self.roles.spares:
             _, (kind, *rest) = self.mailbox.wait(self.mailbox.poll, lambda: "a place")
@@ -186,22 +187,23 @@ class Cluster:
             if kind == "roles":
                 self.take(rest[0])
         if self.rank in self.roles.servers:
-            # Servers wait for the end of their users: this rank is none any more.
+            # Servers run until their users end. Tell them that this rank is no user any
+            # more.
             for server in self.roles.servers:
                 if server != self.rank:
                     self.mailbox.send(server, ("serves",))
         return None
 
     def take(self, roles: Roles) -> None:
-        """Take new roles of all ranks."""
+        """Set new roles of all ranks on this rank."""
         self.roles = roles
         self.client.use(roles.servers)
 
     def replace(self, lost: int) -> int | None:
-        """Give the place of a lost rank to a spare one, and return it; None without
-        one.
+        """Replace a lost rank by a spare rank, and return the spare rank or None.
 
-        On the coordinator, which tells all ranks that use servers.
+        Runs on the coordinator, which sends the new roles to all ranks that use
+        servers.
         """
         lives = (r for r in self.roles.spares if r not in self.mailbox.lost)
         spare = next(lives, None)
@@ -223,20 +225,21 @@ class Cluster:
             )
 
     def end(self, *, closes: bool) -> list[Any]:
-        """Wait until all have ended; free everything if all of them close.
+        """Wait until all ranks have ended; free everything if all close the strategy.
 
-        For ranks that use servers, which serve until the last of these has ended;
-        workers call it after their present function. Returns the messages that this
-        rank has not taken.
+        For ranks that use servers. The servers run until the last of these ranks has
+        ended. A worker calls this method after its present function. Returns the
+        messages that this rank has not processed.
         """
         mailbox, roles = self.mailbox, self.roles
         mailbox.on_loss = lambda lost: None
-        # If a rank may be lost, a collective call may never end.
+        # Close without collective calls if ranks may be lost: such a call may never
+        # end.
         closes = closes or self.topology.survives
         others = (*roles.workers, *roles.spares) if self.coordinates else ()
         for rank in (*others, *roles.servers):
             if rank != self.rank:
-                # Some ranks may not know of a loss.
+                # Some ranks may not have noticed a loss yet.
                 mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
         told: dict[int, bool] = {}
         left: list[Any] = []
@@ -251,7 +254,7 @@ class Cluster:
             mailbox.leave_answers()
             return mailbox.lost.union(told) >= set(roles.servers)
 
-        # No warnings about workers that run the program, which may take any time.
+        # Do not warn of late workers that run the program: a program may take any time.
         warns = self.coordinates and not roles.between_graph
         mailbox.wait(all_told, lambda: "the other ranks to end", warns=warns)
         if all(told.values()):
@@ -259,10 +262,11 @@ class Cluster:
         return left
 
     def _close(self) -> None:
-        """Free everything; collective, unless losses are survived."""
+        """Free everything; a collective call, unless the strategy survives losses."""
         if self.topology.survives:
             if self.mailbox.lost:
-                # Other ranks may end before MPI has reported the loss here.
+                # Skip MPI_Finalize: it may wait forever for ranks that exit early after
+                # a loss.
                 abandon_mpi()
             self._connection.abandon(self._key)
             return
@@ -272,7 +276,7 @@ class Cluster:
 
 
 def _roles(tasks: Sequence[Any], between_graph: bool) -> Roles:
-    """Return the roles, or raise the same error on every rank."""
+    """Return the roles of all ranks, or raise the same error on every rank."""
     size = len(tasks)
     counts = {numbers for _, numbers in tasks}
     if all(task is not None and task[0] for task, _ in tasks):
@@ -299,7 +303,7 @@ def _roles(tasks: Sequence[Any], between_graph: bool) -> Roles:
 
 
 def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
-    """Return the roles by the tasks of the ranks' resolvers."""
+    """Return the roles that the ranks' resolvers name."""
 
     def ranks(*kinds: str) -> tuple[int, ...]:
         chosen = [(task[1] or 0, r) for r, task in enumerate(tasks) if task[0] in kinds]
@@ -323,7 +327,7 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
 
 
 def _is_loss(error: Exception, request: StrategyRequest) -> bool:
-    """Whether an error while the ranks connect reports a lost rank."""
+    """Return whether an error, raised while ranks connect, reports a lost rank."""
     mpi = running_mpi()
     if mpi is None or isinstance(error, RankLostError):
         return mpi is not None
@@ -331,7 +335,7 @@ def _is_loss(error: Exception, request: StrategyRequest) -> bool:
 
 
 def _all_agree(made: bool, request: StrategyRequest) -> bool:
-    """Whether all ranks have connected and none was lost; the same on all."""
+    """Return whether all ranks have connected; the result is equal on all ranks."""
     try:
         return bool((request.comm or Topology.world()).Agree(int(made)))
     except Exception as error:

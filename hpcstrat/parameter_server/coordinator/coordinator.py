@@ -1,4 +1,4 @@
-"""The coordinator: schedules functions on workers, and gets their results."""
+"""The coordinator, which schedules functions on workers and receives their results."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from hpcstrat.parameter_server.coordinator.worker import (
 from hpcstrat.parameter_server.handles import error_of, unpickled
 from hpcstrat.parameter_server.mailbox import one_thread_at_a_time
 
-# Number of queued calls from which on `schedule` waits.
+# `schedule` waits while this number of calls is queued.
 _MOST_QUEUED = 256 << 10
-# Time for which a worker has calls in advance: it does not wait for the coordinator,
-# and slow functions do not queue up on one worker.
+# A worker gets calls in advance for about this time. A longer time would queue slow
+# functions on one worker; with a shorter time, workers would wait for the coordinator.
 _AHEAD_SECONDS = 0.002
 _MOST_AHEAD = 64
 _NOTHING = b""
@@ -49,19 +49,19 @@ _NOTHING = b""
 class ClusterCoordinator:
     """Schedules functions on the workers of a cluster.
 
-    A strategy has one coordinator: making another returns the first. Each of its
-    methods sends functions to workers, some in advance. In a scheduled function it only
-    gives its strategy. Several threads may use it.
+    A strategy has one coordinator: making a second one returns the first. Queued
+    functions are sent to workers only during calls of its methods. In a scheduled
+    function a coordinator has only the property `strategy`. Several threads may use it.
 
     Parameters
     ----------
     strategy : ParameterServerStrategy
-        Open; this rank is its coordinator.
+        An open strategy, of which this rank is the coordinator.
 
     Raises
     ------
     TypeError
-        For another strategy.
+        If ``strategy`` is no ParameterServerStrategy, or each worker runs the program.
     """
 
     _strategy: ParameterServerStrategy
@@ -91,7 +91,7 @@ class ClusterCoordinator:
         ranks = strategy.roles.workers
         self._workers = [WorkerRecord(index, rank) for index, rank in enumerate(ranks)]
         self._by_rank = {worker.rank: worker for worker in self._workers}
-        # Workers whose ranks were lost, until spare ranks are looked for.
+        # Workers whose ranks were lost, and that may still get a spare rank.
         self._vacant: deque[WorkerRecord] = deque()
         self._queue: deque[ScheduledCall] = deque()
         self._functions = Functions()
@@ -105,7 +105,7 @@ class ClusterCoordinator:
 
     @property
     def strategy(self) -> ParameterServerStrategy:
-        """The strategy whose workers these are."""
+        """The strategy whose workers run the functions."""
         return self._strategy
 
     def schedule(
@@ -114,19 +114,20 @@ class ClusterCoordinator:
         args: Any = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let any worker call a function; return at once.
+        """Queue a function for any worker, and return without waiting for it.
 
-        Not collective; on the coordinator. Functions may run in any order. After the
-        loss of a worker its functions run again elsewhere, from their beginning. Waits
-        only if 262,144 functions are queued.
+        Not collective; on the coordinator. Functions may run in any order. If a worker
+        is lost, other workers run its unfinished functions again from the beginning.
+        The call waits only while 262,144 functions are queued.
 
         Parameters
         ----------
         fn : callable
-            Pickled once, with all that it captures at that time; variables, optimizers
-            and the strategy are sent as handles.
+            Pickled once, with the values that it captures at that time. Variables,
+            optimizers and the strategy are sent as handles.
         args : sequence, optional
-            Positional arguments; for a PerWorkerValues each worker takes its own value.
+            Positional arguments. In place of a PerWorkerValues each worker gets its own
+            value.
         kwargs : mapping, optional
             Keyword arguments.
 
@@ -138,15 +139,15 @@ class ClusterCoordinator:
         Raises
         ------
         TypeError
-            If ``fn`` cannot be called.
+            If ``fn`` is not callable.
         ValueError
             For a RemoteValue as an argument.
         UnavailableError
             If a parameter server is lost; see `recover`.
         Exception
-            The first error of an earlier function, once, after all functions under way
-            have ended. Functions that have not begun are cancelled, and ``fn`` is not
-            scheduled.
+            The first error of an earlier function. It is raised once, after all running
+            functions have ended. Functions that have not begun are cancelled, and
+            ``fn`` is not scheduled.
         """
         self._require_open()
         if not callable(fn):
@@ -192,17 +193,17 @@ class ClusterCoordinator:
     def recover(self) -> None:
         """Continue with the remaining parameter servers, after an UnavailableError.
 
-        Not collective; on the coordinator. Waits until the functions under way have
-        ended, and cancels all others. Variables of lost servers move, as zeros, to
-        spare ranks or to the remaining servers, and optimizers begin anew: restore the
-        last checkpoint of all variables and optimizers before the next function.
-        Per-worker data sets continue at their positions.
+        Not collective; on the coordinator. Cancels functions that have not begun, and
+        waits for those that run. Variables of lost servers are made again, with zeros,
+        on spare ranks or on the remaining servers, and the state of optimizers is
+        reset. So restore the last checkpoint of all variables and optimizers before the
+        next function. Per-worker data sets continue at their positions.
 
         Raises
         ------
         UnavailableError
-            If no server or no worker is left, or another is lost meanwhile; then call
-            it again.
+            If no server or no worker is left, or if another is lost during the call; in
+            the second case call `recover` again.
         """
         self._require_open()
         with self.lock:
@@ -212,7 +213,7 @@ class ClusterCoordinator:
             self._unavailable = self._error = None
             self._require_worker()
             self._strategy.move_from_lost()
-            # Pickled functions name the old places of variables.
+            # Functions pickled before refer to the old servers of variables.
             self._functions.clear()
             for worker in self._workers:
                 worker.functions.clear()
@@ -227,14 +228,14 @@ class ClusterCoordinator:
 
     @one_thread_at_a_time
     def done(self) -> bool:
-        """Whether all scheduled functions have ended.
+        """Return whether all scheduled functions have ended.
 
         Not collective; on the coordinator.
 
         Returns
         -------
         bool
-            True also after an error, which `join` raises.
+            Also True if a function has failed; `join` raises its error.
 
         Raises
         ------
@@ -252,7 +253,8 @@ class ClusterCoordinator:
         For the library's own modules.
         """
         self._pump()
-        # Kept calls, such as the iterator of a data set, write no variable.
+        # Calls whose result stays on a worker, such as making an iterator of a data
+        # set, write no variable, so they are not counted.
         count = len(self._queue) + sum(
             not call.keep
             for worker in self._workers
@@ -273,12 +275,12 @@ class ClusterCoordinator:
         Parameters
         ----------
         val : tree
-            Other leaves stay as they are.
+            A structure with RemoteValues. Its other leaves are returned unchanged.
 
         Returns
         -------
         tree
-            A PerWorkerValues becomes a tuple.
+            The structure of ``val``; a PerWorkerValues is replaced by a tuple.
 
         Raises
         ------
@@ -293,13 +295,15 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Make a data set on each worker.
 
-        Not collective; on the coordinator. Waits until all workers have made it. Each
-        has the whole data set: the input context has one pipeline.
+        Not collective; on the coordinator. Waits until each worker has made its data
+        set. Data sets are not divided among workers: the input context names one
+        pipeline.
 
         Parameters
         ----------
         dataset_fn : callable or Dataset
-            Returns an iterable; runs on each worker.
+            A function that returns an iterable, and that each worker calls; or a
+            Dataset.
 
         Returns
         -------
@@ -330,7 +334,7 @@ class ClusterCoordinator:
 
     @one_thread_at_a_time
     def _on_each_worker(self, fn: Any, *args: Any) -> list[RemoteValue]:
-        """Call a function on each worker, which keeps the result."""
+        """Call a function on each worker; each worker keeps its own result."""
         values = []
         for worker in self._workers:
             call = self._call(self._remote_value((fn, args)), fn, args, {})
@@ -340,7 +344,7 @@ class ClusterCoordinator:
         return values
 
     def _remote_value(self, recipe: Any = None) -> RemoteValue:
-        """Return the value of a new call; with a ``recipe`` it stays on its worker."""
+        """Return a new RemoteValue; with a ``recipe`` its worker keeps the result."""
         self._count += 1
         return RemoteValue(self, self._count, recipe)
 
@@ -377,7 +381,7 @@ class ClusterCoordinator:
         self._mailbox.send(worker.rank, ("calls", told, functions))
 
     def _pump(self) -> None:
-        """Receive messages, and send functions to workers that need some."""
+        """Receive messages, and send functions to workers that have few."""
         while (found := self._mailbox.poll()) is not None:
             rank, (_, mean, results, lost) = found
             self._mailbox.hear(lost)
@@ -423,7 +427,7 @@ class ClusterCoordinator:
                 call.remote._settle(FAILED, self._unavailable or _cancelled())
 
     def _fail(self, call: ScheduledCall, error: Exception) -> None:
-        """Note a function's error, and cancel functions that have not begun."""
+        """Record the error of a function, and cancel functions that have not begun."""
         call.remote._settle(FAILED, error)
         # Later errors are raised only when their own values are fetched.
         if call.keep or self._error is not None:
@@ -446,9 +450,10 @@ class ClusterCoordinator:
             raise self._unavailable
 
     def _raise_error(self) -> None:
-        """Raise the first error of the functions, after all have ended.
+        """Raise the first error of the scheduled functions, after all have ended.
 
-        So no earlier function writes or fails while the program handles the error.
+        Waiting for the running functions ensures that none of them writes a variable or
+        fails while the program handles the error.
         """
         if self._error is None:
             return
@@ -457,16 +462,16 @@ class ClusterCoordinator:
         with self.lock:
             error, self._error = self._error, None
         if error is not None:
-            # Another thread may have raised it.
+            # It is None if another thread has raised the error.
             raise error
 
     def _is_idle(self) -> bool:
         return not self._queue and not any(w.under_way for w in self._workers)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Wait, and warn of late workers; the loss of a server ends the wait.
+        """Wait until ``ready`` is true, or a server is lost; warn of late workers.
 
-        Other threads go on, as functions may wait for them.
+        The lock is free between checks, because functions may wait for other threads.
         """
         self._warned_at = time.monotonic()
 
@@ -497,9 +502,10 @@ class ClusterCoordinator:
                 )
 
     def _lose(self, lost: set[int]) -> None:
-        """Queue the functions of lost workers again; note the loss of a server.
+        """Queue the functions of lost workers again, and record the loss of a server.
 
-        It may be called while a message is sent, so it sends only small ones.
+        It may be called while a large message is being sent, so it sends only small
+        messages.
         """
         for rank in lost:
             worker = self._by_rank.pop(rank, None)
@@ -529,9 +535,9 @@ class ClusterCoordinator:
             self._cancel()
 
     def _run_again(self, worker: WorkerRecord, calls: list[ScheduledCall]) -> int:
-        """Queue a lost worker's functions first; return how many.
+        """Put a lost worker's functions at the head of the queue; return their number.
 
-        A spare rank that takes its place makes its kept values again.
+        Values that the worker keeps are not queued: a spare rank makes them again.
         """
         again = [call for call in calls if not call.keep]
         self._queue.extendleft(reversed(again))
@@ -540,13 +546,13 @@ class ClusterCoordinator:
         return len(again)
 
     def _fail_kept(self, worker: WorkerRecord) -> None:
-        """End the wait for values that a lost worker was to make."""
+        """Fail values that a lost worker has not made, so that no wait continues."""
         for value in list(worker.kept.values()):
             if value._state == WAITING:
                 value._settle(FAILED, _lost_error(worker))
 
     def _fill(self, worker: WorkerRecord) -> None:
-        """Give the place of a lost worker to a spare rank, if there is one."""
+        """Replace the rank of a lost worker by a spare rank, if there is one."""
         spare = self._strategy.cluster.replace(worker.rank)
         self._vacant.popleft()
         if spare is None:
@@ -555,7 +561,7 @@ class ClusterCoordinator:
         worker.rank, worker.depth = spare, 1
         worker.functions.clear()
         self._by_rank[spare] = worker
-        # In order of their numbers, as iterators need their data sets.
+        # Make kept values in order of their numbers: a data set before its iterator.
         for _, value in sorted(worker.kept.items()):
             fn, args = value._recipe
             value._settle(WAITING, None)
@@ -569,7 +575,7 @@ class ClusterCoordinator:
             )
 
     def wait_for(self, value: RemoteValue) -> None:
-        """Wait until a function has ended; for the library's own modules."""
+        """Wait until a value's function has ended; for the library's own modules."""
         if value._state == WAITING:
             self._require_open()
             self._wait(lambda: value._state != WAITING)
@@ -578,7 +584,7 @@ class ClusterCoordinator:
 
     @one_thread_at_a_time
     def load(self, value: RemoteValue) -> Any:
-        """Return a result; ask its worker for it if necessary.
+        """Return the result of a function; fetch it from its worker if necessary.
 
         For the library's own modules.
         """
@@ -593,11 +599,12 @@ class ClusterCoordinator:
         return unpickled(content, lambda handle: self._strategy.resolve(*handle))
 
     def drop(self, worker: int, number: int) -> None:
-        """Let a worker forget a value, with the next message.
+        """Queue a request that a worker forget a value; it is sent at a later call.
 
         For the library's own modules.
         """
-        # The garbage collector calls this, so no message is sent now.
+        # The garbage collector may call this method at any time, so it sends no
+        # message.
         self._dropped.append((worker, number))
 
     def _require_open(self) -> None:

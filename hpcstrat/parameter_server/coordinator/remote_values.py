@@ -1,4 +1,4 @@
-"""Remote values: results of scheduled functions."""
+"""RemoteValue and PerWorkerValues: the results of scheduled functions."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ WAITING, READY, KEPT, FAILED = range(4)
 
 
 class RemoteValue:
-    """The result of a scheduled function, on its worker until it is fetched.
+    """The result of a scheduled function; its worker has large results until `fetch`.
 
-    Made by ``ClusterCoordinator.schedule``. Small results come with the message that
-    the function has ended.
+    ``ClusterCoordinator.schedule`` returns it. A small result, up to 16 KiB, is sent to
+    the coordinator at once, in the message that the function has ended.
 
     Parameters
     ----------
     coordinator : ClusterCoordinator
-        The coordinator that has scheduled the function.
+        The coordinator that scheduled the function.
     number : int
         Number of the call.
     recipe : tuple, optional
-        The function and its arguments, for a value that stays on its worker, and that a
-        spare rank makes again if the worker is lost.
+        The function and its arguments, only for a value that its worker keeps. A spare
+        rank makes this value again if the worker is lost.
     """
 
     def __init__(self, coordinator: Any, number: int, recipe: Any = None) -> None:
@@ -30,7 +30,7 @@ class RemoteValue:
         self._number = number
         self._recipe = recipe
         self._state = WAITING
-        # Bytes, an error, or the rank of the worker that keeps the value.
+        # By state: bytes (READY), the worker's rank (KEPT), or an exception (FAILED).
         self._content: Any = None
 
     def fetch(self) -> Any:
@@ -41,16 +41,16 @@ class RemoteValue:
         Returns
         -------
         object
-            A copy, arrays as arrays of NumPy.
+            A copy of the function's result.
 
         Raises
         ------
         CancelledError
-            If the function was not run, because an earlier one had failed.
+            If the function did not run, because an earlier function had failed.
         UnavailableError
-            If a parameter server is lost, or the worker that keeps the result.
+            If a parameter server is lost, or the worker that keeps the result is lost.
         Exception
-            An error of the function.
+            The exception that the function raised.
         """
         self._coordinator.wait_for(self)
         if self._state == FAILED:
@@ -58,14 +58,14 @@ class RemoteValue:
         return self._coordinator.load(self)
 
     def get(self) -> Any:
-        """Return the value as `fetch` does.
+        """Wait for the function and return its result, like `fetch`.
 
         Not collective; on the coordinator.
 
         Returns
         -------
         object
-            As of `fetch`.
+            A copy of the function's result.
         """
         return self.fetch()
 
@@ -73,7 +73,7 @@ class RemoteValue:
         self._state, self._content = state, content
 
     def _handle(self) -> NoReturn:
-        """Refuse to be sent."""
+        """Raise ValueError, because a RemoteValue cannot be sent to a worker."""
         raise ValueError(
             "expected no RemoteValue in a scheduled function or its arguments, found "
             "one; fetch it first"
@@ -89,17 +89,17 @@ class RemoteValue:
 
 
 class PerWorkerValues:
-    """A value for each worker; a scheduled function gets that of its worker.
+    """One value for each worker; a scheduled function gets the value of its worker.
 
     Parameters
     ----------
     values : sequence of RemoteValue
-        In the order of the workers.
+        The values, in the order of the workers' indices.
 
     Raises
     ------
     AssertionError
-        For other values.
+        If an item of ``values`` is no RemoteValue.
     """
 
     def __init__(self, values: Sequence[RemoteValue]) -> None:
@@ -113,11 +113,11 @@ class PerWorkerValues:
 
     @property
     def values(self) -> tuple[RemoteValue, ...]:
-        """The workers' values."""
+        """The values, in the order of the workers' indices."""
         return self._values
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return the numbers under which the workers keep them."""
+        """Return the handle: the numbers under which the workers keep the values."""
         return "per_worker", 0, tuple(value._number for value in self._values)
 
     def __repr__(self) -> str:
@@ -125,9 +125,9 @@ class PerWorkerValues:
 
 
 class PerWorkerDataset(PerWorkerValues):
-    """A data set on each worker; iterate over it to get an argument for functions.
+    """A data set on each worker; ``iter`` returns an argument for scheduled functions.
 
-    Made by ``ClusterCoordinator.create_per_worker_dataset``.
+    ``ClusterCoordinator.create_per_worker_dataset`` returns it.
     """
 
     def __iter__(self) -> PerWorkerIterator:

@@ -1,4 +1,4 @@
-"""The coordinator's records of functions, their calls, and workers."""
+"""The coordinator's records of scheduled functions, of their calls, and of workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_FUNCTIONS = 1024
 
 
 class ScheduledCall:
-    """A call of a function that is queued, or under way on a worker."""
+    """A call of a function that is queued on the coordinator, or sent to a worker."""
 
     __slots__ = ("args", "function", "keep", "number", "payload", "remote", "since")
 
@@ -24,41 +24,43 @@ class ScheduledCall:
         self.function = function
         self.remote = remote
         self.payload: bytes | None = None
-        # Keeps values on workers alive that the payload names.
+        # A reference to the arguments keeps those values alive that workers hold for
+        # them.
         self.args: Any = None
-        # Whether the value stays on the worker, which can make it again.
+        # Whether the worker keeps the result, which a spare rank can make again.
         self.keep = remote._recipe is not None
         self.since = 0.0
 
 
 class WorkerRecord:
-    """A worker: its rank, its calls, and the functions and values that it has."""
+    """A worker: its rank, the calls sent to it, and its functions and values."""
 
     __slots__ = ("depth", "functions", "index", "kept", "rank", "under_way")
 
     def __init__(self, index: int, rank: int) -> None:
         self.index, self.rank = index, rank
-        # How many calls it gets at a time.
+        # Maximum number of calls that the worker has at a time.
         self.depth = 1
         self.functions: set[int] = set()
         self.under_way: dict[int, ScheduledCall] = {}
-        # By number: values that the worker makes once, for later calls to use.
+        # By number: values that the worker makes once and keeps for later calls.
         self.kept: weakref.WeakValueDictionary[int, RemoteValue] = (
             weakref.WeakValueDictionary()
         )
 
 
 class Functions:
-    """Functions that were scheduled, each pickled once under a number."""
+    """The scheduled functions; each has a number and is pickled once."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        # By `_identity`; each function is kept, so that no other has its identity.
+        # By `_identity`: number and function. The reference to a function keeps it
+        # alive, so that no new function gets the same `id`.
         self._known: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
         self.payloads: dict[int, bytes] = {}
 
     def number(self, fn: Any) -> int:
-        """Return a function's number; the first time it is pickled."""
+        """Return a function's number; pickle the function if it is new."""
         key = _identity(fn)
         if key not in self._known:
             number = next(self._numbers)
@@ -67,7 +69,7 @@ class Functions:
         return self._known[key][0]
 
     def is_full_for(self, fn: Any) -> bool:
-        """Whether another function should be forgotten before this one is added."""
+        """Return whether an old function must be forgotten to add a new ``fn``."""
         return len(self._known) >= _MOST_FUNCTIONS and _identity(fn) not in self._known
 
     def forget_oldest(self) -> int:
@@ -83,7 +85,7 @@ class Functions:
 
 
 def pickled_for_workers(value: Any, what: str, fn: Any) -> bytes:
-    """Pickle a function or ``what`` belongs to it; an error names the function."""
+    """Pickle a function or its arguments; a note in an error names the function."""
     try:
         return pickled(value)
     except Exception as error:
@@ -95,14 +97,15 @@ def pickled_for_workers(value: Any, what: str, fn: Any) -> bytes:
 
 
 def _identity(fn: Any) -> Any:
-    """Return a key that no other function has while this one is alive.
+    """Return a key that no other function has while ``fn`` is alive.
 
-    Not the function itself: callable objects may compare equal and do different things.
-    Each access makes a new bound method.
+    The key is not the function itself, because callable objects that compare equal may
+    do different things. A bound method gets the ids of its object and its function,
+    because each attribute access makes a new bound method.
     """
     if isinstance(fn, types.MethodType):
         return id(fn.__self__), id(fn.__func__)
     if isinstance(fn, (types.BuiltinMethodType, types.MethodWrapperType)):
-        # They compare the identities of object and function.
+        # Methods of these types compare the identities of their object and function.
         return fn
     return id(fn)

@@ -1,4 +1,4 @@
-"""The strategy of a coordinator, workers and parameter servers."""
+"""ParameterServerStrategy: one coordinator, workers, and parameter servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAME = "ParameterServerStrategy"
 
 
 class ServerDef(NamedTuple):
-    """The task of a `Server`, as the program has named it."""
+    """The task of a `Server`, with the values that the program passed."""
 
     cluster: ClusterSpec
     job_name: str
@@ -42,30 +42,31 @@ class ServerDef(NamedTuple):
 
 
 class Server:
-    """The task of a rank that is not the coordinator, called by the program.
+    """The task of a rank that is not the coordinator; the program starts it by `join`.
 
-    Use it instead of a ParameterServerStrategy, which ends the program of such a rank
-    after the coordinator; `join` returns then. The first arguments are those of
-    ``tf.distribute.Server``, or only a resolver; the others are those of
-    ParameterServerStrategy.
+    On a rank that is not the coordinator, the constructor of ParameterServerStrategy
+    never returns: it ends the program when the coordinator ends. Use a Server instead
+    if the program must continue: `join` returns when the coordinator ends. The first
+    arguments are those of ``tf.distribute.Server``, or only a resolver; the keyword
+    arguments are those of ParameterServerStrategy.
 
     Parameters
     ----------
     server_or_cluster_def : ClusterSpec, mapping, ServerDef or ClusterResolver, optional
-        All tasks, or a resolver, which also has this rank's task. Default: tasks by the
-        numbers of the ranks.
+        All tasks, or a resolver, which also names this rank's task. Default: the rank's
+        number determines its task.
     job_name : str, optional
-        Job of this rank, with a ClusterSpec of several jobs.
+        Job of this rank; needed if the ClusterSpec has several jobs.
     task_index : int, optional
-        Number of this rank in its job, if that has several tasks.
+        Index of this rank in its job; needed if the job has several tasks.
     protocol : str, optional
-        Protocol in `target`; messages are those of MPI.
+        Protocol in `target`. It has no other effect: all messages use MPI.
     config : object, optional
-        Accepted for tf.distribute's sake.
+        Ignored; accepted because tf.distribute has it.
     start : bool
-        Accepted for tf.distribute's sake: `join` serves.
+        Ignored; accepted because tf.distribute has it. `join` always serves.
     cluster_resolver : ClusterResolver, optional
-        As first argument.
+        A resolver, instead of the first argument.
     num_ps, spare_ranks : int
         As for ParameterServerStrategy.
     comm : mpi4py.MPI.Intracomm, optional
@@ -78,9 +79,10 @@ class Server:
     Raises
     ------
     ValueError
-        If the cluster has no such task, or several and none is named.
+        If the cluster does not have the named task, or has several tasks and none is
+        named.
     TypeError
-        For tasks in another form.
+        If the tasks have another type.
     """
 
     def __init__(  # noqa: PLR0917 - the order of tf.distribute
@@ -139,14 +141,14 @@ class Server:
         )
 
     def start(self) -> None:
-        """Do nothing: `join` serves.
+        """Do nothing, because `join` serves.
 
         Not collective.
         """
 
     @property
     def target(self) -> str:
-        """Address of this task, with the protocol before it; empty if unknown."""
+        """Address of this task, such as ``"grpc://node1:2222"``, or "" if unknown."""
         resolver = self._resolver
         if resolver is None:
             return ""
@@ -155,7 +157,7 @@ class Server:
 
     @property
     def server_def(self) -> ServerDef:
-        """All tasks, and the task of this rank."""
+        """All tasks of the cluster, and the task of this rank."""
         resolver = self._resolver
         if resolver is None or resolver.task_type is None or resolver.task_id is None:
             raise ValueError(
@@ -167,18 +169,19 @@ class Server:
         return ServerDef(spec, resolver.task_type, resolver.task_id, self._protocol)
 
     def join(self) -> None:
-        """Serve as this rank's task says, until the coordinator ends.
+        """Do this rank's task, until the coordinator ends or closes its strategy.
 
-        Collective over ``comm``: the coordinator makes a ParameterServerStrategy.
+        Collective over ``comm``: at the same time the coordinator must make a
+        ParameterServerStrategy.
 
         Raises
         ------
         ValueError
-            If this rank is the coordinator, or there are too few ranks.
+            If this rank is the coordinator, or if there are too few ranks.
         """
         cluster = Cluster(self._request, *self._numbers)
         if cluster.coordinates:
-            # The others serve already; their servers wait for this rank.
+            # The other ranks serve already, and servers run until this rank ends, too.
             cluster.end(closes=True)
             raise ValueError(
                 f"expected a rank other than the coordinator, found rank {cluster.rank}"
@@ -191,49 +194,51 @@ class Server:
 
 
 class ParameterServerStrategy(SingleReplicaStrategy):
-    """Trains asynchronously: servers hold variables, workers run functions.
+    """Trains asynchronously: servers hold the variables, and workers run functions.
 
-    Collective over ``comm``. All ranks run the same program. On the coordinator the
-    constructor returns. On other ranks it serves until the coordinator closes the
-    strategy or ends, and then ends the program by SystemExit. There is one replica in
-    sync.
+    Collective over ``comm``. All ranks start the same program. Only on the coordinator
+    does the constructor return. On the other ranks it serves until the coordinator
+    closes the strategy or ends, and then ends the program by SystemExit. There is one
+    replica in sync.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
         Gives each rank a task: one ``chief``, any number of ``ps``, ``worker`` and
-        ``spare``. Default: rank 0 coordinates, the next ``num_ps`` hold variables, the
-        last ``spare_ranks`` are spare, the others work.
+        ``spare``. Default: rank 0 is the coordinator, the next ``num_ps`` ranks hold
+        variables, the last ``spare_ranks`` ranks are spare, and the ranks between them
+        are workers.
     variable_partitioner : Partitioner, optional
-        Number of shards of a variable; default: variables stay whole.
+        Chooses the number of shards of each variable. Default: each variable is one
+        shard.
     num_ps : int
-        Number of ranks for variables, without a resolver.
+        Number of ranks that hold variables. Not used if there is a resolver.
     spare_ranks : int
-        Number of ranks that wait to take the place of a lost rank, without a resolver.
-        Needs ``on_lost_rank="raise"``.
+        Number of ranks that wait to replace a lost rank. Not used if there is a
+        resolver. Needs ``on_lost_rank="raise"``.
     comm : mpi4py.MPI.Intracomm, optional
         Default: all ranks of the job.
     settings : Settings, optional
-        Those of rank 0 apply. After each ``warn_seconds`` of waiting, the coordinator
-        names the workers that have not ended a function.
+        The settings of rank 0 apply on all ranks. While the coordinator waits, it logs
+        every ``warn_seconds`` which workers have not ended a function.
     on_lost_rank : {"abort", "raise"}
-        Whether the loss of a rank ends the job. With ``"raise"``, which needs ``mpirun
-        --with-ft ulfm``, functions of a lost worker run again elsewhere, a spare rank
-        takes its place, and the loss of a server is an UnavailableError; see
+        Whether the loss of a rank ends the job. ``"raise"`` needs ``mpirun --with-ft
+        ulfm``: functions of a lost worker run again on other workers, a spare rank
+        replaces it, and the loss of a server raises UnavailableError; see
         ``ClusterCoordinator.recover``.
 
     Attributes
     ----------
     coordinator : ClusterCoordinator or None
-        The coordinator of this strategy, once the program has made it.
+        The coordinator of this strategy; None until the program has made it.
 
     Raises
     ------
     ValueError
-        If there is not at least one rank for variables and one worker, or there are
-        spare ranks without ``on_lost_rank="raise"``. On every rank.
+        If there is no rank for variables, or no worker, or if there are spare ranks
+        without ``on_lost_rank="raise"``. Raised on every rank.
     SystemExit
-        On the other ranks, after the coordinator has ended.
+        On all ranks except the coordinator, after the coordinator has ended.
     """
 
     ranks_are_independent = False
@@ -259,8 +264,9 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         if not cluster.coordinates:
             cluster.serve(self)
             sys.exit(0)
-        # The other ranks end with this process, however it ends: an uncaught error ends
-        # all ranks. Registered after the end of MPI, this runs before it.
+        # Let the other ranks end when this process ends. (After an uncaught error, the
+        # whole job is ended.) Exit functions run in reverse order, so this one, which
+        # was registered after that of MPI, runs before MPI is finalized.
         atexit.register(self.leave)
 
     def _begin(self, cluster: Cluster, partitioner: Any) -> None:
@@ -269,27 +275,28 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._settings = cluster.settings
         self.variable_partitioner = partitioner
         self.client = cluster.client
-        # A ClusterCoordinator, which stands above this module.
+        # A ClusterCoordinator; its module imports this one, so the type is not named
+        # here.
         self.coordinator: Any = None
         self.closed = False
         self._num_placed = 0
-        # By number; a worker has only the variables that its functions use.
+        # Variables by number. A worker has only the variables that its functions use.
         self._variables: weakref.WeakValueDictionary[int, ServerVariable] = (
             weakref.WeakValueDictionary()
         )
         self.slots = ServerSlots(self.client, self._variables)
-        # By the optimizer's key, with the number of the newest handle.
+        # By an optimizer's key: the number of its newest handle, and the optimizer.
         self._optimizers: dict[int, tuple[int, Optimizer]] = {}
         self._forgotten: deque[int] = deque()
 
     @property
     def roles(self) -> Roles:
-        """The task of each rank; for the library's own modules."""
+        """The role of each rank; for the library's own modules."""
         return self.cluster.roles
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver in use; None if ranks have roles by their numbers."""
+        """The resolver in use; None if the ranks' numbers determine the roles."""
         return self.__dict__.get("_resolver")
 
     def variable_class(self, options: VariableOptions) -> Any:
@@ -305,17 +312,19 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             )
 
     def told_of(self, variable: ServerVariable) -> Any:
-        """Return where another rank has put a new variable; None if this rank puts it.
+        """Return the servers that another rank chose for a new variable, or None.
+
+        None means that this rank chooses them.
 
         For the library's own modules.
         """
         return None
 
     def not_made(self, error: BaseException) -> None:
-        """Note why a variable could not be made; for the library's own modules."""
+        """Tell other ranks that make the same variable that it failed, and why."""
 
     def next_server(self) -> int:
-        """Return the server of the next variable or shard, in turn.
+        """Return the server for the next variable or shard; servers are used in turn.
 
         For the library's own modules.
         """
@@ -339,17 +348,17 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> Any:
-        """Return a data set that each worker reads as a whole.
+        """Return a data set of which each worker reads all batches.
 
-        Not collective; in the function of a per-worker data set, which returns the
-        result.
+        Not collective. Call it in the function of a per-worker data set, and return its
+        result there.
 
         Parameters
         ----------
         dataset : Dataset or iterable of batches
-            Gives batches.
+            The batches to read.
         options : InputOptions, optional
-            How to read them.
+            Options for reading the batches.
 
         Returns
         -------
@@ -371,16 +380,17 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     ) -> Any:
         """Return the batches that a function makes for this worker.
 
-        Not collective; in the function of a per-worker data set, which returns the
-        result.
+        Not collective. Call it in the function of a per-worker data set, and return its
+        result there.
 
         Parameters
         ----------
         dataset_fn : callable
-            Takes an InputContext, with one pipeline, or as many as there are workers
-            that run the program, and returns an iterable of batches.
+            Takes an InputContext and returns an iterable of batches. The context has
+            one pipeline, or, if each worker runs the program, one pipeline for each
+            worker.
         options : InputOptions, optional
-            How to read them.
+            Options for reading the batches.
 
         Returns
         -------
@@ -396,7 +406,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return super().distribute_datasets_from_function(dataset_fn, options)
 
     def _own_options(self, what: str, options: InputOptions | None) -> InputOptions:
-        """Return options by which each worker has all of the data."""
+        """Return the options with the change that each worker reads all data."""
         if self.cluster.coordinates:
             raise ValueError(
                 f"expected {what} in the function of a per-worker data set, found it "
@@ -410,17 +420,19 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return dataclasses.replace(options or InputOptions(), independent=True)
 
     def known(self, number: int, variable: ServerVariable) -> None:
-        """Note a new variable, and give it restored state; for the library's own
-        modules.
+        """Record a new variable, and send its restored optimizer state to servers.
+
+        For the library's own modules.
         """
         self._variables[number] = variable
         self.slots.give(variable)
 
     def move_from_lost(self) -> None:
-        """Move variables of lost servers to spare ranks or other servers, as zeros.
+        """Make the variables of lost servers again on other ranks, with zeros.
 
-        Optimizers begin anew. On the coordinator, while no function is under way. For
-        the library's own modules.
+        Spare ranks are used first, then the remaining servers. The state of optimizers
+        is reset. Call it on the coordinator, while no function runs. For the library's
+        own modules.
         """
         lost = self.client.mailbox.lost
         places = {
@@ -434,13 +446,14 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self.slots.forget()
 
     def renew(self) -> None:
-        """Forget all objects made from handles; for the library's own modules."""
+        """Forget all objects that handles created; for the library's own modules."""
         self._variables.clear()
         self._optimizers.clear()
 
     def resolve(self, kind: str, number: int, parts: Any) -> Any:
-        """Return the object for a handle from another rank; for the library's own
-        modules.
+        """Return this rank's object for a handle that another rank sent.
+
+        For the library's own modules.
         """
         if kind == "variable":
             variable = self._variables.get(number)
@@ -452,7 +465,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             made, *rest = parts
             last, optimizer = self._optimizers.get(number, (-1, None))
             if made > last:
-                # Functions may still come with older handles, whose options are old.
+                # Functions with an older handle, whose options are older, may still
+                # arrive.
                 newest = Optimizer.from_rule(*rest)
                 optimizer = optimizer or newest
                 vars(optimizer).update(vars(newest))
@@ -461,19 +475,20 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return self
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return the handle that stands for this strategy on other ranks."""
+        """Return the handle that other ranks resolve to their own strategy object."""
         return "strategy", 0, None
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Let servers free a variable's shards, at the next call.
+        """Queue a variable's shards to be freed by the servers at a later call.
 
         For the library's own modules.
         """
-        # The garbage collector calls this, so no message is sent now.
+        # The garbage collector may call this method at any time, so it sends no
+        # message.
         self._forgotten.extend(numbers)
 
     def forget_now(self) -> None:
-        """Tell the servers what to free; for the library's own modules."""
+        """Let the servers free queued shards; for the library's own modules."""
         numbers = []
         while self._forgotten:
             numbers.append(self._forgotten.popleft())
@@ -486,22 +501,22 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             self.coordinator.require_idle(what)
 
     def close(self) -> None:
-        """Let all other ranks end, and free what they share.
+        """Let all other ranks end, and free communicators and shared memory.
 
-        Not collective; on the coordinator. Waits for functions that workers run, and
-        cancels those that have not begun. A second call does nothing.
+        Not collective; on the coordinator. Functions that have not begun are cancelled,
+        and running functions are awaited. A second call does nothing.
         """
         self._end(closes=True)
 
     def leave(self) -> None:
-        """Let all other ranks end with this program, as `close` does.
+        """Let all other ranks end at the end of this program, like `close`.
 
         For the library's own modules.
         """
         self._end(closes=False)
 
     def _end(self, *, closes: bool) -> list[Any]:
-        """End; return messages that this rank has not taken."""
+        """End this rank's part; return the messages that it has not processed."""
         with self.client.lock:
             if self.closed:
                 return []
@@ -525,7 +540,7 @@ class _ServedStrategy(ParameterServerStrategy):
 
 
 def _resolver_of(given: Any, job: str | None, index: int | None) -> ClusterResolver:
-    """Return a resolver of the first arguments of a Server."""
+    """Return a resolver for the first three arguments of a Server."""
     if isinstance(given, ServerDef):
         job, index = job or given.job_name, given.task_index if index is None else index
         given = given.cluster

@@ -1,4 +1,4 @@
-"""A worker: a rank that runs the functions of the coordinator."""
+"""The loop of a worker, a rank that runs the functions that the coordinator sends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcstrat.parameter_server.handles import (
 from hpcstrat.parameter_server.server_variables import ServerVariable
 
 NOTHING, INLINE, ON_WORKER, ERROR, CANCELLED = range(5)
-# Larger results stay until they are fetched.
+# Results that are larger than this stay on the worker until they are fetched.
 _INLINE_BYTES = 16 << 10
 _MOST_UNREPORTED = 64
 _REPORT_SECONDS = 0.001
@@ -28,25 +28,26 @@ _PLAIN = (type(None), int, float, bool, str)
 
 
 class _Current:
-    """The worker that runs a function in this process."""
+    """The index of this process's worker while it runs a function, else None."""
 
     index: int | None = None
 
 
 def experimental_get_current_worker_index() -> int:
-    """Return the index of the worker that runs this function.
+    """Return the index of the worker that runs the calling function.
 
     Not collective.
 
     Returns
     -------
     int
-        From 0.
+        The index, from 0.
 
     Raises
     ------
     RuntimeError
-        Outside of a scheduled function and of the function of a per-worker data set.
+        If it is called outside of a scheduled function, and outside of the function of
+        a per-worker data set.
     """
     if _Current.index is None:
         raise RuntimeError(
@@ -58,13 +59,13 @@ def experimental_get_current_worker_index() -> int:
 
 @dataclass(frozen=True)
 class _FailedValue:
-    """Takes the place of a value that could not be made; has its error."""
+    """The pickled error of a value that could not be made, kept in its place."""
 
     data: bytes
 
 
 class Worker:
-    """Runs functions until the coordinator ends."""
+    """Runs the coordinator's functions until the coordinator ends."""
 
     def __init__(self, strategy: Any, coordinator: int, index: int) -> None:
         self._strategy = strategy
@@ -77,16 +78,15 @@ class Worker:
         self._functions: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}
         self._results: list[tuple[int, int, Any]] = []
-        # Ended functions, with the counts of updates that servers must reach before the
-        # coordinator gets the results.
+        # Ended functions that are not reported yet: the number of updates that each
+        # server must make before the report, then the call's number, result, and
+        # ``keep``.
         self._unmade: deque[tuple[dict[int, int], int, Any, bool]] = deque()
         self._ran, self._seconds, self._reported_at = 0, 0.0, 0.0
         self._ended: bool | None = None
 
     def serve(self) -> bool:
-        """Serve; return whether the coordinator closes its strategy, rather than
-        leaves.
-        """
+        """Run functions until the coordinator ends; return whether it closed first."""
         token = push(self._strategy.cross_entry)
         try:
             while self._ended is None:
@@ -98,7 +98,7 @@ class Worker:
         return self._ended
 
     def _take_messages(self) -> None:
-        """Receive messages; wait for them if no function is queued."""
+        """Receive messages; wait for a message if no function is queued."""
         self._end_made()
         if not self._queue:
             self._report()
@@ -109,15 +109,16 @@ class Worker:
             self._take(found[1])
 
     def _look(self) -> Any:
-        """Return the next message; True if the first pending updates are made."""
+        """Return the next message, or True if the first pending updates are made."""
         found = self._mailbox.poll()
         if found is None and self._unmade:
             return self._client.is_made(self._unmade[0][0])
         return found
 
     def _end_made(self, most: int = _MOST_UNREPORTED) -> None:
-        """Report functions whose updates are made, in order; wait if too many are
-        pending.
+        """Queue the results of functions whose updates are made, in their order.
+
+        If ``most`` or more functions have pending updates, wait for the oldest.
         """
         while self._unmade:
             wanted, number, value, keep = self._unmade[0]
@@ -137,7 +138,7 @@ class Worker:
         data = error_bytes(error)
         self._results.append((number, ERROR, data))
         if keep:
-            # Functions that get this value as an argument raise the error.
+            # A function that gets this value as an argument raises this error.
             self._kept[number] = _FailedValue(data)
         else:
             self._cancel()
@@ -180,7 +181,7 @@ class Worker:
             )
 
     def _cancel(self) -> None:
-        """Drop functions that have not begun, except those that make kept values."""
+        """Drop functions that have not begun, unless their result is to be kept."""
         for call in list(self._queue):
             if not call[3]:
                 self._queue.remove(call)
@@ -193,7 +194,7 @@ class Worker:
         try:
             value = self._call(function, payload)
             if keep:
-                # A later function may use this value.
+                # Keep the value itself, because later functions may use it.
                 self._kept[number] = value
             elif type(value) not in _PLAIN:
                 value = _at_rest(value)
@@ -201,13 +202,15 @@ class Worker:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            # Errors of earlier functions' updates are reported for these.
+            # First report the earlier functions, so that errors of their updates are
+            # not reported for this function.
             self._end_made(most=0)
             with contextlib.suppress(Exception):
                 self._client.flush()
             self._fail(number, error, keep)
         else:
-            # It is reported after its updates are made; the next function can run now.
+            # The result is reported after the updates are made; the next function runs
+            # now.
             self._unmade.append((wanted, number, value, keep))
         finally:
             _Current.index = None
@@ -240,7 +243,8 @@ class Worker:
         try:
             data = pickled(value)
         except Exception:
-            # An error only if the program fetches the value.
+            # A result that cannot be pickled is an error only if the program fetches
+            # it.
             data = b""
         if data and len(data) <= _INLINE_BYTES:
             return INLINE, data
@@ -257,11 +261,11 @@ class Worker:
         return self._strategy.resolve(kind, number, parts)
 
     def _report(self) -> None:
-        """Report ended functions and their mean time to the coordinator."""
+        """Send the results and the mean time of ended functions to the coordinator."""
         if self._results:
             results, self._results = self._results, []
             mean = self._seconds / self._ran if self._ran else 0.0
-            # The coordinator may not have noticed a loss.
+            # Include lost ranks, because the coordinator may not have noticed a loss.
             lost = tuple(self._mailbox.lost)
             self._mailbox.send(self._coordinator, ("done", mean, results, lost))
             self._ran, self._seconds = 0, 0.0
@@ -269,7 +273,7 @@ class Worker:
 
 
 def _at_rest(value: Any) -> Any:
-    """Replace variables in a result, as `assign` returns them, by their values."""
+    """Replace variables in a result (`assign` returns a variable) by their values."""
     return tree_map(
         lambda x: x.read_value() if isinstance(x, ServerVariable) else x, value
     )
