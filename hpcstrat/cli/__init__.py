@@ -1,4 +1,4 @@
-"""The command ``hpcstrat``; works on a login node, without MPI."""
+"""The command ``hpcstrat``, which also works on a login node, without MPI."""
 
 from hpcstrat.cli.main import main
 

@@ -1,4 +1,4 @@
-"""The commands."""
+"""The command ``hpcstrat`` with its subcommands."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def info(workers: int | None, ranks_per_worker: int | None) -> None:
     for name, version in software():
         table.add_row(name, version)
     table.add_row("launcher", launch_words())
-    # Cores of the mask that a launcher has set, not of the machine.
+    # Count the cores in the affinity mask that a launcher has set, not all of the
+    # machine.
     table.add_row("cores for this process", str(len(os.sched_getaffinity(0))))
     each = ranks_per_worker or launch.local_size or 1
     count = workers or max(1, launch.size // each)
@@ -70,7 +71,7 @@ def info(workers: int | None, ranks_per_worker: int | None) -> None:
 
 
 def _sums(num_workers: int, each: int) -> Iterator[tuple[str, str]]:
-    """Give the sizes from which on arrays of the host are summed in each way."""
+    """Yield table rows: for each way to sum host arrays, the sizes that use it."""
     from hpcstrat.engine.collectives.select import schedule
 
     ranks = f"{each} rank{'s' if each > 1 else ''}"

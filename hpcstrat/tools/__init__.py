@@ -1,1 +1,1 @@
-"""Tools around the library, each with its command: doctor, bench, chaos and others."""
+"""The tools of the command ``hpcstrat``: doctor, bench, chaos and others."""

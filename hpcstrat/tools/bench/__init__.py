@@ -1,1 +1,1 @@
-"""Scaling benchmarks for users: measure a launch, store the results, report on many."""
+"""Scaling benchmarks for users: measure a launch, store the figures, report on runs."""

@@ -1,16 +1,16 @@
 """Speed-up, efficiency and time shares of several runs, with their uncertainty.
 
-Let ``n0`` be the number of replicas in the smallest run, ``n`` that of another one, and
-``T0`` and ``T`` the medians of their repeats. In weak scaling the speed-up is ``n T0 /
-T``, in strong scaling ``n0 T0 / T``; parts that are the ``same`` at each size (such as
-a sum of a fixed number of bytes) have none. The efficiency is the speed-up divided by
-``n``, or ``T0 / T`` for parts that are the same.
+Let ``n0`` be the number of replicas in the smallest run, ``n`` the number in another
+run, and ``T0`` and ``T`` the medians of the two runs' repeats. The speed-up is ``n T0 /
+T`` in weak scaling, and ``n0 T0 / T`` in strong scaling. Parts with scaling ``same``,
+such as a sum of a fixed number of bytes, have no speed-up. The efficiency is the
+speed-up divided by ``n``, or ``T0 / T`` for parts with scaling ``same``.
 
 The 95% confidence interval of an efficiency is the bootstrap of medians (Efron and
 Tibshirani 1993, doi:10.1201/9780429246593, percentile intervals): the repeats of both
-runs are resampled with replacement, each time with the same seed. It shows how much the
-figure would change in another measurement on the same nodes, if repeats are
-independent; it does not cover other nodes.
+runs are resampled with replacement, each time with the same seed. The interval shows
+how much the efficiency would change in another measurement on the same nodes, if
+repeats are independent. It says nothing about other nodes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from hpcstrat.tools.bench.verdicts import slow_parts, verdicts
 __all__ = ["RESAMPLES", "Point", "Report", "Series", "analyze", "interval", "read_runs"]
 
 RESAMPLES = 10_000
-# Fixed, so that the same files always give the same page.
+# A fixed seed, so that the same files always result in the same page.
 _SEED = 20260101
 _LEVEL = 95
-# With fewer repeats an interval is unreliable.
+# With fewer repeats than this, an interval is unreliable.
 _LEAST_REPEATS = 5
-# Share of a host's cores; a launcher and the system use a few percent.
+# Warn if other programs use more than this share of a host's cores. A launcher and the
+# system alone use a few percent.
 _MUCH_OF_OTHERS = 0.1
 _ORDER = ("step", "all_reduce", "gradients", "save", "restore", "input")
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -44,10 +45,12 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Figures of one part of one run; shares are fractions of the replicas' time.
+    """The figures of one part in one run.
 
-    ``low`` and ``high`` bound the efficiency. ``slowest_host`` is empty if all waited
-    for each other equally long, and None if that was not observed.
+    ``low`` and ``high`` are the ends of the efficiency's interval. ``late``,
+    ``communication`` and ``input`` are fractions of the replicas' time.
+    ``slowest_host`` is empty if all replicas waited equally long for each other, and
+    None if waiting was not measured.
     """
 
     run: MeasuredRun
@@ -69,7 +72,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One part at several sizes, smallest first."""
+    """One part of the benchmark in several runs, smallest run first."""
 
     name: str
     scaling: str
@@ -78,15 +81,15 @@ class Series:
 
     @property
     def observed(self) -> bool:
-        """Whether the shares of the time are known."""
+        """Whether the shares of a step's time were measured in all runs."""
         return all(point.late is not None for point in self.points)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The content of a page.
+    """The content of the web page that ``hpcstrat bench report`` writes.
 
-    ``notes`` are warnings about the figures, ``verdicts`` are advice.
+    ``notes`` are warnings about the figures, and ``verdicts`` are advice.
     """
 
     runs: tuple[MeasuredRun, ...]
@@ -95,13 +98,16 @@ class Report:
     verdicts: tuple[str, ...] = field(default=())
 
     def of(self, name: str) -> list[Series]:
-        """Return the series of a part."""
+        """Return all series of the part with this name."""
         return [series for series in self.series if series.name == name]
 
 
 def read_runs(paths: Sequence[str]) -> list[MeasuredRun]:
-    """Read files, smallest run first; BenchError if they do not belong together."""
-    # A shell pattern and a name may give one file twice.
+    """Read run files; return the runs, smallest first.
+
+    Raises BenchError if two runs have the same size, or measured different problems.
+    """
+    # Read each file once, even if a shell pattern and a name both select it.
     runs = [read_run(path) for path in dict.fromkeys(paths)]
     runs.sort(key=lambda run: (run.num_replicas, run.num_workers))
     seen: dict[tuple[int, ...], MeasuredRun] = {}
@@ -122,11 +128,12 @@ def read_runs(paths: Sequence[str]) -> list[MeasuredRun]:
 
 
 def _require_same_problem(runs: Sequence[MeasuredRun]) -> None:
-    """Refuse runs that measured different things under one name."""
+    """Raise BenchError if runs measured different problems under the same name."""
     for one, other in itertools.combinations(runs, 2):
         ours, theirs = _keys(one), _keys(other)
         for kind in ours:
-            # One common size is enough: a later run may have measured more sizes.
+            # One common set of parameters is enough: a later run may have measured more
+            # sizes.
             if kind in theirs and not ours[kind] & theirs[kind]:
                 name, scaling = kind
                 difference = _difference(min(ours[kind]), min(theirs[kind]))
@@ -159,7 +166,7 @@ def _difference(one: str, other: str) -> tuple[str, str]:
 def analyze(
     runs: Sequence[MeasuredRun], given: Sequence[dict[str, Any]] = ()
 ) -> Report:
-    """Return the figures of runs, from `read_runs`, and of expectations."""
+    """Return a report on runs from `read_runs`, with expected times from ``given``."""
     expectation = Expectation(runs, given)
     keys = dict.fromkeys(part.key for run in runs for part in run.parts)
     ordered = sorted(keys, key=_place)
@@ -174,7 +181,7 @@ def analyze(
 
 def _place(key: tuple[str, str, str]) -> tuple[Any, ...]:
     name, scaling, words = key
-    # Parts of a later version come last, and are only shown.
+    # Unknown parts, from a later version of hpcstrat, are last.
     known = _ORDER.index(name) if name in _ORDER else len(_ORDER)
     nbytes = json.loads(words).get("nbytes", 0)
     return known, scaling == "strong", nbytes, words
@@ -185,7 +192,7 @@ def _series(
 ) -> Series:
     pairs = [(run, part) for run in runs if (part := run.part(key)) is not None]
     name, scaling, words = key
-    # The smallest run that has this part: other runs may lack it.
+    # Compare with the smallest run that has this part: a run may lack the part.
     base = pairs[0]
     points = [_point(run, part, base, expectation) for run, part in pairs]
     return Series(name, scaling, json.loads(words), tuple(points))
@@ -205,7 +212,7 @@ def _point(
     ratio = float(np.median(reference.seconds)) / median
     ends = interval(reference.seconds, part.seconds)
     if run is first:
-        # Everything is divided by this run: its ratio to itself is 1.
+        # The ratio of the smallest run to itself is exactly 1.
         ends = 1.0, 1.0
     expected = expectation.seconds(part, run)
     told: dict[str, Any] = {}
@@ -232,7 +239,10 @@ def _point(
 
 
 def _factors(scaling: str, first: int, now: int) -> tuple[float, float]:
-    """Return the factors of ``T0 / T``: for the speed-up, and by the size."""
+    """Return the factor of ``T0 / T`` for the speed-up, and a divisor.
+
+    The speed-up divided by the divisor is the efficiency.
+    """
     if scaling == "weak":
         return float(now), float(now)
     if scaling == "strong":
@@ -243,7 +253,7 @@ def _factors(scaling: str, first: int, now: int) -> tuple[float, float]:
 def interval(
     reference: Sequence[float], seconds: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the 95% interval of the ratio of two medians, the first by the second."""
+    """Return the 95% interval of the ratio of two medians (reference / seconds)."""
     generator = np.random.default_rng(_SEED)
     medians = []
     for values in (np.array(reference), np.array(seconds)):
@@ -255,10 +265,11 @@ def interval(
 
 
 def _shares(run: MeasuredRun, part: Part) -> dict[str, Any]:
-    """Return the shares of the replicas' time, over all repeats."""
+    """Return how a step's time divides, over all repeats and replicas."""
     if not part.own_seconds:
         return {}
-    # Times of the mean replica, like those compared with them; not of the slowest.
+    # Divide by the mean replica's time, not by the slowest replica's, because the
+    # shares are times of the mean replica, too.
     whole = float(np.sum(part.own_seconds))
     return {
         "late": float(np.sum(part.late_seconds)) / whole,
@@ -269,7 +280,10 @@ def _shares(run: MeasuredRun, part: Part) -> dict[str, Any]:
 
 
 def _slowest_host(run: MeasuredRun, part: Part) -> str:
-    """Return the host of the replicas that others wait for, from `ArrivalReport`."""
+    """Return the host of the replica that others wait for, from `ArrivalReport`.
+
+    It is empty if no replica is clearly later than the others.
+    """
     if run.num_replicas == 1:
         return ""
     hosts = run.sessions[part.session]["hosts"]
@@ -332,7 +346,7 @@ def _notes(runs: Sequence[MeasuredRun], series: Sequence[Series]) -> Iterator[st
 
 
 def _disturbed(runs: Sequence[MeasuredRun]) -> Iterator[str]:
-    """Report if other programs used much of a host, in the worst part of each run."""
+    """Yield a note on each run in which other programs used much of a host."""
     for run in runs:
         shares = [
             (share, worker, part)
@@ -356,10 +370,11 @@ def _replicas(run: MeasuredRun) -> str:
 
 
 def _differences(runs: Sequence[MeasuredRun]) -> Iterator[str]:
-    """Return notes on other differences between the measurements."""
+    """Yield notes on software versions or hosts that differ between measurements."""
     kinds: dict[str, dict[str, str]] = {}
     for run in runs:
-        # A run that continued after a kill may use newer packages.
+        # Look at all sessions of a run: a run that continued after a kill may use newer
+        # packages.
         for session in run.sessions:
             for name, version in session.get("versions", {}).items():
                 kinds.setdefault(name, {}).setdefault(str(version), run.layout)

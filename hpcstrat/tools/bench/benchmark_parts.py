@@ -1,4 +1,4 @@
-"""The parts of a scaling benchmark, each with its parameters and its code."""
+"""The parts of a scaling benchmark, with their parameters and measuring functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARTS = ("all_reduce", "gradients", "step", "checkpoint", "input")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The user's options; ``folder`` is for the files that are read and written."""
+    """The user's options; the benchmark reads and writes its files in ``folder``."""
 
     parts: tuple[str, ...] = PARTS
     sizes: tuple[int, ...] = ()
@@ -51,9 +51,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Parts that are measured together, without times yet.
+    """Parts of a benchmark that are measured together; their times are still empty.
 
-    ``measure`` adds the times; it is collective over the strategy's replicas.
+    ``measure`` measures the times and adds them; it is collective over the strategy's
+    replicas.
     """
 
     parts: tuple[Part, ...]
@@ -61,7 +62,7 @@ class Planned:
 
     @property
     def title(self) -> str:
-        """A description in one line."""
+        """A description of these parts in one line."""
         part = self.parts[0]
         words = [part.name.replace("_", "-")]
         words += [
@@ -75,7 +76,7 @@ class Planned:
 
 
 def planned(options: Options) -> list[Planned]:
-    """Return all requested parts, in the order of measurement."""
+    """Return all requested parts, in the order in which they are measured."""
     makers: dict[str, Callable[[Options], Iterator[Planned]]] = {
         "all_reduce": _all_reduces,
         "gradients": _gradients,
@@ -114,14 +115,15 @@ def _measure_sums(
     repeats: Repeats,
     strategy: Strategy,
 ) -> None:
-    # Zeros can be summed in place any number of times.
+    # Sum zeros: their values do not grow when sums are repeated in place.
     arrays = [np.zeros(shape, np.float32) for shape in shapes]
     part.reduced_bytes = 4 * sum(map(math.prod, shapes))
     part.num_calls = 1
 
     def call() -> None:
         context: Any = get_replica_context()
-        # In place: page faults of a fresh result would cost more than the sum.
+        # Sum in place, because the page faults of a fresh result would cost more than
+        # the sum.
         context.all_reduce("sum", arrays, out=arrays)
 
     fill_calls(part, strategy, call, repeats)
@@ -136,10 +138,10 @@ def _weak_and_strong(
 
 
 def _set_batch(part: Part, batch_size: int, strategy: Strategy) -> None:
-    """Choose the global batch; BenchError on every rank if it cannot be divided."""
+    """Set the global batch size; BenchError on every rank if it is too small."""
     count = strategy.num_replicas_in_sync
     part.batch_size = batch_size * (count if part.scaling == "weak" else 1)
-    # Replicas without examples would only wait for the others.
+    # Each replica needs an example: a replica without examples would only wait.
     if part.batch_size < count:
         raise BenchError(
             f"expected an example for each of {count} replicas in strong scaling, "
@@ -148,8 +150,8 @@ def _set_batch(part: Part, batch_size: int, strategy: Strategy) -> None:
 
 
 def _steps(options: Options) -> Iterator[Planned]:
-    # Runs are compared by these parameters: they must not depend on the number of
-    # replicas.
+    # These parameters must not depend on the number of replicas, because they decide
+    # which parts of different runs are compared.
     parameters: dict[str, Any] = {"batch_size": options.batch_size}
     if options.step:
         parameters["step"] = options.step
@@ -185,7 +187,8 @@ def _inputs(options: Options) -> Iterator[Planned]:
 
     def measure(part: Part, strategy: Strategy) -> None:
         _set_batch(part, options.batch_size, strategy)
-        # As many as all steps read: an epoch that ends would end the measurement.
+        # Make as many rows as all steps read, because the end of an epoch would end the
+        # measurement.
         rows = TiledRows(options.folder, part.batch_size * options.repeats.in_all)
         dataset = Dataset(rows, part.batch_size)
         batches = iter(strategy.experimental_distribute_dataset(dataset))
@@ -196,13 +199,14 @@ def _inputs(options: Options) -> Iterator[Planned]:
 
 def _checkpoints(options: Options) -> Iterator[Planned]:
     about = {"model": options.model, "nbytes": gradient_bytes(options.model)}
-    # All write, and read, the same file together, for any number of replicas.
+    # Strong scaling: for any number of replicas, all of them together write and read
+    # the same data.
     save, restore = (
         Part(name, "strong", dict(about), []) for name in ("save", "restore")
     )
 
     def measure(strategy: Strategy) -> None:
-        # Random data, which a file system cannot compress.
+        # Save random data, because a file system cannot compress them.
         generator = np.random.default_rng(0)
         with strategy.scope():
             variables = [
@@ -211,7 +215,7 @@ def _checkpoints(options: Options) -> Iterator[Planned]:
             ]
         folder = os.path.join(options.folder, "checkpoints")
         with CheckpointManager(folder, max_to_keep=1, weights=variables) as manager:
-            # Each save has a different step, as in training.
+            # Save each checkpoint under a new step number, as in training.
             numbers = itertools.count()
             fill_steps(
                 save, strategy, lambda: manager.save(next(numbers)), options.repeats

@@ -1,4 +1,4 @@
-"""The commands around scaling benchmarks: measure under a launcher, report anywhere."""
+"""The commands ``hpcstrat bench scaling`` and ``hpcstrat bench report``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ bench.add_command(predict_command)
 
 
 def _listed(known: tuple[str, ...]) -> Callable[..., tuple[str, ...]]:
-    """Return a parser of known names, separated by commas."""
+    """Return a parser of an option with known names, such as ``step,input``."""
 
     def parsed(context: Any, option: Any, text: str) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
@@ -78,7 +78,7 @@ def _sizes(context: Any, option: Any, text: str) -> tuple[int, ...]:
                 context,
                 option,
             )
-        # Whole numbers of float32 elements.
+        # Round down to a whole number of float32 elements.
         found.append(int(number) * _UNITS[unit] // 4 * 4)
     return tuple(dict.fromkeys(found))
 
@@ -161,7 +161,7 @@ def scaling(output: str, folder: str | None, **words: Any) -> None:
         guard: Any = contextlib.nullcontext("")
         if launch.rank == 0:
             _make(place)
-            # This runs before MPI starts, because it starts a process.
+            # Make the folder before MPI starts, because this starts a process.
             guard = scratch(place)
         with guard as scratch_folder:
             _measure(output, scratch_folder, words)
@@ -177,14 +177,15 @@ def scaling(output: str, folder: str | None, **words: Any) -> None:
 def _measure(output: str, folder: str, words: dict[str, Any]) -> None:
     repeats = Repeats(words.pop("repeats"), words.pop("warm_up"))
     compute_seconds = words.pop("compute_ms") / 1e3
-    # The report shows late replicas; this needs the data of a timeline.
+    # Turn other recordings off, because the benchmark itself records waiting for late
+    # replicas, and a process can have only one recorder.
     settings = Settings(summary="off", timeline="", nvtx=False)
     with MultiWorkerMirroredStrategy(settings=settings) as strategy:
         options = Options(
             **words,
             repeats=repeats,
             compute_seconds=compute_seconds,
-            # Rank 0 has chosen the name of the run: only now can the others know it.
+            # Broadcast the folder, because only rank 0 knows the name that it chose.
             folder=strategy.broadcast_object(folder),
         )
         launcher = launch_from_environment().launcher or "no launcher"
@@ -234,8 +235,7 @@ def report(
         found = analyze(read_runs(files), given)
     except BenchError as error:
         raise click.ClickException(str(error)) from error
-    # Print the notes in the terminal, too: a reader of the pictures alone would miss
-    # them.
+    # Print the notes in the terminal, too, for a reader who looks only at the pictures.
     for words in (*found.verdicts, *found.notes):
         click.echo(words, err=True)
     figures = draw(found)

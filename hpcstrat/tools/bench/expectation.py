@@ -1,27 +1,28 @@
-"""Expected run times: from a simple model, or from a file of another program.
+"""Expected times of calls and steps: from a simple model, or from a user's file.
 
-The file of ``--expected``, and the field ``expected`` of a run's own file, are::
+The file of ``--expected``, and the field ``expected`` of a run's file, have this form::
 
     {"format": "hpcstrat expected", "format_version": 1,
      "source": "SimGrid 3.32, fat tree",
      "points": [{"part": "step", "scaling": "weak", "num_replicas": 4,
-                 "parameters": {...},      those of the part; may be left out
+                 "parameters": {...},      parameters of the part; optional
                  "seconds": 0.12}]}
 
-In the model, the time of a replica outside its calls is that of the smallest run, and
-the time of a call follows from the latency and bandwidth that were measured between two
-replicas, in the smallest run that has them. With ``G`` bytes, ``W`` workers and ``a``,
-``b`` the latency and bandwidth within a worker or between two, a sum takes
+In the model, a step's time outside of its calls is the same as in the smallest run. The
+time of a call is computed from the latency and bandwidth between two replicas, which
+the smallest run with such a measurement provides. With ``G`` bytes, ``W`` workers and
+``a``, ``b`` the latency and bandwidth within a worker or between two, a sum takes
 
 - within a worker of several replicas: ``2 a + 2 G / b``, into shared memory and out
   of it;
 - between workers: ``2 log2(W) a + 2 (W - 1) / W G / b``, the minimum that an all-reduce
   must send (Thakur, Rabenseifner and Gropp 2005, doi:10.1177/1094342005051521).
 
-The time of the smallest ``all_reduce`` of the smallest run of several replicas beyond
-this is the cost of a call: it is added to every sum.
+The fixed cost of a call is the time by which the smallest ``all_reduce``, in the
+smallest run with several replicas, takes longer than this formula says. The fixed cost
+is added to every sum.
 
-Replicas that share a core take turns: computation takes longer by that factor.
+If ``k`` replicas share a core, computation takes ``k`` times as long.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MODEL = "the model of this page"
 
 
 def read_expected(path: str) -> dict[str, Any]:
-    """Read a file of expectations; BenchError if it is not one."""
+    """Read a file of expected times; BenchError if it has another form."""
     content = load_json(path, _FORMAT, _FORMAT_VERSION, "expectations")
     _check(content, path)
     return content
@@ -54,7 +55,7 @@ def _check(content: Any, path: str) -> None:
         str(content["source"])
         for point in content["points"]:
             str(point["part"]), str(point["scaling"]), dict(point.get("parameters", {}))
-            # Python reads NaN and Infinity from JSON.
+            # Check for NaN and Infinity, because Python accepts both in JSON.
             if point["num_replicas"] < 1 or not 0 < point["seconds"] < math.inf:
                 raise ValueError(f"{point['seconds']!r} seconds")
     except (KeyError, TypeError, ValueError) as error:
@@ -65,7 +66,7 @@ def _check(content: Any, path: str) -> None:
 
 
 class Expectation:
-    """The expected time of each part of some runs, smallest first."""
+    """The expected time of each part of some runs, which are sorted by size."""
 
     def __init__(
         self, runs: Sequence[MeasuredRun], given: Sequence[dict[str, Any]] = ()
@@ -75,8 +76,7 @@ class Expectation:
         for run in runs:
             if run.expected:
                 _check(run.expected, run.path)
-        # The first match is used: the user's file comes before the run's own
-        # expectations.
+        # The user's files are first, because the first matching point is used.
         self._given = [*given, *own]
 
     def seconds(self, part: Part, run: MeasuredRun) -> tuple[float, str] | None:
@@ -89,7 +89,7 @@ class Expectation:
         return None if modelled is None else (modelled, _MODEL)
 
     def unused(self) -> list[str]:
-        """Return the sources that have no point for a part of these runs."""
+        """Return the sources whose points fit no part of these runs."""
         pairs = [(part, run) for run in self._runs for part in run.parts]
         return [
             str(content["source"])
@@ -107,13 +107,14 @@ class Expectation:
             return None
         base = first.part(part.key)
         assert base is not None
-        # The model starts from this run: it cannot predict it.
+        # The model is based on the smallest run, so it cannot predict that run.
         if run is first:
             return None
         if run.num_replicas == 1:
             moving: float | None = 0.0
         else:
-            # For the user's own step, the sizes of its calls are known.
+            # The number of bytes of a user's own step was counted during the
+            # measurement.
             nbytes = part.parameters.get("nbytes") or part.reduced_bytes
             moving = self._call(nbytes, run)
         if moving is None:
@@ -121,23 +122,21 @@ class Expectation:
         return _besides(base, first, run) * _turns(run) / _turns(first) + moving
 
     def _call(self, nbytes: int, run: MeasuredRun) -> float | None:
-        """Return the time of a call, from `_sum`, and its fixed cost."""
+        """Return the time of a call: the time of `_sum` and the fixed cost."""
         moving = self._sum(nbytes, run)
         return None if moving is None else moving + self._cost * _turns(run)
 
     @functools.cached_property
     def _cost(self) -> float:
-        """The time of the smallest all-reduce beyond that of its bytes; 0 if there is
-        none.
-        """
+        """The fixed cost of a call; 0 if no run has measured an all-reduce."""
         for run in self._runs:
             found = [part for part in run.parts if part.name == "all_reduce"]
             if run.num_replicas > 1 and found:
                 smallest = min(found, key=lambda part: int(part.parameters["nbytes"]))
                 moving = self._sum(smallest.parameters["nbytes"], run) or 0.0
                 beyond = float(np.median(smallest.seconds)) - moving
-                # Without this run's factor for shared cores: `_call` applies that of
-                # another run.
+                # Remove this run's factor for shared cores; `_call` multiplies by the
+                # factor of the run that it predicts.
                 return max(beyond, 0.0) / _turns(run)
         return 0.0
 
@@ -157,10 +156,9 @@ class Expectation:
             latency, bandwidth = link
             share = 2 * (run.num_workers - 1) / run.num_workers
             seconds += 2 * math.log2(run.num_workers) * latency
-            # No factor here: replicas that share a core do not share it with the
-            # network.
+            # Sending between workers does not take longer if replicas share cores.
             seconds += share * nbytes / bandwidth
-        # A single replica sums nothing.
+        # A single replica has no sum, so the time is 0; return None then.
         return seconds or None
 
     def _link(self, name: str) -> tuple[float, float] | None:
@@ -174,28 +172,28 @@ class Expectation:
 def _is_of(point: dict[str, Any], part: Part, run: MeasuredRun) -> bool:
     same = (point["part"], point["scaling"]) == (part.name, part.scaling)
     parameters = point.get("parameters")
-    # A part with other parameters is another problem, such as another model.
+    # A part with other parameters is another problem, such as a sum for another model.
     if parameters and parameters != part.parameters:
         return False
     return same and point["num_replicas"] == run.num_replicas
 
 
 def _turns(run: MeasuredRun) -> float:
-    """The factor by which computation takes longer if replicas share cores."""
+    """Return the factor by which computation takes longer if replicas share cores."""
     return max(1.0, 1 / run.cores_per_replica)
 
 
 def _besides(base: Part, first: MeasuredRun, run: MeasuredRun) -> float:
-    """Return the time of a replica's step outside its calls, with its own batch."""
+    """Return the time of a step outside of its calls, in the predicted run."""
     calls = np.add(base.late_seconds, base.communication_seconds)
-    # The calls are modeled separately, including the time of waiting in them.
+    # Subtract the calls and the waiting in them, which the model adds separately.
     besides = float(np.median(np.subtract(base.own_seconds, calls)))
     if base.scaling != "strong":
         return besides
     ratio = first.num_replicas / run.num_replicas
     compute_seconds = base.parameters.get("compute_seconds")
     if compute_seconds is None:
-        # How the work of a user's own step divides is unknown.
+        # Assume that all work of a user's own step is divided among replicas.
         return besides * ratio
     share = compute_seconds / first.num_replicas * _turns(first)
     return float(max(besides - share, 0.0) + share * ratio)

@@ -1,4 +1,4 @@
-"""The command that measures how fast a user's files are read; it needs no MPI."""
+"""The command ``hpcstrat bench input``: measures how fast a user's files are read."""
 
 from __future__ import annotations
 

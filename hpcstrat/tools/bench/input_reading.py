@@ -1,4 +1,4 @@
-"""Measurements of reading a user's own files in each order, with advice."""
+"""Measurements of how fast a user's files are read in each order, and advice."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _RAW_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows that were read in an order, and the time of reading them.
+    """The result of reading rows in one order: numbers of rows and bytes, and the time.
 
-    ``processor_seconds`` is the time of all threads of this process.
+    ``processor_seconds`` is the processor time of all threads of this process.
     """
 
     order: str
@@ -45,12 +45,12 @@ class Reading:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of batches made per second of wall time."""
+        """Bytes of the batches that were made, per second of wall time."""
         return self.nbytes / self.seconds
 
     @property
     def processor_ms_per_mb(self) -> float:
-        """Processor milliseconds per 10**6 bytes."""
+        """Milliseconds of processor time per 10**6 bytes of batches."""
         return self.processor_seconds * 1e9 / max(self.nbytes, 1)
 
 
@@ -81,11 +81,11 @@ def measure_reading(
     seconds: float,
     is_cold: bool,
 ) -> tuple[FileRows, float, list[Reading]]:
-    """Read files for some seconds in each order, with and without reading ahead.
+    """Measure reading files in each order, with and without reading ahead.
 
-    Returns the rows, the bytes per second of plain reads of the same files, and the
-    measurements. With ``is_cold`` the kernel drops the files from its cache before
-    each.
+    Each measurement takes about ``seconds``. Returns the rows, the bytes per second of
+    plain reads of the same files, and the measurements. If ``is_cold``, the kernel
+    drops the files from its page cache before each measurement.
     """
     made = Dataset.from_files(paths, columns)
     rows = made.stage
@@ -98,8 +98,8 @@ def measure_reading(
         for ahead in (0, _AHEAD):
             if is_cold:
                 _forget(rows.paths)
-            # A new data set for each, so that none finds chunks that an earlier one
-            # decompressed.
+            # Make a new data set for each measurement, so that it finds no chunks that
+            # an earlier measurement decompressed.
             fresh = Dataset.from_files(paths, columns)
             batches = iter(_dataset(fresh, order, ahead, batch_size))
             found.append(_timed(batches, seconds, order, ahead))
@@ -108,7 +108,7 @@ def measure_reading(
 
 
 def _forget(paths: Sequence[str]) -> None:
-    """Ask the kernel to drop its cached pages of files."""
+    """Ask the kernel to drop files from its page cache."""
     for path in _plain_files(paths):
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -128,7 +128,7 @@ def _plain_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def _raw(paths: Sequence[str], seconds: float, *, is_cold: bool) -> float:
-    """Return the bytes per second of reading the files from their beginnings."""
+    """Return the bytes per second of plain reads of the files, one after the other."""
     if is_cold:
         _forget(paths)
     buffer = np.empty(_RAW_BYTES, np.uint8)
@@ -143,7 +143,7 @@ def _raw(paths: Sequence[str], seconds: float, *, is_cold: bool) -> float:
 
 
 def advice(rows: FileRows, found: Sequence[Reading], batch_size: int) -> list[str]:
-    """Return sentences with advice on how to read faster."""
+    """Return sentences that advise how to read the files faster."""
     said = []
     columns = rows.columns()
     packed = [name for name, column in columns.items() if "by zlib" in column.how]

@@ -1,9 +1,10 @@
-"""Timing: every repeat is stored, and the slowest replica's time counts.
+"""Timing of calls and steps: the time of a repeat is that of its slowest replica.
 
-A call is measured as in the OSU micro-benchmarks
-(https://mvapich.cse.ohio-state.edu/benchmarks/): a barrier before each repeat, and so
-many calls in one repeat that the resolution of the clock does not matter. Steps follow
-each other without a barrier, as in training: a replica that is late once may catch up.
+Calls are measured as in the OSU micro-benchmarks
+(https://mvapich.cse.ohio-state.edu/benchmarks/): there is a barrier before each repeat,
+and a repeat has so many calls that the resolution of the clock does not matter. Steps
+follow each other without a barrier, as in training, so that a replica that is late in
+one step can catch up in the next.
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ from hpcstrat.tools.bench.run_file import BenchError, Part
 
 __all__ = ["Repeats", "compute", "fill_calls", "fill_steps"]
 
-# A repeat of a short call takes at least this long.
+# Short calls are made several times in one repeat, so that it takes this long.
 _REPEAT_SECONDS = 2e-3
 _MOST_CALLS = 2000
 _TRIAL_CALLS = 3
 _OBSERVED = ("late", "communication", "input")
-# Stays in the first or second level cache: only the core is used.
+# This array stays in the first or second level cache, so that only the core is used.
 _WORK = np.ones(8192, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """Numbers of repeats: first the unmeasured ones, then the measured ones."""
+    """The number of measured repeats, and of warm-up repeats before them."""
 
     num: int = 30
     warm_up: int = 3
 
     @property
     def in_all(self) -> int:
-        """The sum of both."""
+        """The number of all repeats, with the warm-up."""
         return self.num + self.warm_up
 
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    # A garbage collection on one replica makes all others wait, and distorts the
-    # figures.
+    # Disable garbage collection: if one replica collects, all others wait for it, which
+    # distorts the figures.
     gc.collect()
     gc.disable()
     try:
@@ -62,7 +63,7 @@ def _without_collector() -> Iterator[None]:
 def fill_calls(
     part: Part, strategy: Strategy, call: Callable[[], object], repeats: Repeats
 ) -> None:
-    """Measure a collective call, made in replica context.
+    """Measure a collective call in replica context, and store its times in ``part``.
 
     Collective over the strategy's replicas.
     """
@@ -77,11 +78,12 @@ def fill_calls(
         strategy.barrier()
         return int(strategy.local_value(strategy.run(timed, args=(count,))))
 
-    # Not measured: the first calls make plans, and touch new memory.
+    # Do not measure the first calls, which make plans and touch new memory.
     measured(_TRIAL_CALLS)
-    # All must make the same number of calls: the slowest replica's time decides.
+    # All replicas must make the same number of calls, so the slowest replica's time
+    # decides how many.
     trial = _gathered(strategy, np.array([measured(_TRIAL_CALLS)])).max()
-    # The trial's time is that of all its calls.
+    # ``trial`` is the time of all trial calls together.
     wanted = math.ceil(_REPEAT_SECONDS * _TRIAL_CALLS / trial)
     count = part.calls_per_repeat = min(max(wanted, 1), _MOST_CALLS)
     with watched(part, strategy), _without_collector():
@@ -95,7 +97,7 @@ def fill_calls(
 def fill_steps(
     part: Part, strategy: Strategy, step: Callable[[], object], repeats: Repeats
 ) -> None:
-    """Measure steps, made in cross-replica context, and the shares of each step's time.
+    """Measure steps in cross-replica context, and how the time of a step divides.
 
     Collective over the strategy's replicas. The first steps are not measured.
     """
@@ -104,13 +106,13 @@ def fill_steps(
         for index in range(repeats.warm_up):
             _do(step, index, repeats)
         strategy.barrier()
-        # Times of the first steps are discarded.
+        # Discard what was observed in the warm-up steps.
         found.take()
         last = time.perf_counter_ns()
         for index in range(repeats.num):
             _do(step, repeats.warm_up + index, repeats)
-            # One clock reading ends a step and begins the next: no time is lost between
-            # them.
+            # One clock reading ends a step and begins the next step, so that no time is
+            # lost between steps.
             now = time.perf_counter_ns()
             own[:, index] = now - last, *_taken(found, part)
             last = now
@@ -119,8 +121,8 @@ def fill_steps(
     part.seconds = every[:, 0].max(axis=0).tolist()
     for row, name in enumerate(("own", *_OBSERVED)):
         setattr(part, f"{name}_seconds", every[:, row].mean(axis=0).tolist())
-        # Only sums are stored: all repeats of thousands of replicas would be a large
-        # file.
+        # Store only sums over the repeats: the repeats of thousands of replicas would
+        # need a large file.
         part.replicas[f"{name}_seconds"] = every[:, row].sum(axis=1).tolist()
 
 
@@ -140,16 +142,16 @@ def _taken(found: Totals, part: Part) -> tuple[int, ...]:
 
 
 def _gathered(strategy: Strategy, own: Any) -> Any:
-    """Return all replicas' nanoseconds as seconds, along a new first axis."""
+    """Gather nanoseconds of all replicas as seconds, along a new first axis."""
     return np.asarray(strategy.gather(own[None], axis=0)) / 1e9
 
 
 def compute(seconds: float) -> None:
-    """Keep this thread's core busy for that time; other Python threads may run.
+    """Keep this thread's core busy for some seconds; other Python threads may run.
 
-    The time is processor time: it takes longer if replicas share a core.
+    The seconds are processor time, so the call takes longer if replicas share a core.
     """
-    # Not a sleep: that would leave the core to helper threads and to other replicas.
+    # Do not sleep: helper threads and other replicas could then use the core.
     end = time.thread_time() + seconds
     result = np.empty_like(_WORK)
     while time.thread_time() < end:

@@ -1,4 +1,4 @@
-"""The share of each host that other programs used during a measurement."""
+"""The share of each host's cores that other programs used during a measurement."""
 
 from __future__ import annotations
 
@@ -20,51 +20,58 @@ Times = np.ndarray[Any, np.dtype[np.float64]]
 
 @contextlib.contextmanager
 def watched(part: Part, strategy: Strategy) -> Iterator[None]:
-    """Record in a part the share of each worker's host that others used in this block.
+    """Record in ``part`` how much of each worker's host others use during this block.
 
-    Collective over the strategy's replicas, at its end, unless it raises.
+    The end of the block is collective over the strategy's replicas, unless the block
+    raises an exception.
     """
-    # No `finally`: if the block raises, other ranks may not reach the gather.
+    # Do not gather in a `finally`: if this rank's block raises, other ranks may not
+    # reach the gather, and this rank would wait forever.
     start = _times()
     yield
     spent = _times() - start
-    # All cores of the host, as in /proc/stat, not only those that the job may use.
+    # Count all cores of the host, like /proc/stat, not only the cores that the job may
+    # use.
     cores = float(os.cpu_count() or 1)
     own = np.array([[strategy.topology.worker_id, cores, *spent]])
     part.others_share = worker_shares(np.asarray(strategy.gather(own, axis=0)))
 
 
 def _times() -> Times:
-    """Return busy seconds of the host's cores; of this process; wall-clock seconds."""
+    """Return seconds: the host's busy time, this process's time, wall-clock time."""
     return np.array([_busy_seconds(), time.process_time(), time.perf_counter()])
 
 
 def _busy_seconds() -> float:
-    """Return the busy seconds of all cores together; NaN if they are unknown."""
+    """Return the busy seconds of all cores of the host together; NaN if unknown."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
-            # Fields up to `steal`, proc(5): guest time is already counted in `user`.
+            # Read the fields up to `steal` (see proc(5)); `user` already includes guest
+            # time.
             ticks = [int(word) for word in file.readline().split()[1:9]]
     except (OSError, ValueError):
-        # Not None: all must send the same number of values, or the gather would fail.
+        # Return a number, not None, because the gather needs the same number of values
+        # from all ranks.
         return float("nan")
-    # Without idle time, and without waiting for disks; time that a hypervisor took is
-    # included.
+    # Subtract idle time and waiting for disks; time taken by a hypervisor is included.
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def worker_shares(rows: Times) -> list[float]:
-    """Return the share of others by worker; empty if it is unknown.
+    """Return the share that other programs used, by worker; empty if unknown.
 
-    For each replica: worker, cores, and the seconds of `_times`.
+    A row of ``rows`` has one replica's worker, number of cores, and seconds of
+    `_times`.
     """
     if np.isnan(rows).any():
         return []
     found = []
     for worker in np.unique(rows[:, 0]):
         _, cores, busy, own, wall = rows[rows[:, 0] == worker].T
-        # Each replica has read the same clock of the host, at slightly different times.
+        # The replicas of a worker read the same counter of the host, at slightly
+        # different times, so take the largest.
         others = max(float(busy.max() - own.sum()), 0.0)
-        # Ticks are coarse: a short block may seem to have more time than there is.
+        # Limit the share to 1: ticks are coarse, so the busy time of a short block may
+        # seem to exceed its duration.
         found.append(min(others / float(cores.max() * wall.max()), 1.0))
     return found

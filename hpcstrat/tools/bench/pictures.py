@@ -1,4 +1,4 @@
-"""The pictures of a report, made by matplotlib without a screen."""
+"""The pictures of a report, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcstrat.tools.bench.shapes import size_text
 
 __all__ = ["draw", "rate", "require_matplotlib", "save"]
 
-# Okabe and Ito's palette, which color-blind readers can distinguish.
+# Okabe and Ito's palette, whose colors color-blind readers can distinguish.
 _BLUE, _ORANGE, _GREEN, _PURPLE = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 _RED, _SKY, _GRAY = "#d55e00", "#56b4e9", "#8a8a8a"
 _COLORS = {"weak": _BLUE, "strong": _RED}
@@ -37,7 +37,7 @@ _STYLE = {
     "font.size": 10,
     "grid.alpha": 0.35,
     "legend.frameon": False,
-    # The same figures give the same bytes.
+    # A fixed salt, so that the same figures result in the same bytes.
     "svg.hashsalt": "hpcstrat",
 }
 
@@ -52,7 +52,7 @@ def require_matplotlib() -> None:
 
 
 def draw(report: Report) -> dict[str, Any]:
-    """Return the pictures for which a report has data, by name."""
+    """Draw the pictures for which a report has data; return them by name."""
     import matplotlib as mpl
 
     found = {}
@@ -70,13 +70,13 @@ def draw(report: Report) -> dict[str, Any]:
 
 
 def save(figure: Any, form: str) -> bytes:
-    """Return a figure as ``svg`` or ``png``."""
+    """Return the bytes of a figure as ``svg`` or ``png``."""
     import matplotlib as mpl
 
     stream = io.BytesIO()
-    # The salt and the fonts are needed when a figure is written, too.
+    # Set the style here, too: writing a figure uses the salt and the fonts.
     with mpl.rc_context(_STYLE):
-        # Without a date, which would change the bytes of an identical picture.
+        # Omit the date, which would change the bytes of an identical picture.
         more = {"metadata": {"Date": None}} if form == "svg" else {"dpi": 150}
         figure.savefig(stream, format=form, **more)
     return stream.getvalue()
@@ -87,9 +87,7 @@ def _several(series: Series) -> bool:
 
 
 def _sizes(series: Sequence[Series]) -> list[Point]:
-    """Return one point of each run that has a point in one of the series, smallest
-    first.
-    """
+    """Return one point of each run that is in the series, smallest run first."""
     found: dict[str, Point] = {}
     for point in (point for line in series for point in line.points):
         found.setdefault(point.run.layout, point)
@@ -101,12 +99,12 @@ def _order(point: Point) -> tuple[int, int]:
 
 
 def _replica_axis(axes: Any, series: Sequence[Series]) -> None:
-    """Label an axis of replicas, and mark the runs in which they share cores."""
+    """Label the axis of replica counts, and shade the counts that share cores."""
     counts = sorted({point.run.num_replicas for point in _sizes(series)})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
-    # Half a step to both sides, also around a single size.
+    # Extend the axis on both sides, so that a single size is visible, too.
     axes.set_xlim(counts[0] / 1.25, counts[-1] * 1.25)
     axes.set_xlabel("replicas")
     shared = [
@@ -130,7 +128,7 @@ def _replica_axis(axes: Any, series: Sequence[Series]) -> None:
 
 
 def _label(series: Series, among: Sequence[Series]) -> str:
-    """Return the label of a line, with the difference if several are alike."""
+    """Return the label of a line, with parameters if other lines have the same name."""
     alike = [s for s in among if (s.name, s.scaling) == (series.name, series.scaling)]
     words = series.scaling if series.name == "step" else series.name
     if len(alike) == 1:
@@ -144,19 +142,19 @@ def _label(series: Series, among: Sequence[Series]) -> str:
 
 
 def _draw_steps(steps: Sequence[Series]) -> Any:
-    # Not pyplot: it keeps every figure, and may look for a screen.
+    # Do not use pyplot, which keeps every figure and may look for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     speed, share = figure.subplots(1, 2)
     counts = [point.run.num_replicas for point in _sizes(steps)]
     ideal = {"color": _GRAY, "linewidth": 1, "linestyle": ":"}
-    # Relative to the smallest run, whose replicas are assumed to be fully used.
+    # The ideal line is relative to the smallest run, whose efficiency is set to 1.
     speed.plot([counts[0], counts[-1]], [counts[0], counts[-1]], **ideal, label="ideal")
     share.axhline(100, **ideal)
     order = ["ideal"]
     for number, series in enumerate(steps):
-        # The second of a kind, with other parameters, has another color.
+        # Another line of the same scaling, with other parameters, has another color.
         color = _COLORS[series.scaling] if number < 2 else _LINES[number % len(_LINES)]
         label = _label(series, steps)
         order += [label, f"{label}, expected"]
@@ -172,7 +170,8 @@ def _draw_steps(steps: Sequence[Series]) -> Any:
     share.set_title("efficiency, with 95% intervals")
     share.set_ylabel("%")
     _, top = share.get_ylim()
-    # From 0, so that heights compare; caches may give more than 100%.
+    # Begin at 0, so that heights can be compared. Efficiencies above 100% are possible,
+    # because of caches.
     share.set_ylim(0, max(top, 108))
     for axes in (speed, share):
         _replica_axis(axes, steps)
@@ -188,16 +187,16 @@ def _legend(axes: Any, order: Sequence[str] = ()) -> tuple[list[Any], list[str]]
 
 
 def _draw_line(axes: Any, series: Series, label: str, color: str, what: str) -> None:
-    """Draw measured points with their intervals, and the expected ones."""
+    """Draw the measured points of a series with intervals, and its expected points."""
     places = [point.run.num_replicas for point in series.points]
     factor = 100 if what == "efficiency" else 1
     values = np.array([getattr(point, what) for point in series.points])
-    # The interval of a speed-up is that of its efficiency, multiplied by the same
-    # number.
+    # Multiply the efficiency's interval by the ratio of speed-up and efficiency.
     scale = np.array([getattr(p, what) / p.efficiency for p in series.points])
     low = np.array([point.low for point in series.points]) * scale
     high = np.array([point.high for point in series.points]) * scale
-    # A median of resampled medians may be on either side of the median itself.
+    # An end of the interval may be on the wrong side of the median; its length is then
+    # 0.
     spread = np.maximum([values - low, high - values], 0) * factor
     axes.errorbar(
         places,
@@ -247,10 +246,10 @@ def _draw_bars(axes: Any, series: Series) -> None:
     left = np.zeros(len(places))
     for name, color in _SHARES:
         widths = 100 * np.array([_share(point, name) for point in series.points])
-        # Above the grid, which would cross them.
+        # Draw the bars above the lines of the grid.
         look = {"color": color, "height": 0.7, "zorder": 2}
         bars = axes.barh(places, widths, left=left, label=name, **look)
-        # A number would not fit into a narrower bar.
+        # Omit the number in a bar that is too narrow for it.
         words = [f"{width:.0f}" if width >= 5 else "" for width in widths]
         ink = "white" if color == _BLUE else "black"
         axes.bar_label(bars, words, label_type="center", fontsize=9, color=ink)
@@ -273,13 +272,13 @@ def _share(point: Point, name: str) -> float:
 
 
 def _draw_sums(sums: Sequence[Series]) -> Any:
-    """Draw the time of an all-reduce by size, a line for each run."""
+    """Draw the time of an all-reduce by size, with one line for each run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     axes = figure.subplots()
     points = [point for point in _sizes(sums) if point.run.num_replicas > 1]
-    # Colors repeat if there are more runs: none must be missing.
+    # Repeat the colors if there are more runs than colors, so that no run is missing.
     for color, chosen in zip(itertools.cycle(_LINES), points, strict=False):
         lines: list[tuple[int, Point]] = [
             (series.parameters["nbytes"], point)
@@ -321,10 +320,10 @@ def _draw_rates(files: Sequence[Series]) -> Any:
         label = series.scaling if series.name == "input" else _label(series, files)
         places = [point.run.num_replicas for point in series.points]
         rates = np.array([rate(point) for point in series.points]) / 1e9
-        # Ends of the quartiles of times.
+        # The lower and upper quartiles of the times.
         ends = np.array([point.quartiles for point in series.points]).T
         medians = np.array([point.median for point in series.points])
-        # The longest times are the lowest rates: the two ends are exchanged.
+        # Exchange the two ends, because the longest times are the lowest rates.
         spread = np.abs(rates * medians / ends[::-1] - rates)
         color = _LINES[number % len(_LINES)]
         axes.errorbar(

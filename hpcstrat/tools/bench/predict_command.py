@@ -1,4 +1,4 @@
-"""The command that predicts steps on many nodes; it needs SimGrid, but no MPI."""
+"""The command ``hpcstrat bench predict``, which needs SimGrid, but no MPI."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BYTES = {
 def _quantity(
     units: dict[str, float], example: str
 ) -> Callable[[Any, Any, str | None], float | None]:
-    """Return a parser of a number with a unit."""
+    """Return a parser of an option whose value is a number with a unit."""
 
     def parsed(context: Any, option: Any, text: str | None) -> float | None:
         if text is None:
@@ -76,7 +76,7 @@ def _shapes(
         return tuple(MODELS[text]())
     nbytes = _size(context, option, text)
     assert nbytes is not None
-    # Elements of float32.
+    # Make one array of float32 elements.
     return ((max(1, round(nbytes / 4)),),)
 
 
@@ -89,7 +89,8 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
             context,
             option,
         )
-    # Smallest first: an interrupted run has the points that take seconds.
+    # Predict the smallest counts first: they take seconds, so an interrupted command
+    # has them.
     return sorted({int(word) for word in words})
 
 
@@ -155,8 +156,7 @@ def predict_command(
     """
     try:
         find_smpirun()
-        # Check this before minutes of simulations whose picture could then not be
-        # drawn.
+        # Check for matplotlib now, and not after minutes of simulations.
         if picture is not None:
             require_matplotlib()
         given = _given(files, words)
@@ -165,7 +165,8 @@ def predict_command(
             curves[kind] = []
             for point in _points(given, kind, nodes):
                 curves[kind].append(point)
-                # The next one may take minutes, and be interrupted.
+                # Write the file after each point: the next point may take minutes, and
+                # the user may interrupt it.
                 if output is not None:
                     _write(output, _report(curves))
             _show(kind, curves[kind])
@@ -189,7 +190,8 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
         shapes=words["gradients"],
     )
     for path in files:
-        # Known values are kept: options first, then files in their order.
+        # A value that is known already is kept: options override files, and earlier
+        # files override later ones.
         given = given.over(read_given(path))
     return given
 
@@ -197,7 +199,7 @@ def _given(files: Sequence[str], words: dict[str, Any]) -> KnownFigures:
 def _points(
     given: KnownFigures, kind: str, nodes: Sequence[int]
 ) -> Iterator[ForecastPoint]:
-    """Predict, and print the cost of each point."""
+    """Predict the points, and print the time and memory of each prediction."""
     network = given.network(kind)
     for point in predict(given.step(), given.job(), given.machine(), network, nodes):
         click.echo(
@@ -226,7 +228,7 @@ def _show(kind: str, points: Sequence[ForecastPoint]) -> None:
 
 
 def _report(curves: dict[str, list[ForecastPoint]]) -> dict[str, Any]:
-    """Return the expectations that hpcstrat bench report reads, and more."""
+    """Return the content of the output file, which hpcstrat bench report can read."""
     return {
         "format": "hpcstrat expected",
         "format_version": 1,

@@ -1,14 +1,14 @@
-"""The file of one run: all measurements of one launch, as JSON.
+"""The file of one run, which has all measurements of one launch as JSON.
 
-This is version 1 of the format. Names never change, because other programs read them;
-sizes are in bytes, times in seconds::
+This is version 1 of the format. Names never change, because other programs read the
+file. Sizes are in bytes, and times are in seconds::
 
     {
      "format": "hpcstrat scaling", "format_version": 1,
      "topology": {
       "num_replicas": 4,
-      "replicas_per_worker": [2, 2],   a worker is what shares a node's memory
-      "cores_per_worker": [2, 2],      on which its replicas may run
+      "replicas_per_worker": [2, 2],   a worker: the replicas that share a node's memory
+      "cores_per_worker": [2, 2],      the cores on which its replicas may run
       "worker_of_replica": [0, 0, 1, 1],
       "device": "CPU"
      },
@@ -16,46 +16,47 @@ sizes are in bytes, times in seconds::
       "bytes_per_pack": 0, "implementation": "AUTO", "wire_dtype": null,
       "slot_bytes": 524288             the largest piece in shared memory
      },
-     "sessions": [{                    a run that was killed, and goes on, has several
+     "sessions": [{                    a run that was killed and continued has several
       "started": "2026-11-23T10:00:00+00:00", "command": "...",
-      "hosts": ["node1", "node2"],     of each worker
+      "hosts": ["node1", "node2"],     the host of each worker
       "versions": {...}, "environment": {...}
      }],
-     "links": {                        between two replicas, medians of
+     "links": {                        medians over pairs of replicas
       "inside": {"latency_seconds": ..., "bytes_per_second": ..., "num_measured": 2,
-                 "measured": [[0, 1, 5.6e-07, 2e+10], ...]},   ranks; the slowest 2016
-      "between": null,                 of two workers; null where there is one
+                 "measured": [[0, 1, 5.6e-07, 2e+10], ...]},   slowest 2016 pairs
+      "between": null,                 between two workers; null if there is one worker
       "large_bytes": 4194304,
       "slow": [{"hosts": [...], "latency_ratio": ..., "bandwidth_ratio": ...}]
      },
      "parts": [{
       "name": "step", "scaling": "weak",
-      "parameters": {...},             what is measured: the same at every size
-      "session": 0,                    which one measured it
-      "batch_size": 64,                examples of all replicas; 0 where there are none
+      "parameters": {...},             describe the work; equal in runs of any size
+      "session": 0,                    index of the session that measured it
+      "batch_size": 64,                examples of all replicas; 0 if there is no batch
       "calls_per_repeat": 1,
-      "seconds": [...],                of each repeat, per call: the slowest replica's
-      "own_seconds": [...],            the mean of the replicas, as all below
-      "late_seconds": [...],           waiting for replicas that came later to a call
-      "communication_seconds": [...],  in calls, once all had come
+      "seconds": [...],                of each repeat, per call, of the slowest replica
+      "own_seconds": [...],            mean of the replicas, like all times below
+      "late_seconds": [...],           waiting for replicas that arrive later
+      "communication_seconds": [...],  in calls, after all replicas have arrived
       "input_seconds": [...],          in next() of a data set
-      "num_calls": 2,                  that replica 0 makes in one step
-      "reduced_bytes": 102228132,      that it gives to them
-      "algorithm": "reduce_in_memory", of sums of the parameter "nbytes" bytes; empty
-      "piece_bytes": 262144,           for a single replica
-      "others_share": [0.01, 0.02],    of each worker's host, busy with other programs
-      "replicas": {                    sums over the repeats, in the replicas' order
+      "num_calls": 2,                  calls that replica 0 makes in one step
+      "reduced_bytes": 102228132,      bytes that it passes to these calls
+      "algorithm": "reduce_in_memory", that sums "nbytes" bytes; empty if there is
+      "piece_bytes": 262144,           a single replica
+      "others_share": [0.01, 0.02],    of each worker's host, used by other programs
+      "replicas": {                    sums over the repeats, one for each replica
        "own_seconds": [...], "late_seconds": [...],
        "communication_seconds": [...], "input_seconds": [...]
       }
      }],
-     "expected": null                  or as of --expected, see `expectation`
+     "expected": null                  or expected times, as described in `expectation`
     }
 
 Names of parts are ``all_reduce`` (parameters: ``nbytes``), ``gradients`` (``model``,
-``nbytes``, ``num_arrays``), ``step``, ``save`` and ``restore``, ``input``. Scaling is
-``same`` where the work of each replica does not depend on their number, ``weak`` where
-the batch grows with it, ``strong`` where all together do the same.
+``nbytes``, ``num_arrays``), ``step``, ``save``, ``restore`` and ``input``. Scaling is
+``same`` if the arguments of a call do not depend on the number of replicas, ``weak`` if
+the global batch grows with the number of replicas, and ``strong`` if all replicas
+together always do the same work.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ FORMAT_VERSION = 1
 
 LINKS = ("inside", "between")
 SCALINGS = ("same", "weak", "strong")
-# Known parameters of parts by name; others are only shown.
+# The parameters that each known part must have; other parameters are only shown.
 _PARAMETERS = {
     "all_reduce": ("nbytes",),
     "gradients": ("nbytes",),
@@ -105,12 +106,12 @@ _TOPOLOGY = (
 
 
 class BenchError(HpcstratError):
-    """An error of a benchmark or its report; the message says what to do."""
+    """An error of a benchmark or of its report; its message advises what to do."""
 
 
 @dataclass(slots=True)
 class Part:
-    """One measured part; the module documents the fields."""
+    """One measured part of a run; the module's docstring describes the fields."""
 
     name: str
     scaling: str
@@ -132,15 +133,18 @@ class Part:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """A key that is the same in runs of other sizes."""
-        # Sorted: other programs may write the names of a file in any order.
+        """A key that is equal for the same part in runs of other sizes."""
+        # Sort the names, because another program may write them in any order.
         words = json.dumps(self.parameters, sort_keys=True)
         return self.name, self.scaling, words
 
 
 @dataclass(slots=True)
 class MeasuredRun:
-    """The content of a file; the module documents it. ``path`` is where it was read."""
+    """The content of a run's file, as the module's docstring describes it.
+
+    ``path`` is the path from which the file was read.
+    """
 
     topology: dict[str, Any]
     reduction: dict[str, Any] = field(default_factory=dict)
@@ -157,7 +161,7 @@ class MeasuredRun:
 
     @property
     def replicas_per_worker(self) -> tuple[int, ...]:
-        """The number of replicas of each worker."""
+        """The number of replicas on each worker."""
         return tuple(self.topology["replicas_per_worker"])
 
     @property
@@ -167,9 +171,7 @@ class MeasuredRun:
 
     @property
     def cores_per_replica(self) -> float:
-        """Cores per replica of the worker that has the fewest; below 1 they share
-        cores.
-        """
+        """The smallest number of cores per replica; below 1, replicas share cores."""
         pairs = zip(
             self.topology["cores_per_worker"], self.replicas_per_worker, strict=True
         )
@@ -177,7 +179,7 @@ class MeasuredRun:
 
     @property
     def layout(self) -> str:
-        """The replicas in words, such as ``4 (2 x 2)``."""
+        """The number of replicas, and the workers' sizes, such as ``4 (2 x 2)``."""
         sizes = self.replicas_per_worker
         if len(sizes) == 1:
             return str(self.num_replicas)
@@ -191,23 +193,23 @@ class MeasuredRun:
         return next((part for part in self.parts if part.key == key), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of the file."""
-        # The path of a file is not part of the measurement: the file may be moved.
+        """Return the content of the file as a dict."""
+        # Omit the path, because the file may be moved.
         content = asdict(self)
         del content["path"]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
 
 
 def write_run(run: MeasuredRun, path: str) -> None:
-    """Replace the file of a run by a new one, as `write_json` does."""
+    """Write the file of a run atomically, like `write_json`."""
     write_json(run.to_json(), path)
 
 
 def write_json(content: Any, path: str) -> None:
-    """Replace a file by a new one atomically; on OSError the old one stays.
+    """Write JSON to a file atomically; after an OSError the old file is unchanged.
 
-    One rank calls it. A target that is not a regular file, such as /dev/stdout, is
-    written to directly.
+    Only one rank may call it. If the target exists and is not a regular file, such as
+    /dev/stdout, the text is written to it directly.
     """
     text = json.dumps(content, indent=1)
     if os.path.exists(path) and not os.path.isfile(path):
@@ -220,7 +222,8 @@ def write_json(content: Any, path: str) -> None:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()
-            # Before it replaces the other: the error of a full disk may come only here.
+            # Flush to disk before replacing the old file, because a full disk may cause
+            # an error only here.
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError:
@@ -230,7 +233,7 @@ def write_json(content: Any, path: str) -> None:
 
 
 def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any]:
-    """Return the content of a file of one of our formats; BenchError for another."""
+    """Read a JSON file of a format of hpcstrat; BenchError if it has another format."""
     what = f"a file of {made_by}"
     try:
         with open(path, encoding="utf-8") as file:
@@ -245,7 +248,7 @@ def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any
             f"expected {what}, found that {path} is not JSON: {error}; omit it, or "
             "measure again"
         ) from error
-    # Any JSON may be given: a list has no fields.
+    # The user may pass any JSON file, and a list has no fields.
     found = content.get("format") if isinstance(content, dict) else None
     if found != form:
         raise BenchError(
@@ -262,7 +265,7 @@ def load_json(path: str, form: str, version: int, made_by: str) -> dict[str, Any
 
 
 def read_run(path: str) -> MeasuredRun:
-    """Read a file; BenchError if it has another format, or is damaged."""
+    """Read the file of a run; BenchError if it has another format, or is damaged."""
     content = load_json(path, FORMAT, FORMAT_VERSION, "hpcstrat bench scaling")
     try:
         return _parsed(content, path)
@@ -280,12 +283,12 @@ def _words(error: Exception) -> str:
 
 
 def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
-    # Read only for the KeyError, which names the missing field.
+    # A missing field raises KeyError, which names the field.
     for name in _REQUIRED:
         content[name]
     for name in _TOPOLOGY:
         content["topology"][name]
-    # Fields of a later version that this one does not know are dropped.
+    # Drop fields of later versions of hpcstrat, which this version does not know.
     known = {part_field.name for part_field in fields(Part)}
     run = MeasuredRun(
         topology=dict(content["topology"]),
@@ -296,13 +299,13 @@ def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
             Part(**{name: value for name, value in part.items() if name in known})
             for part in content["parts"]
         ],
-        # Only other programs write it, so that files may lack it.
+        # Optional, because only other programs write this field.
         expected=content.get("expected"),
         path=path,
     )
     _check_topology(run)
     for session in run.sessions:
-        # Check values before half of a page is made.
+        # Check the types now, and not while a page is being written.
         str(session["started"]), dict(session["versions"])
         if len(session["hosts"]) != run.num_workers:
             raise ValueError(f"{len(session['hosts'])} hosts of a session")
@@ -315,9 +318,9 @@ def _parsed(content: dict[str, Any], path: str) -> MeasuredRun:
 
 
 def _check_topology(run: MeasuredRun) -> None:
-    """Refuse replicas and workers that are inconsistent; ValueError, TypeError."""
+    """Raise ValueError or TypeError if replicas and workers are inconsistent."""
     sizes = run.replicas_per_worker
-    # Checked before the cores are divided by these.
+    # Check the sizes first, because the check of the cores divides by them.
     if min(sizes, default=0) < 1 or sum(sizes) != run.num_replicas:
         raise ValueError(f"{run.num_replicas} replicas, of other numbers per worker")
     if run.cores_per_replica <= 0:
@@ -327,7 +330,7 @@ def _check_topology(run: MeasuredRun) -> None:
 
 
 def _check_part(part: Part, run: MeasuredRun) -> None:
-    """Refuse impossible figures; ValueError, TypeError, IndexError."""
+    """Raise ValueError, TypeError or KeyError if a part has impossible figures."""
     where = f"in the part {part.name}, {part.scaling}"
     for name in _PARAMETERS.get(part.name, ()):
         part.parameters[name]
@@ -337,13 +340,13 @@ def _check_part(part: Part, run: MeasuredRun) -> None:
         raise ValueError(f"no times, or none above 0, {where}")
     for name in ("own", "late", "communication", "input"):
         values = getattr(part, f"{name}_seconds")
-        # Single calls have times only; steps have all four.
+        # A part of single calls has none of these times; a part of steps has all four.
         if len(values) != (len(part.seconds) if part.own_seconds else 0):
             raise ValueError(f"another number of {name}_seconds {where}")
     for name, values in part.replicas.items():
         if len(values) != run.num_replicas:
             raise ValueError(f"{len(values)} of replicas.{name} {where}")
-    # It is empty if a host's system does not report busy times.
+    # The list is empty if a host's operating system does not report busy times.
     if len(part.others_share) not in (0, run.num_workers):
         raise ValueError(f"another number of others_share {where}")
     if not 0 <= part.session < len(run.sessions):

@@ -1,4 +1,4 @@
-"""One run: measures the parts that are missing in its file, and writes each part."""
+"""The measurement of one run: measures the parts that its file lacks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from hpcstrat.tools.bench.training import load_function, write_rows
 
 __all__ = ["ScalingRequest", "run_scaling"]
 
-# Variables that Open MPI's launcher sets for its ranks; the user did not set them.
+# Ends of names of variables that Open MPI's launcher sets for ranks, and no user.
 _OF_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")
-# All pairs of 64 nodes.
+# The number of pairs of 64 nodes.
 _MOST_LINKS = 2016
 _SUMMED = ("all_reduce", "gradients", "step")
 _ENVIRONMENT = ("HPCSTRAT_", "OMP_", "OMPI_MCA_", "UCX_", "MPICH_", "FI_", "NCCL_")
@@ -40,10 +40,10 @@ _ENVIRONMENT = ("HPCSTRAT_", "OMP_", "OMPI_MCA_", "UCX_", "MPICH_", "FI_", "NCCL
 
 @dataclass(frozen=True, slots=True)
 class ScalingRequest:
-    """A list of parts to measure, and the file for the results.
+    """The parts to measure, and the file for the results.
 
-    ``output`` is the file's path, in which ``{n}`` stands for the number of replicas.
-    ``tell`` prints a line; replica 0 calls it.
+    ``output`` is the path of the file; in it, ``{n}`` is replaced by the number of
+    replicas. ``tell`` prints a line; only replica 0 calls it.
     """
 
     options: Options
@@ -55,18 +55,20 @@ class ScalingRequest:
 def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
     """Measure the parts that are missing in the file, and return its path.
 
-    Collective over the strategy's replicas. Raises on every rank: BenchError if the
-    file is from a different run, or cannot be written; the error of the user's step, or
-    ReplicaError on the others. Earlier measurements are kept.
+    Collective over the strategy's replicas. Raises BenchError on every rank if the file
+    is from a different run, or cannot be written. If the user's step fails on a rank,
+    its error is raised there, and ReplicaError on the other ranks. Measurements that
+    are already in the file are kept.
     """
-    # Not str.format, for which other braces of a path would be fields.
+    # Do not use str.format, because a path may have other braces.
     path = wish.output.replace("{n}", str(strategy.num_replicas_in_sync))
     run = _on_first(strategy, functools.partial(_open, path, _topology(strategy)))
     plan = planned(wish.options)
-    # A save whose restore is missing is measured again: they share the file.
+    # Measure a save again if its restore is missing, because they use the same
+    # checkpoint.
     missing = [p for p in plan if any(run.part(part.key) is None for part in p.parts)]
     if wish.options.step:
-        # Checked before anything takes minutes.
+        # Check the function before measurements that take minutes.
         with strategy.collectives.section("--step"):
             load_function(wish.options.step)
     if strategy.replica_id == 0:
@@ -74,7 +76,7 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
         wish.tell(f"{path}: {done} of {len(plan)} parts are measured already")
     if not missing:
         return path
-    # Parts refer to their session: add one only if something is measured.
+    # Add a session, to which the measured parts refer.
     run.sessions.append(_session(strategy, wish.command))
     _prepare(strategy, run, wish.options, path)
     for number, item in enumerate(missing, 1):
@@ -94,8 +96,8 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
 
 
 def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) -> None:
-    """Measure the links, and create the rows that parts read."""
-    # A file continues with the same ranks only, so that its links are still valid.
+    """Measure the links, and write the file of rows that the parts read."""
+    # A file can be continued only by the same ranks, so its links are still valid.
     if not run.links:
         with strategy.collectives.section("links"):
             run.links = _links(measure_links(strategy.topology))
@@ -110,7 +112,7 @@ def _prepare(strategy: Strategy, run: MeasuredRun, options: Options, path: str) 
 
 
 def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
-    """Do something on replica 0; return its result on all, or raise on all."""
+    """Call a function on replica 0; return its result, or raise BenchError, on all."""
     outcome: Any = None
     if strategy.replica_id == 0:
         try:
@@ -119,7 +121,7 @@ def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
             outcome = str(error), None
         except OSError as error:
             outcome = _unwritten(error), None
-    # An error on replica 0 alone is broadcast, so that all raise it.
+    # Broadcast an error of replica 0, so that all replicas raise it.
     text, result = strategy.collectives.broadcast_object(outcome, 0, "bench")
     if text:
         raise BenchError(text)
@@ -127,7 +129,7 @@ def _on_first(strategy: Strategy, action: Callable[[], Any]) -> Any:
 
 
 def _unwritten(error: OSError) -> str:
-    # NumPy's error for a truncated file can be recognized by its text only.
+    # NumPy's error for an incomplete write has a text, but no `strerror`.
     words = error.strerror or str(error)
     return (
         f"expected to write {error.filename or 'the results'}, found "
@@ -137,15 +139,17 @@ def _unwritten(error: OSError) -> str:
 
 
 def _open(path: str, topology: dict[str, Any]) -> MeasuredRun:
-    """Return the run of a file, or a new one; check that it can be written."""
+    """Return the run in a file, or write a new file for a new run."""
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         run = MeasuredRun(topology=topology)
-        # Write the file now: an error must not come after minutes of measuring.
+        # Write the file now, so that an error does not occur after minutes of
+        # measuring.
         write_run(run, path)
         return run
     run = read_run(path)
-    # Compare numbers, not names of hosts: those may differ, and a note says so.
+    # Compare numbers of ranks and cores, but not names of hosts: if those differ, the
+    # report has a note.
     for name, value in topology.items():
         if run.topology[name] != value:
             raise BenchError(
@@ -161,7 +165,7 @@ def _write(run: MeasuredRun, path: str) -> None:
 
 
 def _topology(strategy: Strategy) -> dict[str, Any]:
-    """Return the file's description of the ranks; collective over the replicas."""
+    """Return the entry ``topology`` of the file; collective over the replicas."""
     topology = strategy.topology
     own = topology.worker_comm.size, topology.num_cores
     pairs = _of_workers(strategy, own)
@@ -177,16 +181,17 @@ def _topology(strategy: Strategy) -> dict[str, Any]:
 
 
 def _of_workers(strategy: Strategy, value: Any) -> list[Any]:
-    """Return the results of each worker's first replica; collective."""
+    """Return the value of each worker's first replica; collective over all replicas."""
     topology = strategy.topology
     own = (topology.worker_id, value) if topology.worker_comm.rank == 0 else None
-    # One rank of each worker answers: all ranks of a node would answer the same.
+    # One rank of each worker is enough, because all ranks of a worker have the same
+    # value.
     told = strategy.collectives.all_gather_object(own, "bench")
     return [pair[1] for pair in sorted(filter(None, told), key=lambda pair: pair[0])]
 
 
 def _session(strategy: Strategy, command: str) -> dict[str, Any]:
-    """Return the file's description of this session; collective over the replicas."""
+    """Return an entry of ``sessions`` in the file; collective over the replicas."""
     names = ("mpi4py", "numpy", "h5py")
     library = strategy.topology.mpi.Get_library_version().split("\n")[0]
     return {
@@ -219,7 +224,7 @@ def _processor() -> str:
 
 
 def _links(found: Links) -> dict[str, Any]:
-    """Return the file's description of links."""
+    """Return the entry ``links`` of the file."""
     slow = [
         {
             "hosts": list(one.link.hosts),
@@ -237,7 +242,7 @@ def _link(links: Sequence[Link]) -> dict[str, Any] | None:
         return None
     latencies = [link.latency_seconds for link in links]
     bandwidths = [link.bandwidth_bytes_per_second for link in links]
-    # The slowest of many thousand nodes are enough.
+    # With many thousand nodes, store only the slowest links.
     slowest = sorted(links, key=lambda link: link.bandwidth_bytes_per_second)
     return {
         "latency_seconds": float(np.median(latencies)),
@@ -263,13 +268,13 @@ def _reduction(strategy: Strategy) -> dict[str, Any]:
 
 
 def _describe_reduction(part: Part, strategy: Strategy) -> None:
-    """Record the algorithm that sums a part's gradients."""
+    """Record in a part the algorithm that sums its arrays."""
     nbytes = part.parameters.get("nbytes", 0)
     if strategy.num_replicas_in_sync == 1 or part.name not in _SUMMED or not nbytes:
         return
     chosen = CrossDeviceOps().choose(nbytes, strategy.topology, CommunicationOptions())
     function: Any = chosen.algorithm
-    # A partial has no name; the function that it calls has one.
+    # A functools.partial has no name, so use the name of its function.
     part.algorithm = getattr(function, "func", function).__name__
     part.piece_bytes = chosen.piece_bytes
 

@@ -1,4 +1,4 @@
-"""Gradient shapes of two networks of usual size, and sizes as text."""
+"""The shapes of the gradients of two common networks, and sizes as text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Shapes = list[tuple[int, ...]]
 def resnet50_shapes() -> Shapes:
     """Return the shapes of ResNet-50's 25.6 million parameters.
 
-    He et al., Deep Residual Learning for Image Recognition, CVPR 2016,
-    doi:10.1109/CVPR.2016.90, Table 1; as usual with the stride in the 3 x 3
-    convolutions, which changes no shape, and 1,000 classes. The shapes are in the order
-    of computation; each normalization has a scale and a shift.
+    See He et al., Deep Residual Learning for Image Recognition, CVPR 2016,
+    doi:10.1109/CVPR.2016.90, Table 1, with 1,000 classes. As usual, the stride is in
+    the 3 x 3 convolutions, which does not change the shapes. The shapes are in the
+    order of computation; each normalization has a scale and a shift.
     """
     shapes: Shapes = []
 
@@ -51,9 +51,10 @@ def resnet50_shapes() -> Shapes:
 def transformer_shapes() -> Shapes:
     """Return the shapes of BERT-base's 109.5 million parameters.
 
-    Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for Language
-    Understanding, NAACL 2019, doi:10.18653/v1/N19-1423: 12 layers of width 768, with
-    30,522 words in lower case, and the layer that pools the first word.
+    See Devlin et al., BERT: Pre-training of Deep Bidirectional Transformers for
+    Language Understanding, NAACL 2019, doi:10.18653/v1/N19-1423. The network has 12
+    layers of width 768, a vocabulary of 30,522 words in lower case, and a layer that
+    pools the first word.
     """
     width, words, length, kinds = 768, 30522, 512, 2
     shapes: Shapes = [(words, width), (length, width), (kinds, width)]

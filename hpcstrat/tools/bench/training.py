@@ -1,7 +1,7 @@
-"""A training step of a chosen size, or the user's own; and its input rows.
+"""The built-in training step, its input rows, and the loading of a user's own step.
 
-The user's function is called once on every replica, with the strategy and the number of
-examples in a global batch, and returns a function that does one step::
+Every replica calls the user's function once, with the strategy and the number of
+examples in a global batch. It must return a function that does one step::
 
     def make_step(strategy, global_batch_size):
         ...
@@ -32,25 +32,26 @@ from hpcstrat.variables import Variable
 
 __all__ = ["StepSize", "TiledRows", "TrainingStep", "load_function", "write_rows"]
 
-# The file of rows is read repeatedly: it may be smaller than the bytes that are read.
+# The file of rows is read several times, so it may be smaller than the data that a
+# benchmark reads.
 _FILE_BYTES = 64 << 20
 _FILE = "rows.npy"
 
 
 def write_rows(folder: str, row_bytes: int) -> None:
-    """Write the file that `TiledRows` reads; one rank calls it."""
+    """Write the file that `TiledRows` reads; only one rank may call this."""
     width = row_bytes // 4
     count = max(1, _FILE_BYTES // row_bytes)
-    # Random data, which a file system cannot compress.
+    # Write random data, because a file system cannot compress them.
     rows = np.random.default_rng(0).random((count, width), np.float32)
     np.save(os.path.join(folder, _FILE), rows)
 
 
 class TiledRows:
-    """A data source that repeats the rows of a file until there are enough."""
+    """A data source of ``count`` rows, which repeats the rows of a file."""
 
     def __init__(self, folder: str, count: int) -> None:
-        # Without the class of arrays in files, which slices of it would have.
+        # Convert from np.memmap to np.ndarray, so that slices are plain arrays, too.
         file = np.load(os.path.join(folder, _FILE), mmap_mode="r")
         self._rows = np.asarray(file)
         self.shape = (count, *self._rows.shape[1:])
@@ -60,7 +61,7 @@ class TiledRows:
         return int(self.shape[0])
 
     def __getitem__(self, rows: slice) -> Array:
-        # At the file's end it begins again.
+        # After the last row of the file, continue with its first row.
         places = np.arange(rows.start, rows.stop) % len(self._rows)
         taken: Array = np.take(self._rows, places, axis=0)
         return taken
@@ -68,9 +69,9 @@ class TiledRows:
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The size of a built-in step; ``batch_size`` examples take ``compute_seconds``.
+    """The size of a built-in step: ``batch_size`` examples take ``compute_seconds``.
 
-    ``global_batch_size`` counts the examples of all replicas.
+    ``global_batch_size`` is the number of examples of all replicas together.
     """
 
     model: str
@@ -80,17 +81,17 @@ class StepSize:
 
 
 class TrainingStep:
-    """Reads a batch, computes for a while, sums gradients, updates, sums a loss.
+    """A step: it reads a batch, computes, sums and applies gradients, and sums a loss.
 
-    Collective over the strategy's replicas, as are its calls. There are batches for
-    ``num_steps``.
+    Making the object and calling it are collective over the strategy's replicas. It can
+    be called ``num_steps`` times.
     """
 
     def __init__(
         self, strategy: Strategy, size: StepSize, folder: str, num_steps: int
     ) -> None:
         self.strategy = strategy
-        # Per example, so that in strong scaling each replica computes less.
+        # Time per example, so that in strong scaling each replica computes less.
         self.seconds_each = size.compute_seconds / size.batch_size
         shapes = MODELS[size.model]()
         with strategy.scope():
@@ -99,14 +100,14 @@ class TrainingStep:
                 for number, shape in enumerate(shapes)
             ]
             self.optimizer = SGD(0.01)
-        # Zeros stay zeros, however often they are added.
+        # Gradients are zeros, so that variables do not change in any number of steps.
         self.gradients = [np.zeros(shape, np.float32) for shape in shapes]
         rows = TiledRows(folder, size.global_batch_size * num_steps)
         dataset = Dataset(rows, size.global_batch_size)
         self.batches = iter(strategy.experimental_distribute_dataset(dataset))
 
     def __call__(self) -> None:
-        """Do one step."""
+        """Do one training step."""
         batch = next(self.batches)
         loss = self.strategy.run(self._train, args=(batch,))
         self.strategy.reduce("sum", loss)
@@ -119,11 +120,11 @@ class TrainingStep:
 
 
 def load_function(name: str) -> Callable[[Strategy, int], Callable[[], Any]]:
-    """Return the user's function ``module:function``; BenchError if there is none."""
+    """Import the user's function ``module:function``; BenchError if that fails."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise BenchError(f"expected --step module:function, found {name!r}; name both")
-    # As with python -m: find modules in the current folder.
+    # Find modules in the current folder, like python -m.
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

@@ -1,4 +1,4 @@
-"""Advice from a report: how many replicas to use, and what is too slow.
+"""Advice from a report: how many replicas to use, and which parts are too slow.
 
 Series and points are those of `hpcstrat.tools.bench.analysis`.
 """
@@ -15,7 +15,8 @@ __all__ = ["GOOD_EFFICIENCY", "slow_parts", "verdicts"]
 GOOD_EFFICIENCY = 0.8
 """From this efficiency on, more replicas are worth their nodes for most centers."""
 
-# Factor above the expected time; measured links vary by less.
+# A part is slow if it takes this many times the expected time. Variations of measured
+# links cause smaller factors.
 _TOO_SLOW = 2.0
 _SHARES = {
     "communication": "spent in sums",
@@ -25,7 +26,7 @@ _SHARES = {
 
 
 def verdicts(series: Sequence[Any]) -> Iterator[str]:
-    """Say for each scaling of the step how many replicas to use, and why not more."""
+    """Yield, for weak and strong scaling, how many replicas to use and why not more."""
     for one in series:
         points = [p for p in one.points if p.run.cores_per_replica >= 1]
         if one.name == "step" and len(points) > 1:
@@ -54,7 +55,7 @@ def _size(point: Any) -> str:
 
 
 def _reason(point: Any) -> str:
-    """Say which activity, except computation, takes most of the time."""
+    """Return which activity, except computation, takes most of the time, as text."""
     shares = {name: getattr(point, name) or 0.0 for name in _SHARES}
     most = max(shares, key=lambda name: shares[name])
     if not shares[most]:
@@ -64,7 +65,7 @@ def _reason(point: Any) -> str:
 
 
 def slow_parts(series: Sequence[Any]) -> Iterator[str]:
-    """Report parts that took several times the expected time."""
+    """Yield a sentence on each part that took several times the expected time."""
     for one in series:
         slow = [
             p

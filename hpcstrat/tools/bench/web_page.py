@@ -1,4 +1,4 @@
-"""A report as one HTML page, which contains its pictures and loads nothing."""
+"""The report as one HTML page, which includes its pictures and loads no other file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcstrat.tools.bench.shapes import size_text
 
 __all__ = ["page"]
 
-# Lines, the first of which is the figure.
+# The lines of a table cell; the first line is the most important figure.
 Cell = tuple[str, ...]
 Cells = Sequence[object]
 
@@ -92,7 +92,7 @@ several replicas took beyond this is added to every sum, as the cost of a call.<
 
 
 def page(report: Report, pictures: Mapping[str, bytes]) -> str:
-    """Return the page; ``pictures`` are SVG, by the names of `pictures.draw`."""
+    """Return the page as HTML; ``pictures`` are SVG images from `pictures.draw`."""
     runs = report.runs
     sizes = ", ".join(run.layout for run in runs)
     hosts = {host for run in runs for s in run.sessions for host in s["hosts"]}
@@ -122,7 +122,7 @@ def page(report: Report, pictures: Mapping[str, bytes]) -> str:
 
 
 def _cards(report: Report) -> Iterator[str]:
-    """Return the most important figures, in large type."""
+    """Yield the HTML of the most important figures, in large type."""
     cards = []
     for series in report.of("step"):
         last = series.points[-1]
@@ -151,7 +151,8 @@ def _notes(report: Report) -> Iterator[str]:
 
 def _picture(name: str, pictures: Mapping[str, bytes]) -> Iterator[str]:
     if name in pictures:
-        # In the page itself, which may be sent by mail and opened without a network.
+        # Include the picture in the page, which may be sent by mail and opened without
+        # a network.
         data = base64.b64encode(pictures[name]).decode("ascii")
         source = f"data:image/svg+xml;base64,{data}"
         yield f'<figure><img src="{source}" alt="{_ALT[name]}"></figure>'
@@ -214,7 +215,7 @@ def _sources(series: Series) -> Iterator[str]:
 
 
 def _sums(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
-    """Return the times of all-reduces and gradients; a single replica sums nothing."""
+    """Yield the HTML of the times of sums, in runs with several replicas."""
     sums = [*report.of("all_reduce"), *report.of("gradients")]
     runs = [run for run in report.runs if run.num_replicas > 1]
     if not sums or not runs:
@@ -241,7 +242,7 @@ def _sum_cell(series: Series, run: MeasuredRun) -> Cell:
     if point is None:
         return ("not measured",)
     count = run.num_replicas
-    # Defined as in NCCL's tests, so that figures can be compared.
+    # Bus bandwidth, defined as in NCCL's tests, so that figures can be compared.
     moved = 2 * (count - 1) / count * series.parameters["nbytes"] / point.median
     words = f"{moved / 1e9:.3g} GB/s"
     if point.expected_seconds is not None:
@@ -278,7 +279,7 @@ def _files(report: Report, pictures: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _about(series: Series) -> str:
-    """Return the parameters of a part as text."""
+    """Return the parameters of a part as text for people."""
     words = []
     for name, value in series.parameters.items():
         if name == "nbytes":
@@ -340,7 +341,7 @@ def _link(link: Mapping[str, Any] | None) -> str:
 def _table(
     names: Sequence[str], rows: Sequence[Cells], runs: Sequence[MeasuredRun] = ()
 ) -> str:
-    """Return a table; rows of runs whose replicas share cores have another color."""
+    """Return an HTML table; rows of runs that share cores have another color."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     lines = [f"<tr>{head}</tr>"] if any(names) else []
     for number, cells in enumerate(rows):
@@ -351,10 +352,10 @@ def _table(
 
 
 def _cell(value: object) -> str:
-    """Return a cell; if it has several lines, the first is the figure."""
+    """Return an HTML cell; lines after the first are in small type."""
     if isinstance(value, tuple):
-        # Names of hosts and commands come from files: treat them as text, never as
-        # HTML.
+        # Escape the text, because names of hosts and commands are read from files, and
+        # must not be interpreted as HTML.
         first, *rest = (escape(line) for line in value)
         return (
             f"<td>{first}" + "".join(f"<br><small>{r}</small>" for r in rest) + "</td>"

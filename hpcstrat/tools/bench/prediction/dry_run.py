@@ -1,9 +1,9 @@
-"""A dry run of one replica's part in a reduction, without any other replica.
+"""A dry run of one replica's work in a reduction, without any other replica.
 
-The plan comes from the library's `hpcstrat.engine.reduction`, and the algorithm from
-`hpcstrat.engine.collectives`: if their choices, pieces or messages change, they change
-here, too. The algorithm gets arrays without memory, and a channel that records its
-requests instead of carrying them out.
+The dry run uses the plan of `hpcstrat.engine.reduction` and the algorithms of
+`hpcstrat.engine.collectives`, so a change of pieces or messages there also changes the
+prediction. It calls an algorithm with arrays without memory, and with a channel that
+records the algorithm's requests and does not execute them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _IN_PLACE = object()
 
 @dataclass(frozen=True, slots=True)
 class SimulatedJob:
-    """Replicas on hosts that are all alike, one worker each."""
+    """The replicas of a job on equal hosts, with one worker on each host."""
 
     num_workers: int
     replicas_per_worker: int = 1
-    # Cores for the replicas of a worker; 0: one for each.
+    # Cores for the replicas of a worker; 0: one core for each replica.
     cores_per_worker: int = 0
     # The largest piece in shared memory; 0: the topology's default.
     slot_bytes: int = 0
@@ -60,32 +60,32 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """The header of a call, which all replicas compare."""
+    """The header of a call, which the replicas exchange and compare."""
 
-    # Size of each worker's values that it carries.
+    # Size of the values of each worker that are sent in the header.
     nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """The algorithm takes the next piece."""
+    """The point at which the algorithm begins the next piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """All replicas of a worker have reached the same step."""
+    """A synchronization of all replicas of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCopy:
-    """A copy of that many bytes in memory."""
+    """Copies or sums in memory, which read and write this number of bytes."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduced:
-    """MPI's nonblocking all-reduce, over all replicas or those of one position."""
+    """MPI's nonblocking all-reduce, over all replicas or over cross-worker ranks."""
 
     nbytes: int
     num_ranks: int
@@ -94,7 +94,10 @@ class AllReduced:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The start of messages to and from replicas of this position, by workers."""
+    """The start of messages between replicas with the same position on their workers.
+
+    A pair has the number of the other worker and the size of the message.
+    """
 
     tag: int
     sent: tuple[tuple[int, int], ...]
@@ -103,7 +106,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The wait for the messages of a tag that were started first."""
+    """The end of the wait for messages that ``begun`` started."""
 
     begun: Begun
 
@@ -112,7 +115,7 @@ Event = Announced | Turned | Stepped | MemoryCopy | AllReduced | Begun | Ended
 
 
 class _DryRunTopology:
-    """The part of a topology that algorithms and their choice use."""
+    """The attributes of a topology that the algorithms and their choice read."""
 
     def __init__(self, job: SimulatedJob, worker: int, position: int) -> None:
         each = job.replicas_per_worker
@@ -131,7 +134,7 @@ class _DryRunTopology:
 
 
 class _Places:
-    """Rings of a worker's replicas, of any size."""
+    """Replaces the rings of a worker's replicas; places may have any size."""
 
     def __init__(self, topology: _DryRunTopology, traffic: Traffic) -> None:
         self._topology, self._traffic = topology, traffic
@@ -154,7 +157,7 @@ class _Places:
 
 
 class _DryRunChannel:
-    """Records the requests of an algorithm to a channel."""
+    """Replaces a channel, and records the requests of an algorithm to it."""
 
     def __init__(self, topology: _DryRunTopology) -> None:
         self.topology, self.traffic = topology, Traffic()
@@ -162,11 +165,11 @@ class _DryRunChannel:
         self.wire = SimpleNamespace(room_bytes=room_bytes(workers))
         self.rings = _Places(topology, self.traffic)
         self.events: list[Event] = []
-        # Messages over a network arrive in the order in which they were sent.
+        # Started messages; they end in the order in which they were started.
         self.under_way: deque[_DryRunMessages] = deque()
 
     def wait(self, awaited: Any) -> None:
-        """Let messages arrive until an algorithm's wait is over."""
+        """Let messages arrive until the condition that an algorithm awaits is true."""
         while not awaited.agreed():
             self.under_way.popleft().come()
 
@@ -186,14 +189,14 @@ class _DryRunChannel:
 
 
 class _Come:
-    """Has arrived."""
+    """An awaitable condition that is always true."""
 
     def agreed(self) -> bool:
         return True
 
 
 class _DryRunMessages:
-    """Messages under way."""
+    """Started messages, which end when `come` is called."""
 
     def __init__(self, begun: Begun, channel: _DryRunChannel) -> None:
         self._begun, self._channel = begun, channel
@@ -253,11 +256,11 @@ def dry_run(
     ops: CrossDeviceOps | None = None,
     options: CommunicationOptions | None = None,
 ) -> list[Event]:
-    """Return the actions of one replica in a sum of float32 arrays of these shapes.
+    """Return the events of one replica during a sum of float32 arrays of these shapes.
 
-    All arrays are reduced in one call, as an optimizer does with gradients; the results
-    are in new memory. HpcstratError if values are sent in half precision, or if the
-    algorithm does something that a dry run does not know.
+    All arrays are reduced in one call, like the gradients of an optimizer, and the
+    results are in new memory. Raises HpcstratError if values are sent in half
+    precision, or if the algorithm makes a request that a dry run does not support.
     """
     options = options or CommunicationOptions()
     if options.wire_dtype is not None:

@@ -1,8 +1,9 @@
-"""The time of a training step on increasing numbers of nodes, and its parts.
+"""The predicted time of a training step on increasing numbers of nodes.
 
-A step computes, and sums its gradients over all replicas in one call. The nodes do that
-in SimGrid, from traces of `traces`. Of equal pieces only one is simulated, after the
-others, and its time is multiplied.
+A step computes, and then sums its gradients over all replicas in one call. SimGrid
+simulates the nodes from traces that the module `traces` writes. To save time, equal
+pieces are simulated only once, and the time of one more such piece is multiplied by
+their number.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FAST = 1e6
 
 @dataclass(frozen=True, slots=True)
 class ForecastStep:
-    """A training step of each replica, and how its gradients are summed."""
+    """The training step of a replica, and the options for summing its gradients."""
 
     compute_seconds: float
     # Shapes of the gradients, in float32.
@@ -44,23 +45,24 @@ class ForecastStep:
 
 @dataclass(frozen=True, slots=True)
 class ForecastPoint:
-    """A step on some nodes. Its parts add up to its time."""
+    """The predicted step on a number of nodes; its parts add up to ``step_seconds``."""
 
     num_nodes: int
     num_replicas: int
     step_seconds: float
     compute_seconds: float
-    # Sums and copies within the nodes, and the additions of messages.
+    # Time of sums and copies within a node, and of adding received data.
     inside_seconds: float
-    # The header, by which all replicas agree on the call.
+    # Time to exchange the header, by which the replicas check that they make the same
+    # call.
     header_seconds: float
-    # Time of messages with gradients: latency, and transfer of the bytes.
+    # Time of the messages with gradients: their latency, and the transfer of the bytes.
     latency_seconds: float
     bandwidth_seconds: float
-    # Relative to one node, for the same work per node.
+    # Efficiency relative to one node, with the same work per node.
     efficiency: float = 1.0
     network: str = ""
-    # Time and memory of the simulation itself.
+    # Real time and memory that the simulation needed.
     wall_seconds: float = 0.0
     most_bytes: int = 0
 
@@ -70,20 +72,21 @@ class ForecastPoint:
 
 
 class _StepActions:
-    """The actions of all nodes of a job in a step, block by block."""
+    """The events of all nodes of a job during a step, in blocks of one piece each."""
 
     def __init__(self, step: ForecastStep, job: SimulatedJob, machine: Machine) -> None:
         self.writer = Writer(job, machine)
-        # Each worker has different partners if workers exchange parts.
+        # If the workers exchange parts, each has other partners, so each needs its own
+        # trace.
         differ = job.num_workers <= MOST_EXCHANGING
         self._nodes = [
             self._of_worker(step, job, worker)
             for worker in range(job.num_workers if differ else 1)
         ]
         self._copies = 1 if differ else job.num_workers
-        # Blocks of all nodes, piece by piece; and for the first piece of each kind, the
-        # number of such pieces. A piece that begins messages that another piece ends is
-        # a separate kind.
+        # ``sequence`` has the blocks of all nodes, piece by piece. ``kinds`` has the
+        # first piece of each kind, and the number of equal pieces. If a piece begins
+        # messages that another piece ends, it is a kind of its own.
         self.sequence = list(zip(*self._nodes, strict=True))
         self.kinds = list[tuple[tuple[Block, ...], int]]()
         places = dict[tuple[Block, ...], int]()
@@ -105,7 +108,7 @@ class _StepActions:
     def traces(
         self, kinds: Sequence[tuple[Block, ...]], begin: Sequence[str] = ()
     ) -> list[list[str]]:
-        """Return the actions of all nodes in these blocks."""
+        """Return the trace lines of all nodes for these blocks."""
         found = []
         for node in range(len(self._nodes)):
             events = [event for kind in kinds for event in kind[node]]
@@ -113,7 +116,7 @@ class _StepActions:
         return found * self._copies
 
     def inside_seconds(self) -> float:
-        """Return how long a node is busy by itself in a step."""
+        """Return the time of a step that a node does not spend on messages."""
         return sum(
             count * self.writer.inside_seconds(kind[0]) for kind, count in self.kinds
         )
@@ -126,10 +129,10 @@ def predict(
     network: Network,
     nodes: Sequence[int],
 ) -> Iterator[ForecastPoint]:
-    """Yield a point for each number of nodes, relative to one node.
+    """Predict a step for each number of nodes; efficiencies are relative to one node.
 
-    ``job`` describes the replicas of a node; its number of workers does not matter.
-    BenchError if SimGrid is missing, or fails.
+    ``job`` describes the replicas of a node; its ``num_workers`` is not used. Raises
+    BenchError if SimGrid is missing or fails.
     """
     one = predict_point(step, replace(job, num_workers=1), machine, network)
     for num_nodes in nodes:
@@ -148,9 +151,9 @@ def predict_point(
     *,
     folds: bool = True,
 ) -> ForecastPoint:
-    """Return the time of a step of a job, and its parts.
+    """Predict the time of a step of a job, and the parts of this time.
 
-    ``folds`` tells whether equal pieces are simulated only once.
+    If ``folds`` is true, equal pieces are simulated only once.
     """
     plan = _StepActions(step, job, machine)
     replicas = job.num_workers * job.replicas_per_worker
@@ -163,7 +166,8 @@ def predict_point(
     options = MPI_OPTIONS[machine.mpi]
     simulator = Simulator(network, job.num_workers, options)
     fast = replace(network, bytes_per_second=network.bytes_per_second * _FAST)
-    # The same with infinite bandwidth.
+    # The same network with nearly infinite bandwidth, to separate latency and
+    # bandwidth.
     without = Simulator(fast, job.num_workers, options)
     replays = _Replays(plan, step, folds=folds)
     total = replays.step_seconds(simulator)
@@ -185,21 +189,21 @@ def predict_point(
 
 
 class _Replays:
-    """Replays of one plan, and their cost on this machine."""
+    """Simulations of one plan, and the real time and memory that they need."""
 
     def __init__(self, plan: _StepActions, step: ForecastStep, *, folds: bool) -> None:
         self._plan, self._step, self._folds = plan, step, folds
         self.wall_seconds, self.most_bytes = 0.0, 0
 
     def seconds(self, simulator: Simulator, traces: Sequence[Sequence[str]]) -> float:
-        """Return the simulated time of all nodes for these traces."""
+        """Simulate traces of all nodes, and return the simulated time."""
         done = simulator.replay(traces)
         self.wall_seconds += done.wall_seconds
         self.most_bytes = max(self.most_bytes, done.most_bytes)
         return done.seconds
 
     def step_seconds(self, simulator: Simulator) -> float:
-        """Return the simulated time of all nodes for a step."""
+        """Simulate a step of all nodes, and return the simulated time."""
         plan = self._plan
         begin = plan.writer.sleep(self._step.compute_seconds)
         kinds = [kind for kind, _ in plan.kinds]
@@ -208,8 +212,8 @@ class _Replays:
         seconds = once = self.seconds(simulator, plan.traces(kinds, begin))
         for index, (kind, count) in enumerate(plan.kinds):
             if count > 1:
-                # In its original place: messages of one piece end while the next one
-                # begins.
+                # Insert the second copy of the piece beside the first, because the
+                # messages of a piece may end only after the next piece has begun.
                 again = [*kinds[:index], kind, *kinds[index:]]
                 more = self.seconds(simulator, plan.traces(again, begin))
                 seconds += (count - 1) * (more - once)

@@ -1,4 +1,4 @@
-"""Inputs of a prediction: measurements of one small run, from files or options."""
+"""The inputs of a prediction: figures of one small run, from files or options."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from hpcstrat.tools.bench.shapes import MODELS
 
 __all__ = ["KnownFigures", "read_given"]
 
-# Each byte of a message within a node is read and written once.
+# A message within a node reads and writes each of its bytes once.
 _TOUCHED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KnownFigures:
-    """Known measurements; None if a value is unknown.
+    """The known figures of a small run; a value is None if it is unknown.
 
-    Times are in seconds, bandwidths in bytes per second. ``shapes`` are those of the
-    gradients. ``memory`` is the memory bandwidth of one replica, read and written.
+    Times are in seconds, bandwidths in bytes per second. ``shapes`` are the shapes of
+    the gradients. ``memory`` is the memory bandwidth of one replica, counting both
+    reads and writes.
     """
 
     latency: float | None = None
@@ -49,7 +50,7 @@ class KnownFigures:
     shapes: tuple[tuple[int, ...], ...] | None = None
 
     def over(self, other: Self) -> Self:
-        """Return these values, with missing ones from the other."""
+        """Return these figures, and take those that are unknown from ``other``."""
         own = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -58,7 +59,7 @@ class KnownFigures:
         return replace(other, **own)
 
     def network(self, kind: str) -> Network:
-        """Return the network; BenchError if something is missing."""
+        """Return the network of a kind; BenchError if a figure is missing."""
         if kind not in NETWORKS:
             raise BenchError(
                 f"expected a network of {', '.join(NETWORKS)}, found {kind!r}; name "
@@ -71,7 +72,7 @@ class KnownFigures:
         )
 
     def job(self) -> SimulatedJob:
-        """Return the description of a node's replicas."""
+        """Return a job on one node, with the known numbers of replicas and cores."""
         return SimulatedJob(
             1,
             self.replicas_per_node or 1,
@@ -80,15 +81,16 @@ class KnownFigures:
         )
 
     def step(self) -> ForecastStep:
-        """Return the step; BenchError if something is missing."""
+        """Return the training step; BenchError if a figure is missing."""
         compute = self._known("compute", "--compute-ms")
         return ForecastStep(compute, self._known("shapes", "--gradients"))
 
     def machine(self) -> Machine:
-        """Return a node; BenchError if something is missing."""
+        """Return the machine of a node; BenchError if a figure is missing."""
         latency, bandwidth = self.inside_latency, self.inside_bandwidth
         if self.replicas_per_node in (None, 1):
-            # Within one replica nothing is sent.
+            # A node with one replica sends no messages inside: use the figures between
+            # nodes.
             latency = (
                 self._known("latency", "--latency") if latency is None else latency
             )
@@ -121,11 +123,11 @@ def _missing(option: str) -> BenchError:
 
 
 def read_given(path: str) -> KnownFigures:
-    """Return the values of a file; BenchError if its format is unknown.
+    """Read the figures of a file; BenchError if its format is unknown.
 
-    From hpcstrat doctor --measure --json: the links, and the hosts' memory. From
-    hpcstrat bench scaling: the links, the replicas, the step, and the bandwidth of
-    copies in it.
+    A file of hpcstrat doctor --measure --json has the links, and the hosts' memory
+    bandwidth. A file of hpcstrat bench scaling has the links, the replicas, the step,
+    and, in a run of one node, the bandwidth of copies in the step.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -158,7 +160,7 @@ def read_given(path: str) -> KnownFigures:
 
 
 def _find_links(content: Any) -> tuple[dict[str, Any], list[Any]] | None:
-    """Return the links and hosts of a doctor's file, at any depth."""
+    """Return the links and hosts in a file of hpcstrat doctor, at any depth."""
     if not isinstance(content, dict):
         return None
     if isinstance(content.get("links"), dict):
@@ -171,7 +173,8 @@ def _of_doctor(links: dict[str, Any], hosts: Sequence[Any]) -> KnownFigures:
     latency, bandwidth = _medians(links["between"])
     inside_latency, inside_bandwidth = _medians(links["inside"])
     ranks = [len(host["ranks"]) for host in hosts]
-    # Bandwidth of all replicas of a host, reading and writing, as here.
+    # ``memory_together`` is the bandwidth of all replicas of a host, counting reads and
+    # writes.
     shares = [
         host["memory_together"] / len(host["ranks"])
         for host in hosts
@@ -220,7 +223,7 @@ def _of_run(run: MeasuredRun) -> KnownFigures:
 
 
 def _of_step(run: MeasuredRun, part: Part, job: SimulatedJob) -> dict[str, Any]:
-    """Return a step's computation and shapes, and the bandwidth of its copies."""
+    """Return a step's computation time, gradient shapes, and memory bandwidth."""
     calls = statistics.median(part.communication_seconds)
     own = statistics.median(part.own_seconds)
     late = statistics.median(part.late_seconds)

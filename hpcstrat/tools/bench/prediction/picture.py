@@ -1,4 +1,4 @@
-"""A picture of predicted steps: their time, and the share of computation."""
+"""A picture of predicted steps: their efficiency, and the parts of their time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = {
 
 
 def draw(curves: Mapping[str, Sequence[ForecastPoint]], title: str) -> Any:
-    """Return a matplotlib figure: efficiencies, and the parts of each curve."""
+    """Return a matplotlib figure of the curves' efficiencies and parts of times."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * (1 + len(curves)), 4), layout="constrained")

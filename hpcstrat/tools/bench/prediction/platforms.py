@@ -1,8 +1,8 @@
-"""Networks in SimGrid's language, of the kinds that clusters have.
+"""Descriptions, in SimGrid's XML, of the kinds of networks that clusters have.
 
-https://simgrid.org/doc/latest/Platform_examples.html describes the elements. The
-constants are the assumptions of `hpcstrat bench predict` about each kind of network, in
-addition to the measurements; docs/user-guide/prediction.md lists them.
+https://simgrid.org/doc/latest/Platform_examples.html describes the XML elements.
+Besides measurements, `hpcstrat bench predict` needs assumptions about each kind of
+network. These are the constants below; docs/user-guide/prediction.md lists them.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from dataclasses import dataclass
 
 __all__ = ["MOST_NODES", "NETWORKS", "Network", "Platform"]
 
-# Latency of a switch with its cable: InfiniBand, Slingshot and the like; Ethernet.
+# Latency of a switch with its cable: for networks such as InfiniBand and Slingshot, and
+# for Ethernet.
 _HOP_SECONDS = 150e-9
 _ETHERNET_HOP_SECONDS = 1e-6
-# Half of a switch's ports face down: 40 ports, as in InfiniBand's HDR switches.
+# A switch has 40 ports, like InfiniBand's HDR switches; half of them face down.
 _DOWN_PORTS = 20
-# Slingshot: groups of 32 switches with 16 nodes each, all connected to all.
+# Slingshot: a group has 32 switches with 16 nodes each, and all switches of a group are
+# connected to each other.
 _GROUP_SWITCHES, _SWITCH_NODES = 32, 16
-# Global links have half of the bandwidth of a group's nodes.
+# The global links of a group have half of the bandwidth of the group's nodes.
 _TAPER = 2
-# A rack, and the bandwidth of its uplink: a fourth of that of its nodes.
+# A rack has 32 nodes, and its uplink has a fourth of the nodes' bandwidth.
 _RACK_NODES = 32
 _OVERSUBSCRIPTION = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Measurements between two nodes, and the kind of the network."""
+    """The kind of a network, and latency and bandwidth measured between two nodes."""
 
     kind: str
     latency_seconds: float
     bytes_per_second: float
-    # Factor by which everything takes longer in the simulator.
+    # Factor by which all times are multiplied in the simulator.
     slower: float = 1.0
 
     def in_world(self, slower: float) -> Network:
-        """Return the same network with all times multiplied."""
+        """Return the same network with all times multiplied by a factor."""
         return Network(
             self.kind,
             self.latency_seconds * slower,
@@ -49,19 +51,19 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """A network of at least that many nodes."""
+    """A network in SimGrid's XML, with at least the requested number of nodes."""
 
     xml: str
-    # Names of the nodes, in the order in which the network has them.
+    # Names of the nodes, in their order in the network.
     hosts: tuple[str, ...]
-    # Time of a message at its ends, in addition to its route.
+    # Time that a message takes at its ends, in addition to the time of its route.
     receive_seconds: float
-    # A description for people.
+    # A description of the network for people.
     words: str
 
 
 def _fat_tree(network: Network, num_nodes: int) -> Platform:
-    """Return a tree of 40-port switches with full bisection."""
+    """Return a fat tree of 40-port switches with full bisection bandwidth."""
     down, left = list[int](), num_nodes
     # All ports of the topmost switches face down.
     while left > 2 * _DOWN_PORTS:
@@ -87,12 +89,12 @@ def _fat_tree(network: Network, num_nodes: int) -> Platform:
 
 
 def _dragonfly(network: Network, num_nodes: int) -> Platform:
-    """Return groups of 512 nodes, connected in pairs."""
+    """Return a dragonfly: groups of 512 nodes, with links between each two groups."""
     each = _GROUP_SWITCHES * _SWITCH_NODES
     groups = -(-num_nodes // each)
     between = max(1, each // _TAPER // max(1, groups - 1))
-    # In this model all traffic to another group leaves by one switch: the links to it
-    # must have the share of the global links' bandwidth for a switch's nodes.
+    # In this model, all traffic to another group leaves through one switch, so each
+    # local link to this switch must have a switch's share of the global bandwidth.
     local = _SWITCH_NODES // _TAPER
     parameters = f"{groups},{between};1,1;{_GROUP_SWITCHES},{local};{_SWITCH_NODES}"
     words = (
@@ -118,8 +120,8 @@ def _switched(
     parameters: str,
     size: int,
 ) -> Platform:
-    # The latency without two links and their switch belongs to the hosts: it is the
-    # same for any number of switches.
+    # Attribute the latency, minus two links with their switch, to the hosts: this part
+    # is the same for any number of switches on the route.
     hop = min(_HOP_SECONDS * network.slower, network.latency_seconds / 2)
     cluster = _cluster(
         ("net", "n", 0, size),
@@ -136,7 +138,7 @@ def _switched(
 
 
 def _ethernet(network: Network, num_nodes: int) -> Platform:
-    """Return one switch, or racks with a switch each, whose uplinks are shared."""
+    """Return one Ethernet switch, or racks with one switch and a shared uplink each."""
     racks = -(-num_nodes // _RACK_NODES)
     half = network.latency_seconds / 2
     names = tuple(f"n{number}" for number in range(num_nodes))
@@ -162,7 +164,7 @@ def _uplinks(racks: int, network: Network) -> list[str]:
     speed = network.bytes_per_second * _RACK_NODES / _OVERSUBSCRIPTION
     latency = _ETHERNET_HOP_SECONDS * network.slower
     for rack in range(racks):
-        # One link for each direction, which all nodes of the rack share.
+        # An uplink has one link for each direction, which all nodes of the rack share.
         parts.append(
             f'<link id="up{rack}" bandwidth="{speed!r}Bps" '
             f'latency="{latency!r}s" sharing_policy="SPLITDUPLEX"/>'

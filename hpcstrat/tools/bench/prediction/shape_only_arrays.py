@@ -1,8 +1,8 @@
-"""Arrays without memory, which count the bytes that NumPy would move.
+"""Arrays without memory, which count the bytes that NumPy would read and write.
 
-Algorithms of `hpcstrat.engine.collectives` use them like NumPy arrays, at any size,
-without computing anything. They have only the operations that the algorithms use on
-flat arrays.
+The algorithms of `hpcstrat.engine.collectives` can use a Phantom like a NumPy array of
+any size, but nothing is computed. A Phantom has only the operations that the algorithms
+use on flat arrays.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Traffic:
         self._nbytes = 0
 
     def add(self, *arrays: Any) -> None:
-        """Count the bytes that an operation reads and writes."""
+        """Add the sizes of arrays that an operation reads or writes."""
         self._nbytes += sum(getattr(array, "nbytes", 0) for array in arrays)
 
     def take(self) -> int:
-        """Return the count, and reset it."""
+        """Return the number of bytes, and reset it to 0."""
         nbytes, self._nbytes = self._nbytes, 0
         return nbytes
 
 
 class Phantom:
-    """A flat array of a length and a type, without values."""
+    """A flat array that has a length and a data type, but no values."""
 
     __slots__ = ("_traffic", "dtype", "size")
 
@@ -40,7 +40,7 @@ class Phantom:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes that a real array would have."""
+        """Size in bytes of a real array of this length and type."""
         return self.size * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -48,27 +48,27 @@ class Phantom:
         return self.size
 
     def __getitem__(self, part: slice) -> Phantom:
-        """Return a part, whose operations are added to the same count."""
+        """Return a slice, whose operations are added to the same count."""
         start, stop, _ = part.indices(self.size)
         return Phantom(max(0, stop - start), self.dtype, self._traffic)
 
     def __setitem__(self, part: Any, values: Any) -> None:
-        """Count a copy to the whole."""
+        """Count a copy of values into the whole array."""
         assert part is ...
         self._traffic.add(values, self)
 
     def view(self, dtype: np.dtype[Any]) -> Phantom:
-        """Return the same memory with another type."""
+        """Return a view of the same bytes with another data type."""
         wanted = np.dtype(dtype)
         return Phantom(self.nbytes // wanted.itemsize, wanted, self._traffic)
 
     def copy(self) -> Phantom:
-        """Count a copy to new memory."""
+        """Count a copy into new memory, and return the copy."""
         self._traffic.add(self, self)
         return self[:]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Return zeros, to be copied into an array that has memory."""
+        """Count a copy into a real array, and return zeros for it."""
         del dtype, copy
         self._traffic.add(self, self)
         return np.broadcast_to(np.zeros((), self.dtype), self.size)
@@ -84,7 +84,7 @@ class Phantom:
     def __array_function__(
         self, function: Any, types: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Return another array like this, separate from all others."""
+        """Implement np.empty_like and np.may_share_memory for arrays of this class."""
         del types, kwargs
         if function is np.may_share_memory:
             return args[0] is args[1]

@@ -1,4 +1,4 @@
-"""Replays of traces by SimGrid, a separate program that may be missing."""
+"""Simulation of traces by SimGrid, a separate program that may not be installed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from hpcstrat.tools.bench.run_file import BenchError
 
 __all__ = ["Replay", "Simulator", "find_smpirun"]
 
-# SimGrid prints microseconds, too coarse for a message: simulated time is slowed down.
+# SimGrid prints times in microseconds, which is too coarse for one message, so multiply
+# all simulated times by this factor.
 _SLOWER = 1000.0
 _FOUND = re.compile(r"Simulation time ([0-9.]+)")
-# Only the measurements count: none of the correction factors that SimGrid has from
-# other machines, no share of a link for acknowledgements, no limit by TCP's window.
+# Use only our measurements: turn off SimGrid's correction factors, which are from other
+# machines, bandwidth for acknowledgements, and the limit by TCP's window.
 _OPTIONS = {
     "network/model": "SMPI",
     "smpi/bw-factor": "0:1",
@@ -31,9 +32,9 @@ _OPTIONS = {
     "network/weight-S": "0",
     "network/crosstraffic": "0",
     "network/TCP-gamma": "1e30",
-    # A sender of a smaller message continues without its receiver.
+    # The sender of a message below this size continues before it is received.
     "smpi/send-is-detached-thresh": "65536",
-    # Thousands of processes, each of which does little.
+    # Small stacks, because there are thousands of processes that do little.
     "contexts/stack-size": "64",
     "contexts/guard-size": "0",
     "smpi/simulate-computation": "yes",
@@ -41,7 +42,7 @@ _OPTIONS = {
 
 
 def find_smpirun() -> str:
-    """Return the path of SimGrid's program; BenchError if there is none."""
+    """Return the path of SimGrid's smpirun; BenchError if it is not installed."""
     found = shutil.which("smpirun")
     if found is None:
         raise BenchError(
@@ -53,17 +54,17 @@ def find_smpirun() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The result of a replay."""
+    """The result of simulating traces."""
 
-    # In simulated time.
+    # The time that the simulated nodes take.
     seconds: float
-    # Real time and memory of the simulation.
+    # Real time and memory that the simulation needed.
     wall_seconds: float
     most_bytes: int
 
 
 class Simulator:
-    """A network of some nodes, on which traces are replayed."""
+    """Simulates traces on a network of a number of nodes."""
 
     def __init__(
         self, network: Network, num_nodes: int, options: Mapping[str, str]
@@ -79,7 +80,7 @@ class Simulator:
     def replay(
         self, traces: Sequence[Sequence[str]], limit_seconds: float = 3600.0
     ) -> Replay:
-        """Return how long the nodes take for the actions of each of them."""
+        """Simulate the traces, one for each node, and return the time until all end."""
         with tempfile.TemporaryDirectory(prefix="hpcstrat-predict-") as name:
             folder = Path(name)
             (folder / "platform.xml").write_text(self._world.xml)
@@ -124,8 +125,8 @@ class Simulator:
 
 
 def _lines(traces: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yield the first line of every node, then the second line, and so on."""
-    # A reader keeps the lines that it skips in memory.
+    """Yield the first lines of all nodes, then the second lines, and so on."""
+    # The lines are interleaved because SimGrid keeps the lines that it skips in memory.
     for row in zip_longest(*(["init", *trace, "finalize"] for trace in traces)):
         for node, line in enumerate(row):
             if line is not None:

@@ -1,15 +1,17 @@
-"""Time-independent traces for SimGrid: what each node does, line by line.
+"""Traces for SimGrid, which list the actions of each node, one in a line.
 
 A line is an action of ``smpirun -replay``
 (https://simgrid.org/doc/latest/Tutorial_MPI_Applications.html). One simulated process
-represents a node, because its replicas do the same at the same time: a message contains
-what all of them send together, and work within the node is a sleep.
+represents a node, because the replicas of a node do the same at the same time. A
+simulated message has the bytes of all replicas together, and work within the node is
+simulated as a sleep.
 
-Where the library calls MPI's nonblocking all-reduce, the trace has SMPI's collectives,
-with the algorithm of the MPI library: Open MPI's `coll/libnbc` sums along a binomial
-tree and sends the result down another one if the message has less than 64 KiB, if there
-are fewer than four ranks, and if the call is in place; otherwise it uses Rabenseifner's
-algorithm (https://doi.org/10.1007/978-3-540-24685-5_1), as does MPICH from 2 KiB on.
+If the library calls MPI's nonblocking all-reduce, the trace has SMPI's collectives with
+the algorithm that the MPI library uses. Open MPI's `coll/libnbc` uses a binomial tree
+for the sum and another one for the result if the message has less than 64 KiB, or if
+there are fewer than four ranks, or if the call is in place. In all other cases it uses
+Rabenseifner's algorithm (https://doi.org/10.1007/978-3-540-24685-5_1). MPICH uses that
+algorithm from 2 KiB on.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ __all__ = ["MPI_OPTIONS", "Block", "Machine", "Writer", "blocks", "is_balanced"]
 
 _LIBNBC_TREE_BYTES = 65536
 _LIBNBC_TREE_RANKS = 4
-# Tags are smaller.
+# All tags are smaller than this number.
 _MOST_TAG = 100
-# A sum reads two numbers, and writes one.
+# A sum reads two numbers and writes one number.
 _TOUCHED = 3
 
-# A header is not an MPI collective, but takes the same steps.
+# The exchange of headers is no MPI collective, but has the same steps as these.
 _HEADER = {"smpi/barrier": "ompi_bruck", "smpi/allgather": "bruck"}
 
 MPI_OPTIONS = {
@@ -54,24 +56,25 @@ MPI_OPTIONS = {
 }
 """SMPI options that carry out the actions of `Writer` as MPI libraries do."""
 
-# Events of one piece.
+# The events of one piece.
 Block = tuple[Event, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measurements within a node."""
+    """The figures of a node that were measured within it."""
 
-    # Latency of a message between two replicas, and bandwidth of a step of all.
+    # Latency and bandwidth of messages between two replicas of a node.
     inside_latency_seconds: float
     inside_bytes_per_second: float
-    # Bandwidth of one replica that reads and writes, while all replicas of its node do.
+    # Memory bandwidth of one replica, reads and writes, while all replicas of its node
+    # use the memory.
     memory_bytes_per_second: float
     mpi: str = "openmpi"
 
 
 def blocks(events: Iterable[Event]) -> list[Block]:
-    """Cut the actions of a replica where it begins the next piece."""
+    """Divide the events of a replica into blocks, one for each piece."""
     found, current = list[Block](), list[Event]()
     for event in events:
         if isinstance(event, Turned):
@@ -86,39 +89,39 @@ def blocks(events: Iterable[Event]) -> list[Block]:
 
 
 def is_balanced(block: Block) -> bool:
-    """Whether equal numbers of messages of each tag end and begin in a block."""
+    """Return whether as many messages of each tag begin as end in a block."""
     begun = Counter(event.tag for event in block if isinstance(event, Begun))
     ended = Counter(event.begun.tag for event in block if isinstance(event, Ended))
     return begun == ended
 
 
 class _Numbers:
-    """Numbers for messages under way: traces match by number, not by tag and order."""
+    """Unique numbers for started messages, by which SimGrid matches start and wait."""
 
     def __init__(self) -> None:
         self._begun, self._ended = Counter[int](), Counter[int]()
 
     def begin(self, tag: int) -> int:
-        """Return the number of a started message."""
+        """Return a new number for a message that starts."""
         self._begun[tag] += 1
         return tag + _MOST_TAG * self._begun[tag]
 
     def end(self, tag: int) -> int:
-        """Return the number of the oldest message that has not ended."""
+        """Return the number of the oldest message with this tag that has not ended."""
         self._ended[tag] += 1
         return tag + _MOST_TAG * self._ended[tag]
 
 
 class Writer:
-    """Writes the actions of a node of a job."""
+    """Writes the trace lines of a node of a job."""
 
     def __init__(self, job: SimulatedJob, machine: Machine) -> None:
         self._job, self._machine = job, machine
-        # Number of doublings of a tree within a node.
+        # Number of rounds of a binomial tree over the replicas of a node.
         self._inside_rounds = math.ceil(math.log2(job.replicas_per_worker))
 
     def lines(self, events: Iterable[Event], worker: int = 0) -> list[str]:
-        """Return the actions of a worker's node, without its number."""
+        """Return the trace lines of a worker's node, without the number of the node."""
         found, numbers = list[str](), _Numbers()
         for event in events:
             if isinstance(event, Begun):
@@ -130,12 +133,12 @@ class Writer:
         return found
 
     def inside_seconds(self, block: Sequence[Event]) -> float:
-        """Return how long the node sleeps in these actions."""
+        """Return the time for which the node sleeps in these events."""
         words = (line.split() for line in self.lines(block))
         return sum(float(word[1]) for word in words if word[0] == "sleep")
 
     def sleep(self, seconds: float) -> list[str]:
-        """Return the action of changing to another kind of work."""
+        """Return a sleep as a list of trace lines; it is empty for 0 seconds."""
         return [f"sleep {float(seconds)!r}"] if seconds else []
 
     def _event_lines(self, event: Event) -> list[str]:
@@ -151,11 +154,11 @@ class Writer:
         return []
 
     def announcement(self, nbytes: int = 0) -> list[str]:
-        """Return the actions of a header with that many bytes of each worker."""
+        """Return the trace lines of a header with ``nbytes`` values of each worker."""
         job, step = self._job, self._machine.inside_latency_seconds
         if job.num_workers == 1:
             return self.sleep(step)
-        # The time of its own bytes is negligible.
+        # The time to send the bytes of the header itself is negligible.
         across = f"allgather {nbytes} {nbytes}" if nbytes else "barrier"
         return [*(self.sleep(2 * step) if job.replicas_per_worker > 1 else ()), across]
 
@@ -171,9 +174,7 @@ class Writer:
         return lines + [f"wait {worker} {peer} {tag}" for peer, _ in begun.sent]
 
     def _all_reduce(self, event: AllReduced) -> list[str]:
-        """Return the actions of MPI's all-reduce over all replicas, or those of
-        positions.
-        """
+        """Return the trace lines of an all-reduce of MPI."""
         job, machine = self._job, self._machine
         nbytes, lines = event.nbytes, list[str]()
         tree = machine.mpi == "openmpi" and (
@@ -182,7 +183,8 @@ class Writer:
             or event.in_place
         )
         if event.num_ranks == job.num_workers:
-            # One replica of each position sends, all at the same time.
+            # The all-reduce of each position runs at the same time, so add up their
+            # bytes.
             nbytes *= job.replicas_per_worker
         else:
             one = machine.inside_latency_seconds
