@@ -1,4 +1,4 @@
-"""The command that explains from its file why a job hung or ended."""
+"""The command ``hpcstrat hang``, which explains why a job hung or ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcstrat.tools.terminal import add_row, new_console, new_table
 
 __all__ = ["explain", "hang"]
 
-# Advice for each phrase with which a report describes a late rank.
+# Advice on late ranks, by a phrase in the rank's description in the report.
 _ADVICE = (
     (
         "whose process has ended",
@@ -90,7 +90,7 @@ def hang(file: str, *, stacks: bool) -> None:
 
 
 def _read(path: str) -> list[dict[str, Any]]:
-    """Return the events, in the order of their times."""
+    """Return the events of a file, in the order of their times."""
     found = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -98,7 +98,8 @@ def _read(path: str) -> list[dict[str, Any]]:
                 event = json.loads(line)
                 found.append((event["time"], event["event"], event["place"], event))
             except (ValueError, KeyError, TypeError):
-                # Some file systems mix the lines of several hosts.
+                # Skip damaged lines: some file systems mix up lines that several hosts
+                # write.
                 continue
     if not found:
         raise click.ClickException(
@@ -113,7 +114,7 @@ def _at(seconds: float) -> str:
 
 
 def _report(event: dict[str, Any]) -> LateReport:
-    """Return the report of late ranks that an event has."""
+    """Return the report of late ranks in an event."""
     about = dict(event["report"])
     late = [
         LateRank(**{**one, "stacks": Stacks(**one["stacks"])}) for one in about["late"]
@@ -139,7 +140,7 @@ def _stacks(event: dict[str, Any]) -> Iterator[str]:
 
 
 def explain(events: list[dict[str, Any]]) -> list[str]:
-    """Return what to look at, the most likely cause first."""
+    """Return advice on what to look at, with the most likely cause first."""
     found = []
     errors = [e for e in events if e["event"] == "error" and not e["caused"]]
     late = [e for e in events if e["event"] == "late"]

@@ -1,4 +1,4 @@
-"""Commands that run torch.distributed or jax.distributed programs over MPI."""
+"""The commands ``hpcstrat torch`` and ``hpcstrat jax``, which run programs over MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["jax", "torch"]
 
 
 @click.command(
-    # Options after PROGRAM are the program's, even those with the same names as ours.
+    # Options after PROGRAM belong to the program, even if they have the names of ours.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 @click.option(
@@ -72,7 +72,7 @@ def _become(
     module: bool,
 ) -> NoReturn:
     """Replace this process by one that sets up the framework and runs the program."""
-    # Found, not imported: another process will replace this one.
+    # Do not import the framework, because another program will replace this one.
     if find_spec(framework) is None:
         raise click.ClickException(
             f"expected {framework}, found none; install it: pip install {framework}"
@@ -82,7 +82,7 @@ def _become(
             f"expected a program, found no file {program!r}; give its path, or a "
             "module's name with -m"
         )
-    # The process is replaced: its exit status and signals are the program's.
+    # Replace the process, so that signals and the exit status are those of the program.
     kind = "module" if module else "script"
     launcher = f"hpcstrat.integrations.{framework}.{framework}_launcher"
     words = [*options, kind, program, *arguments]

@@ -1,4 +1,4 @@
-"""Output of commands on a terminal, or in a pipe: help, tables and bars, never cut."""
+"""Output of commands on a terminal or in a pipe: help, tables and progress bars."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rich.text import Text
 
 __all__ = ["UncutGroup", "add_row", "new_console", "new_table", "progress"]
 
-# rich folds to 80 columns without a terminal, which scripts could not read.
+# A width for pipes: rich would fold lines to 80 columns, which scripts could not read.
 _WIDE = 1 << 16
 
 
 class UncutGroup(click.Group):
-    """A group of commands whose help shows the first sentence of each in full."""
+    """A group of commands; its help has the whole first sentence of each command."""
 
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """Write the list of commands; click would cut each to one line."""
+        """Write the list of commands; click would cut each text to one line."""
         commands = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
         rows = [
             (command.name or "", command.get_short_help_str(limit=1000))
@@ -36,38 +36,39 @@ class UncutGroup(click.Group):
 
 
 def new_console(*, of_job: bool = False) -> Console:
-    """Return standard output; without a terminal, lines have any length.
+    """Return a console for standard output; in a pipe it does not fold lines.
 
-    ``of_job`` is for a rank: mpirun gives ranks a terminal, but writes to a file.
+    Pass ``of_job`` on a rank: mpirun gives ranks a terminal, but may write their output
+    to a file.
     """
     if of_job:
-        # Without colors: their codes would be in the file to which mpirun writes.
+        # Use no colors, because mpirun would write their codes to the file.
         return Console(markup=False, color_system=None, width=_WIDE)
-    # Names of variables may contain brackets, which rich would take for markup.
+    # Turn markup off, because rich would interpret brackets in names of variables.
     console = Console(markup=False)
     return console if console.is_terminal else Console(markup=False, width=_WIDE)
 
 
 def new_table(*names: str) -> Table:
-    """Return an empty table, whose words wrap if they do not fit."""
+    """Return an empty table that folds words that are too long."""
     return Table(*(Column(name, overflow="fold") for name in names))
 
 
 def add_row(table: Table, *words: Any) -> None:
-    """Add a row to a `new_table`; brackets in names are no markup."""
+    """Add a row to a table of `new_table`, without interpreting brackets as markup."""
     table.add_row(*(Text(str(word)) for word in words))
 
 
 @contextlib.contextmanager
 def progress(nbytes: int, title: str) -> Iterator[Callable[[int], None]]:
-    """Show a bar on standard error, if that is a terminal.
+    """Show a progress bar on standard error, if that is a terminal.
 
-    Yields a function to call with the number of bytes since its last call.
+    Yields a function that must be called with the number of bytes since its last call.
     """
     if not nbytes or not sys.stderr.isatty():
         yield lambda _: None
         return
-    # Imported here, because most commands show no bar.
+    # Import the bar here, because most commands show none.
     from hpcstrat.metrics.progress_bar import Progress
 
     with Progress(nbytes, title, show=True) as bar:

@@ -1,4 +1,4 @@
-"""The commands around timelines; they need no MPI."""
+"""The command ``hpcstrat timeline``, which needs no MPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _opened(directory: str, run: str | None) -> Timeline:
         found = open_timeline(directory, run)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    # To standard error: a program may read the standard output.
+    # Print to standard error, because a program may read the standard output.
     cut = [file.thread for file in found.files if not file.whole]
     if cut:
         click.echo(f"ended before their files: {', '.join(cut)}", err=True)
@@ -69,7 +69,8 @@ def summary(directory: str, run: str | None) -> None:
         raise click.ClickException(str(error)) from error
     headings = ("replica", "worker", "calls", "waited s", "came last", "cost s")
     table = Table(*headings)
-    # Sorted by the cost to other replicas: being last often may have cost nothing.
+    # Sort by the time that others lost, because a replica that is often last may have
+    # cost no time.
     ordered = sorted(rows.values(), key=lambda row: -row.cost_seconds)
     for row in ordered:
         share = f"{row.last} ({row.last / row.calls:.0%})" if row.calls else "0"

@@ -1,9 +1,9 @@
-"""Kills, stops and slows down ranks of a running job at random.
+"""Tools that kill, stop or slow down ranks of a running job at random.
 
-For tests of how a program, a launcher and a batch system react. All disturbances are
-drawn from a seed before the first one; one rank at a time is disturbed. A stopped rank
-always continues: at the end of its time, when the caller is interrupted, and, by a
-guard process, when the caller is killed::
+They test how a program, a launcher and a batch system react to such failures. All
+disturbances are drawn from a seed before the first one is executed, and only one rank
+is disturbed at a time. A stopped rank always continues: at the end of its time, or when
+the caller is interrupted, or, by a guard process, when the caller is killed::
 
     job = chaos.choose(chaos.find_jobs(), name)
     acts = chaos.draw([p.rank for p in job.ranks], ["stop"], every=5, count=10, seed=1)

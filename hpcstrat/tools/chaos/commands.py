@@ -1,4 +1,4 @@
-"""The command ``hpcstrat chaos``: disturb the ranks of a running job."""
+"""The command ``hpcstrat chaos``, which disturbs the ranks of a running job."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def chaos_list() -> None:
     if console.is_terminal:
         table = Table()
         for title in _COLUMNS:
-            # --job expects this name: print it in full, so that it can be copied.
+            # Print the name in full, so that a user can copy it to the option --job.
             table.add_column(title, no_wrap=title == "job", overflow="fold")
         for row in rows:
             table.add_row(*row)
         console.print(table)
     else:
         for row in rows:
-            # For cut and awk: rich would draw lines between the columns.
+            # Write plain lines for cut and awk: rich would draw lines between the
+            # columns.
             click.echo("\t".join(row))
     if not jobs:
         click.echo("no job of yours has ranks on this machine", err=True)
@@ -107,11 +108,12 @@ def chaos_run(
     Exit status 0 if all was done, 1 if a rank had ended before, 2 for wrong options,
     130 if interrupted. A stopped rank always continues.
     """
-    # Each event in one line, for any width of the terminal or log.
+    # Print each event in one line, even if the terminal is narrower.
     console = Console(highlight=False, soft_wrap=True)
-    # Printed below, so that the same acts can be drawn again.
+    # The seed is printed below, so that a user can draw the same acts again.
     seed = secrets.randbelow(1 << 32) if seed is None else seed
-    # In fixed order, not that of the options, so that one seed draws the same acts.
+    # Use a fixed order of kinds, so that the order of the options does not change the
+    # acts.
     kinds = [k for k in library.KINDS if options[k] not in (None, False)]
     if not kinds:
         raise click.UsageError(
@@ -128,7 +130,7 @@ def chaos_run(
         here = [process.rank for process in job.ranks]
         every, count = options["every"], options["count"]
         acts = library.draw(wanted or here, kinds, every=every, count=count, seed=seed)
-        # Ranks on other nodes cannot be reached from here.
+        # Ranks on other nodes cannot be disturbed from this node.
         if missing := sorted(set(wanted or ()) - set(here)):
             raise library.NoSuchRankError(
                 f"expected ranks of job {job.name} on this machine, some of {here}, "
@@ -151,7 +153,7 @@ def chaos_run(
 
 
 def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
-    """Disturb the ranks, and print a line for each event."""
+    """Disturb ranks, and print a line for each event; return the number of acts."""
     start = time.monotonic()
 
     def report(_: Any, process: Any, text: str) -> None:
@@ -165,14 +167,14 @@ def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
     def interrupt(*_: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    # Slurm ends a step by SIGTERM, a terminal that is closed sends SIGHUP.
+    # Slurm ends a step by SIGTERM, and a terminal that is closed sends SIGHUP.
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # Only the main thread may set handlers; tests may call this in another one.
+        # Only the main thread may set signal handlers; tests may run in another thread.
         with contextlib.suppress(ValueError):
             signal.signal(number, interrupt)
     try:
         return library.disturb(job, acts, strength, report)
     except KeyboardInterrupt:
         console.print("interrupted; a stopped rank goes on")
-        # 128 plus SIGINT, as for a program that the signal has ended.
+        # Exit with 128 plus SIGINT, like a program that the signal has ended.
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""Draws a schedule of disturbances from a seed, and executes it."""
+"""Functions that draw a schedule of disturbances from a seed, and execute it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 KINDS = ("kill", "stop", "delay")
 """The kinds of disturbances."""
 
-# Short, so that a delayed rank is slow rather than stopped now and then.
+# A short cycle, so that a delayed rank is evenly slow.
 _CYCLE_SECONDS = 0.02
 _GUARD_SECONDS = 10.0
 _DEATH_SECONDS = 5.0
@@ -52,7 +52,7 @@ class Act:
     Parameters
     ----------
     wait_seconds : float
-        Time to wait before it.
+        Time to wait before the disturbance.
     kind : str
         One of `KINDS`.
     rank : int
@@ -71,11 +71,11 @@ class Strength:
     Parameters
     ----------
     stop_seconds : float
-        How long a rank is stopped.
+        Time for which a rank is stopped.
     delay_seconds : float
-        How long a delayed rank is slow.
+        Time for which a delayed rank is slow.
     factor : float
-        Factor by which it is slowed down; above 1.
+        Factor by which a delayed rank is slowed down; above 1.
 
     Raises
     ------
@@ -88,7 +88,7 @@ class Strength:
     factor: float = 4.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Raise ValueError if a value is out of its range."""
         for name in ("stop_seconds", "delay_seconds"):
             _require_positive(name, getattr(self, name))
         if not 1 < self.factor <= 1000:
@@ -103,24 +103,24 @@ def _require_positive(name: str, value: float) -> None:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return the ranks that a text names.
+    """Return the ranks that a text such as ``0-3,7`` names.
 
     Not collective.
 
     Parameters
     ----------
     text : str
-        Such as ``0-3,7``.
+        Ranks, and ranges of ranks, separated by commas.
 
     Returns
     -------
     list of int
-        In ascending order, each once.
+        The ranks in ascending order, without duplicates.
 
     Raises
     ------
     ValueError
-        If it is something else.
+        If ``text`` has another form.
     """
     ranks: set[int] = set()
     for part in text.split(","):
@@ -140,32 +140,32 @@ def parse_ranks(text: str) -> list[int]:
 def draw(
     ranks: Sequence[int], kinds: Sequence[str], *, every: float, count: int, seed: int
 ) -> list[Act]:
-    """Draw what is done, from a seed.
+    """Draw a schedule of disturbances from a seed.
 
     Not collective.
 
     Parameters
     ----------
     ranks : sequence of int
-        Among which to choose.
+        The ranks from which to draw.
     kinds : sequence of str
-        Among which of `KINDS` to choose.
+        The kinds, out of `KINDS`, from which to draw.
     every : float
         Mean of the exponentially distributed waits, in seconds.
     count : int
-        How many acts; fewer where all ranks have been killed before.
+        Number of acts. The schedule is shorter if it kills all ranks before.
     seed : int
-        The same gives the same acts.
+        The same seed results in the same acts.
 
     Returns
     -------
     list of Act
-        In order. Nothing is done to a rank after it has been killed.
+        The acts in their order. After a rank is killed, it has no more acts.
 
     Raises
     ------
     ValueError
-        If there is nothing to choose from, or a value is out of its range.
+        If ``ranks`` or ``kinds`` is empty, or a value is out of its range.
     """
     if not ranks or not kinds or not set(kinds) <= set(KINDS):
         raise ValueError(
@@ -182,24 +182,25 @@ def draw(
         wait = generator.expovariate(1 / every)
         act = Act(wait, generator.choice(kinds), generator.choice(left))
         acts.append(act)
-        # Nothing can be done to it any more.
+        # A killed rank cannot be disturbed again.
         if act.kind == "kill":
             left.remove(act.rank)
     return acts
 
 
 class _Guard:
-    """Pidfds of ranks, and a guard that continues the ranks if this process dies."""
+    """A guard process, which continues stopped ranks if this process dies."""
 
     def __init__(self, held: Mapping[int, ProcessHandle]) -> None:
         self._held = held
         self._process = subprocess.Popen(
-            # Isolated: it needs nothing of the program's paths.
+            # Run isolated (-I), because the guard imports nothing of this package.
             [sys.executable, "-I", str(Path(__file__).with_name("guard.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[one.fd for one in held.values()],
-            # Ctrl-C in the terminal, and signals to the process group, do not reach it.
+            # Start a new session, so that Ctrl-C and signals to the process group do
+            # not reach the guard.
             start_new_session=True,
         )
 
@@ -207,20 +208,22 @@ class _Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Closes its input, at which it ends, and waits for it.
+        # Close the guard's input, which ends the guard, and wait for it.
         self._process.communicate(timeout=_GUARD_SECONDS)
 
     def _tell(self, sign: str, rank: int) -> None:
         stream = self._process.stdin
         assert stream is not None
         stream.write(f"{sign}{self._held[rank].fd}\n".encode())
-        # Flushed at once: data in a buffer would be lost if this process is killed.
+        # Flush at once, because data in a buffer would be lost if this process is
+        # killed.
         stream.flush()
 
     @contextlib.contextmanager
     def watching(self, rank: int) -> Iterator[ProcessHandle]:
-        """Let a rank continue at the end of the block, whatever happens in it."""
-        # Registered before it is stopped: this process may be killed in between.
+        """Let a rank continue at the end of the block, even if the block raises."""
+        # Register the rank before it is stopped, because this process may be killed
+        # between.
         self._tell("+", rank)
         try:
             yield self._held[rank]
@@ -236,7 +239,7 @@ def _stop(held: ProcessHandle, seconds: float) -> bool:
 
 
 def _delay(held: ProcessHandle, seconds: float, factor: float) -> bool:
-    """Let a process run for a part of each of many short cycles."""
+    """Slow a process down: let it run for only a part of each of many short cycles."""
     runs = _CYCLE_SECONDS / factor
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -251,31 +254,33 @@ def disturb(
     strength: Strength | None = None,
     report: Callable[[Act, RankProcess, str], None] | None = None,
 ) -> int:
-    """Execute the schedule; blocks until it is done.
+    """Execute a schedule, and return when it is finished.
 
     Not collective.
 
     Parameters
     ----------
     job : JobRanks
-        The job of the ranks; pidfds of all that run are opened before the first act.
+        The job that has the ranks. Before the first act, a pidfd is opened for each
+        rank.
     acts : sequence of Act
-        From `draw`.
+        The schedule from `draw`.
     strength : Strength, optional
         Strength of the acts.
     report : callable, optional
-        Called for each act, with the rank's process and its new state: ``killed``,
-        ``stopped``, ``slowed down``, ``goes on``, or ``has ended``.
+        Called when an act changes a rank's state, with the act, the rank's process, and
+        the new state: ``killed``, ``stopped``, ``slowed down``, ``goes on``, or ``has
+        ended``.
 
     Returns
     -------
     int
-        How many acts were done to a rank that was running.
+        Number of acts that disturbed a running rank.
 
     Raises
     ------
     NoSuchRankError
-        If an act is about a rank that is not of the job.
+        If the rank of an act does not belong to the job.
     """
     strength = strength or Strength()
     processes = {process.rank: process for process in job.ranks}
@@ -287,9 +292,10 @@ def disturb(
             )
     with contextlib.ExitStack() as stack:
         held: dict[int, ProcessHandle] = {}
-        # Opened before the first act: the number of a process that ends may be reused.
+        # Open pidfds before the first act, because the number of a process that has
+        # ended may be reused.
         for rank in sorted({act.rank for act in acts}):
-            # A rank may have ended before the first act; each act says so.
+            # Ignore a rank that has ended already: each of its acts reports this.
             with contextlib.suppress(NoSuchRankError):
                 held[rank] = ProcessHandle(processes[rank])
                 stack.callback(held[rank].close)
@@ -307,12 +313,12 @@ def disturb(
 def _do(
     act: Act, guard: _Guard, held: ProcessHandle | None, strength: Strength
 ) -> Iterator[str]:
-    """Do one act, and report the new state of the rank."""
+    """Execute one act, and yield the new states of the rank."""
     went = held is not None and not held.ended()
     if held is not None and went:
         if act.kind == "kill":
             went = held.send(signal.SIGKILL)
-            # A process in a system call takes a while to end.
+            # Wait, because a process in a system call takes a while to end.
             held.ended(_DEATH_SECONDS)
         else:
             with guard.watching(act.rank):

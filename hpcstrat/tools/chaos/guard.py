@@ -1,8 +1,8 @@
-"""A process that continues stopped ranks if the process that stopped them is gone.
+"""A guard process, which continues stopped ranks if the process that stopped them ends.
 
-It reads ``+N`` and ``-N`` from standard input, when the rank of pidfd N is stopped and
-continued; at the end of the input it continues those that are still stopped. Run as a
-file, without the package.
+It reads lines from standard input: ``+N`` before the rank of pidfd N is stopped, and
+``-N`` after the rank was continued. At the end of the input it continues the ranks that
+are still stopped. Python runs this file alone, without importing the package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Wait for the end of standard input."""
+    """Read standard input to its end, then continue the ranks that are stopped."""
     stopped = set()
     for line in sys.stdin:
         number = int(line[1:])
@@ -23,7 +23,7 @@ def main() -> None:
             stopped.add(number)
         else:
             stopped.discard(number)
-    # The input ends with the process that writes it, in whatever way that ends.
+    # The input ends when the process that writes it ends, even if that was killed.
     for number in stopped:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(number, signal.SIGCONT)

@@ -1,8 +1,8 @@
-"""The ranks of running MPI jobs on this machine, found in ``/proc``.
+"""Functions that find the ranks of running MPI jobs on this machine in ``/proc``.
 
-A launcher passes each process its rank in the environment. Only processes of the same
-user are examined; their children, which inherit the environment, are not counted as
-ranks. This module does not need MPI.
+A launcher passes the rank to each process in an environment variable. Only processes of
+the same user are examined. Child processes of a rank inherit the variable, but are not
+counted as ranks. This module does not need MPI.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ __all__ = [
     "find_jobs",
 ]
 
-# Variables that contain the rank, innermost launcher first: in a Slurm job, mpirun
-# passes on the variables that Slurm has set for its daemon.
+# Environment variables with the rank, that of the innermost launcher first. In a Slurm
+# job, the ranks of mpirun also inherit the variables that Slurm has set for mpirun's
+# daemon.
 _RANKS = (
     "OMPI_COMM_WORLD_RANK",
     "PMIX_RANK",
@@ -55,23 +56,24 @@ _LAUNCHERS = (
 
 
 class NoSuchRankError(HpcstratError, LookupError):
-    """Raised if a job or a rank does not run on this machine, or has ended."""
+    """Raised if a job or rank is not running on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """One rank.
+    """The process of one rank.
 
     Parameters
     ----------
     rank : int
-        Its number in the job.
+        Number of the rank in the job.
     pid : int
-        Its process.
+        Number of the process.
     started : str
-        Start time of the process, which distinguishes reused numbers.
+        Start time of the process. It distinguishes processes with the same, reused
+        number.
     command : str
-        Its command line.
+        Command line of the process.
     """
 
     rank: int
@@ -89,9 +91,9 @@ class JobRanks:
     name : str
         The launcher's name of the job.
     slurm_job : str
-        Number of the Slurm job that it is part of; empty outside of Slurm.
+        Number of the Slurm job that includes this job; empty outside of Slurm.
     ranks : tuple of RankProcess
-        In order.
+        The ranks in ascending order.
     """
 
     name: str
@@ -101,7 +103,7 @@ class JobRanks:
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedProcess:
-    """A process to which a launcher has given a rank."""
+    """A process with a rank in its environment."""
 
     pid: int
     parent: int
@@ -111,17 +113,18 @@ class _LaunchedProcess:
 
 
 def _stat(pid: int, proc: Path) -> tuple[str, list[str]]:
-    """Return a process's name, and the fields after it; OSError if it has ended."""
+    """Return a process's name and other stat fields; OSError if it has ended."""
     name, fields = process_stat(pid, str(proc))
-    # A zombie has ended, although its number is still in use.
+    # A zombie process has ended, although its number is still in use.
     if fields[STATE] in "ZX":
         raise ProcessLookupError(pid)
     return name, fields
 
 
 def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
-    """Return a process if it is this user's, and has a rank."""
-    # It may end at any moment, and the environment of other users cannot be read.
+    """Return a process if it belongs to this user and has a rank, else None."""
+    # Ignore errors: the process may end at any moment, and the environment of other
+    # users' processes cannot be read.
     with contextlib.suppress(OSError):
         folder = proc / str(pid)
         if folder.stat().st_uid != uid:
@@ -139,7 +142,7 @@ def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
 def _rank(environment: Mapping[str, str]) -> int | None:
     for variable in _RANKS:
         text = environment.get(variable, "")
-        # The script of a batch job has a SLURM_PROCID, but does not belong to a step.
+        # The script of a batch job also has SLURM_PROCID, but is no rank of a job step.
         in_step = variable != "SLURM_PROCID" or environment.get("SLURM_STEP_ID")
         if text.isdecimal() and in_step:
             return int(text)
@@ -147,7 +150,7 @@ def _rank(environment: Mapping[str, str]) -> int | None:
 
 
 def _above(pid: int, proc: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and the name of a process and of its ancestors."""
+    """Yield number and name of a process, then of its parent, and so on."""
     while pid > 0:
         try:
             name, fields = _stat(pid, proc)
@@ -173,7 +176,8 @@ def _job_name(top: _LaunchedProcess, proc: Path) -> str:
 
 def _uses_mpi(pid: int, proc: Path) -> bool:
     try:
-        # A wrapper, such as a shell script, has the same environment, but no MPI.
+        # A wrapper, such as a shell script, has the same environment, but does not load
+        # MPI.
         return "libmpi" in (proc / str(pid) / "maps").read_text(errors="replace")
     except OSError:
         return False
@@ -187,17 +191,18 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
     Parameters
     ----------
     uid : int, optional
-        Whose; default: this user's.
+        Number of the user whose jobs are returned. Default: this user.
     proc : path
         Folder of the process file system.
 
     Returns
     -------
     list of JobRanks
-        By name. This process, and its ancestors, belong to no job.
+        The jobs, sorted by name. This process and its ancestors are not included.
     """
     uid = os.geteuid() if uid is None else uid
-    # A program that disturbs its own launcher would kill itself.
+    # Exclude this process and its ancestors: a program that killed its own launcher
+    # would kill itself.
     own = {pid for pid, _ in _above(os.getpid(), Path("/proc"))}
     pids = [int(path.name) for path in proc.glob("[0-9]*")]
     looked = (_look(pid, uid, proc) for pid in pids if pid not in own)
@@ -206,7 +211,8 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
     slurm: dict[str, str] = {}
     for process in processes.values():
         top = process
-        # Ranks pass their environment to processes that they start: the topmost counts.
+        # A rank's child processes have the same environment, so search for the topmost
+        # process.
         while top.parent in processes:
             top = processes[top.parent]
         name = _job_name(top, proc)
@@ -227,7 +233,7 @@ def find_jobs(*, uid: int | None = None, proc: Path = Path("/proc")) -> list[Job
 def _chosen(
     rank: int, processes: Sequence[_LaunchedProcess], proc: Path
 ) -> RankProcess:
-    """Return the process of a rank: the first that has loaded MPI, else the topmost."""
+    """Return the process of a rank: the first one with MPI, else the topmost one."""
     pids = {process.pid for process in processes}
     order = sorted(processes, key=lambda p: (p.parent in pids, int(p.started), p.pid))
     users = [process for process in order if _uses_mpi(process.pid, proc)]
@@ -241,26 +247,26 @@ def _chosen(
 
 
 def choose(jobs: Sequence[JobRanks], name: str) -> JobRanks:
-    """Return the job with a name.
+    """Return the job with a given name.
 
     Not collective.
 
     Parameters
     ----------
     jobs : sequence of JobRanks
-        From `find_jobs`.
+        The jobs from `find_jobs`.
     name : str
-        The job's name, or the number of the Slurm job that it is part of.
+        The job's name, or the number of the Slurm job that includes it.
 
     Returns
     -------
     JobRanks
-        The only one that fits.
+        The only job with this name.
 
     Raises
     ------
     NoSuchRankError
-        If there is none, or several.
+        If no job or several jobs have this name.
     """
     found = [job for job in jobs if job.name == name]
     found = found or [job for job in jobs if name and job.slurm_job == name]
@@ -274,20 +280,21 @@ def choose(jobs: Sequence[JobRanks], name: str) -> JobRanks:
 
 
 class ProcessHandle:
-    """A process that signals reach even if its number is reused.
+    """A handle by which signals reach only this process, even if its number is reused.
 
-    NoSuchRankError if it has ended, or is another user's. Keeps a pidfd open until
-    `close`.
+    Raises NoSuchRankError if the process has ended, or belongs to another user. The
+    handle has a pidfd, which is open until `close`.
     """
 
     def __init__(self, process: RankProcess) -> None:
         self.process = process
-        # A signal by number could reach another process that has the number by now.
+        # Use a pidfd: a signal by number could reach another process with a reused
+        # number.
         try:
             self.fd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             raise self._gone() from None
-        # Only now it is certain which process has the number.
+        # The pidfd is open, so check whether it belongs to the right process.
         found = None
         with contextlib.suppress(OSError):
             found = _stat(process.pid, Path("/proc"))[1][START]
@@ -315,7 +322,7 @@ class ProcessHandle:
         return True
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """Wait for the process to end, with a timeout; return whether it has."""
+        """Wait up to ``seconds`` for the process to end; return whether it has."""
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         return bool(poll.poll(seconds * 1000))

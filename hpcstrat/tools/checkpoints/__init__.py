@@ -1,1 +1,1 @@
-"""Commands that look at checkpoints."""
+"""The commands ``hpcstrat ckpt`` and ``hpcstrat verify-bits``."""

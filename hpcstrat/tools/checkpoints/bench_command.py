@@ -1,4 +1,4 @@
-"""The command that measures a file system, with MPI or without."""
+"""The command ``hpcstrat ckpt bench``, which measures a file system."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["advise", "bench", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)", re.IGNORECASE)
 _LETTERS = "kmgt"
-# Ratios of medians: smaller ones than the first are noise, larger ones than the second
-# are reported.
+# Ratios of two medians: a ratio below _SAME is noise, and a ratio above _MUCH is
+# reported.
 _SAME = 1.1
 _MUCH = 1.5
 _MOST_THREADS = 4
@@ -64,7 +64,7 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     of this process represent ranks. The files are removed, also after an interrupt.
     """
     launch = launch_from_environment()
-    # This runs before MPI starts, because it starts a process.
+    # Make the scratch folder before MPI starts, because this starts a process.
     guard = scratch(directory) if launch.rank == 0 else contextlib.nullcontext("")
     try:
         with guard as folder:
@@ -83,31 +83,35 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
 
 
 def _bench_ranks(wish: _BenchOptions, launcher: str) -> None:
-    # A rank that is interrupted ends the job at once, because the others wait for it.
+    # Let an interrupt end the rank, and so the job, at once, because other ranks wait
+    # for it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     world = Topology.world()
     _bench(world, wish, f"{world.size} ranks ({launcher})")
 
 
 def _bench_threads(wish: _BenchOptions) -> None:
-    # At least two, because one writer shows nothing about several that write one file.
+    # Use at least two threads, to measure several writers of one file.
     count = max(2, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
     words = f"{count} threads that stand for ranks, which mpirun or srun would start"
     run_in_threads(count, lambda group: _bench(group, wish, words))
 
 
 def _bench(group: Writers, wish: _BenchOptions, writers: str) -> None:
-    """Measure; rank 0 prints the results. All ranks raise the same error, or none."""
-    # In here, where all ranks raise the same.
+    """Measure all ways of writing, and print the results on rank 0.
+
+    If there is an error, all ranks raise it.
+    """
+    # Parse the size here, because here all ranks raise the same error.
     nbytes = parse_size(wish.size)
     problem = "" if group.rank or not wish.output else _unwritable(wish.output)
-    # Checked before minutes of writing whose result could then not be stored.
+    # Check the output file now, and not after minutes of writing.
     if problem := group.allgather(problem)[0]:
         raise CheckpointError(problem)
     show = progress if group.rank == 0 else _no_progress
     usual = choose_block_bytes(nbytes, group.size)
     num_ways = 4 * len({STRIPE_BYTES, usual})
-    # Twice: the files are written and then read.
+    # Count the bytes twice, because the files are written and then read.
     with show(2 * num_ways * wish.rounds * nbytes, "writing and reading") as tick:
         results = compare(group, wish.folder, nbytes, wish.rounds, tick)
     if group.rank:
@@ -124,7 +128,7 @@ def _bench(group: Writers, wish: _BenchOptions, writers: str) -> None:
 
 
 def _unwritable(output: str) -> str:
-    """Return why a file could not be written at the end; empty if it could."""
+    """Return why a file cannot be written; empty if it can be written."""
     folder = os.path.dirname(os.path.abspath(output))
     place = output if os.path.exists(output) else folder
     if os.path.isdir(output) or not os.access(place, os.W_OK):
@@ -138,9 +142,9 @@ def _no_progress(*_: object) -> Any:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a text such as ``1.5 GiB`` or ``100MB``, rounded up to MiB.
+    """Return the bytes of a size such as ``1.5 GiB`` or ``100MB``, rounded up to MiB.
 
-    At least one MiB; CheckpointError for another text.
+    The result is at least one MiB. Raises CheckpointError if the text is no size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):
@@ -152,7 +156,7 @@ def parse_size(text: str) -> int:
     base = 1000 if match[2] and not match[3] and "b" in text.lower() else 1024
     power = _LETTERS.index(match[2].lower()) + 1 if match[2] else 0
     nbytes = int(float(match[1]) * base**power)
-    # Whole pieces: direct writes need aligned lengths.
+    # Round up to whole stripes, because direct writes need aligned lengths.
     return max(-(-nbytes // STRIPE_BYTES), 1) * STRIPE_BYTES
 
 
@@ -172,12 +176,13 @@ def _show(results: Sequence[MeasuredWay]) -> None:
 def advise(
     results: Sequence[MeasuredWay], auto: bool, kind: str, directory: str
 ) -> list[str]:
-    """Return lines of advice: the setting to use in the last one, and other remarks.
+    """Return lines of advice; the last line names the setting to use.
 
-    ``auto`` tells whether the setting ``auto`` means direct writes there, ``kind`` is
-    the name of the file system's type.
+    ``auto`` is true if the setting ``auto`` means direct writes in this folder.
+    ``kind`` is the type of the file system, such as ``Lustre``.
     """
-    # Sizes are a stripe, and what a checkpoint would have, which is no smaller.
+    # Two part sizes were measured: a stripe, and the size that a real checkpoint would
+    # use. The latter is at least as large.
     usual = max(found.way.piece_bytes for found in results)
     lines = []
     shared, single = (
@@ -199,7 +204,8 @@ def advise(
 
 def _remedy(kind: str, directory: str) -> str:
     if kind == "Lustre":
-        # Stripes of 16 MiB, as the largest block: each is one request to one server.
+        # Stripes of 16 MiB, like the largest block, so that each block is one request
+        # to one server.
         return f"; spread the folder: lfs setstripe -c -1 -S 16M {directory}"
     if kind == "NFS":
         return "; a parallel file system or a local disk takes one file better"
@@ -207,7 +213,7 @@ def _remedy(kind: str, directory: str) -> str:
 
 
 def _setting(direct: MeasuredWay, cached: MeasuredWay, auto: bool) -> str:
-    """Return the line about ``direct_io``, for the part size of real checkpoints."""
+    """Return the advice on ``direct_io``, for the part size of real checkpoints."""
     chosen = "on" if auto else "off"
     if direct.refused:
         return (
@@ -218,7 +224,7 @@ def _setting(direct: MeasuredWay, cached: MeasuredWay, auto: bool) -> str:
     best = "on" if ratio > 1 else "off"
     times = max(ratio, 1 / ratio)
     fast, slow = (direct, cached) if best == "on" else (cached, direct)
-    # If the times of rounds overlap, medians show nothing.
+    # If the times of the two ways overlap, their medians do not differ clearly.
     if times < _SAME or max(fast.write_seconds) > min(slow.write_seconds):
         return (
             'direct_io: "on" and "off" do not differ clearly; nothing to set: "auto" '
@@ -253,7 +259,7 @@ def _report(
         }
         for found in results
     ]
-    # Scripts rely on the names in the JSON file; they never change.
+    # The names in the JSON file never change, because scripts rely on them.
     return {
         "directory": os.path.abspath(wish.directory),
         "file_system": kind,

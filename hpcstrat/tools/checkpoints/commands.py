@@ -1,4 +1,4 @@
-"""The commands that look into checkpoints; they need no MPI."""
+"""The command ``hpcstrat ckpt``, whose subcommands read checkpoints without MPI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from hpcstrat.tools.terminal import (
 __all__ = ["ckpt", "differences"]
 
 _DAMAGED = 1
-# The same as in diff(1).
+# The exit status for a difference, as in diff(1).
 _DIFFERENT = 1
 
 
@@ -70,15 +70,14 @@ def ls(directory: str) -> None:
     for path in _listed(directory):
         name = os.path.basename(path)
         try:
-            # The size of the link itself, whose target may be missing.
+            # Use the size of a symbolic link itself, because its target may be missing.
             size = f"{os.lstat(path).st_size:,}"
             header = read(path)
         except FileNotFoundError:
-            # Newer files have replaced it since the folder was listed.
+            # A running job has removed the file since the folder was listed.
             continue
         except OSError as error:
-            # For example in a folder whose names can be listed, but whose files cannot
-            # be read.
+            # For example, the user may list the folder, but may not read its files.
             raise click.ClickException(unreadable(path, error)) from error
         except CheckpointError as error:
             add_row(table, name, "damaged", "", "", size)
@@ -93,7 +92,7 @@ def ls(directory: str) -> None:
 
 
 def _listed(directory: str) -> list[str]:
-    """Return the checkpoints of a folder, which must exist."""
+    """Return the paths of the checkpoints in a folder, which must exist."""
     if not os.path.isdir(directory):
         found = "a file" if os.path.exists(directory) else "nothing"
         raise click.ClickException(
@@ -123,7 +122,7 @@ def show(file: str) -> None:
     console.print(table)
     for name, state in header.iterators.items():
         section = section_of(state)
-        # Words of generators say nothing to a reader.
+        # Omit arrays, such as the state words of random generators.
         about = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
         console.print(f"{section}/{name}: {about}")
     for name in header.python:
@@ -143,11 +142,12 @@ def verify(paths: tuple[str, ...]) -> None:
         for path in paths
         for file in (_listed(path) if os.path.isdir(path) else [path])
     ]
-    # A job that checks a folder with a wrong name must not report it as good.
+    # No checkpoints at all is a failure, because the user may have mistyped the folder.
     wrong = not files
     for file in files:
         good, words = _verdict(file)
-        # Check all of them: the user needs to know which others are good.
+        # Continue after a damaged file, because the user needs to know which files are
+        # good.
         wrong |= not good
         click.echo(f"{file}: {words}")
     if not files:
@@ -156,7 +156,7 @@ def verify(paths: tuple[str, ...]) -> None:
 
 
 def _verdict(file: str) -> tuple[bool, str]:
-    """Return whether a file is good, and a message about it."""
+    """Verify a file; return whether it is good, and a message about it."""
     try:
         count = verify_file(file)
     except NoCheckpointError as error:
@@ -164,7 +164,7 @@ def _verdict(file: str) -> tuple[bool, str]:
     except CorruptCheckpointError as error:
         return False, f"DAMAGED: {one_line(error)}"
     except CheckpointError as error:
-        # A newer version, or a file that cannot be read now: it may be intact.
+        # The file may be intact, but have a newer version, or be unreadable at present.
         return False, f"not verified: {one_line(error)}"
     except OSError as error:
         return False, f"not verified: {unreadable(file, error)}"
@@ -196,16 +196,18 @@ def diff(first: str, second: str) -> None:
 def differences(
     first: str, second: str, describe: Callable[[Array, Array], str]
 ) -> tuple[tuple[int, int], list[tuple[str, str]]]:
-    """Return two checkpoints' steps, and the names and differences of what differs.
+    """Return the steps of two checkpoints, and the names and differences of values.
 
-    ``describe`` returns how two arrays of one shape and dtype differ, and an empty text
-    where they do not. Raises ClickException if a file is damaged or cannot be read.
+    ``describe`` returns a text on how two arrays of the same shape and dtype differ, or
+    an empty text if they are equal. Raises ClickException if a file is damaged or
+    cannot be read.
     """
-    # Verified before they are compared: a flipped bit would look like training.
+    # Verify both files first, because a flipped bit would look like a result of
+    # training.
     headers = checked(first), checked(second)
     lines = []
     names = sorted(set(headers[0].entries) | set(headers[1].entries))
-    # For the bar: a value that both have is read twice.
+    # The sizes for the progress bar: a value that is in both files is read twice.
     sizes = {name: sum(map(_nbytes, _entries(name, headers))) for name in names}
     with progress(sum(sizes.values()), "comparing") as tick:
         for name in names:
@@ -245,7 +247,7 @@ def _difference(
     paths: tuple[str, str],
     describe: Callable[[Array, Array], str],
 ) -> str:
-    """Return how a value differs; empty if it does not."""
+    """Return how a value differs between two checkpoints; empty if it does not."""
     entries = [header.entries.get(name) for header in headers]
     if entries[0] is None or entries[1] is None:
         return f"only in the {'second' if entries[0] is None else 'first'}"
@@ -257,22 +259,23 @@ def _difference(
 
 
 def _by_value(one: Array, other: Array) -> str:
-    """Return how two arrays differ; two NaN are equal."""
-    # Comparing NaN of bfloat16 would warn.
+    """Return how two arrays differ; a NaN is equal to another NaN."""
+    # Suppress the warning of a comparison with NaN in bfloat16.
     with np.errstate(invalid="ignore"):
         unequal = np.asarray(one != other)
         if one.dtype.kind not in "iub":
-            # Two NaN are equal.
+            # Count two NaN as equal.
             unequal &= ~(np.isnan(one) & np.isnan(other))
     count = int(unequal.sum())
     if not count:
         return ""
     index = tuple(int(i) for i in np.argwhere(unequal)[0]) if unequal.ndim else ()
     values = f"first at {list(index)}: {one[index]} and {other[index]}"
-    # The difference of integers may not fit their type: none is printed.
+    # Print no difference of integers, because it may not fit into their type.
     if one.dtype.kind in "iub":
         return f"{count:,} of {one.size:,} elements, {values}"
-    # In bfloat16 or float16 it would be rounded, or overflow.
+    # Subtract in float64: in bfloat16 or float16 the difference may be rounded, or
+    # overflow.
     wide = np.complex128 if one.dtype.kind == "c" else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         largest = np.nanmax(np.abs(one.astype(wide) - other.astype(wide)))

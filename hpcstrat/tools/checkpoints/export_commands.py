@@ -1,4 +1,4 @@
-"""The commands that export a checkpoint's values, and import other programs' values."""
+"""The commands ``hpcstrat ckpt export`` and ``hpcstrat ckpt import``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from hpcstrat.variables import Variable
 
 __all__ = ["export", "import_"]
 
-# For each format: endings of file names, and the module that reads and writes it.
+# For each format: the endings of its file names, and the module that reads and writes
+# it.
 _FORMATS = {
     "npz": ((".npz",), "checkpoint.exchange"),
     "h5": ((".h5", ".hdf5"), "checkpoint.exchange"),
@@ -45,13 +46,13 @@ _model = click.option(
 
 
 def _format(path: str, chosen: str | None, model: str | None) -> str:
-    """Return the format of a file, from the option or the end of its name."""
-    # Longer endings first: .weights.h5 is one of Keras' formats.
+    """Return the format of a file, from the option or from the end of its name."""
+    # Try longer endings first: .weights.h5 is a format of Keras, not plain HDF5.
     endings = {end: name for name, (ends, _) in _FORMATS.items() for end in ends}
     found = [end for end in sorted(endings, key=len)[::-1] if path.endswith(end)]
     kind = chosen or (endings[found[0]] if found else None)
     ends = _FORMATS[kind][0] if kind else tuple(endings)
-    # Keras itself decides by the name.
+    # The name of a Keras file must have the right ending, because Keras reads it.
     if kind is None or (kind == "keras" and not path.endswith(ends)):
         raise click.ClickException(
             f"expected a file that ends in {', '.join(ends)}, found {path}; rename it"
@@ -65,7 +66,7 @@ def _format(path: str, chosen: str | None, model: str | None) -> str:
 
 
 def _function(verb: str, kind: str) -> Callable[..., Any]:
-    """Return the module that reads or writes files of a format."""
+    """Return the function that reads or writes files of a format."""
     try:
         module = importlib.import_module(f"hpcstrat.{_FORMATS[kind][1]}")
     except (ImportError, HpcstratError) as error:
@@ -103,7 +104,7 @@ def export(
         part = part or "model"
     if part is not None:
         values = _within(values, _prefix(part, values), file)
-    # Checked for a clear message; the file is made exclusively in any case.
+    # Check this only for a clear message: the file is opened exclusively below.
     if os.path.exists(output):
         raise click.ClickException(
             f"expected a name that is free, found the file {output}; choose another"
@@ -111,7 +112,7 @@ def export(
     more = {"model": model} if kind == "keras" else {}
     total = sum(value.nbytes for value in values.values())
     try:
-        # Exclusively: never replace a file that another process has just made.
+        # Open exclusively, to never replace a file that another process has just made.
         os.close(os.open(output, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         with (
             progress(total, os.path.basename(output)) as tick,
@@ -127,7 +128,7 @@ def export(
 
 @contextlib.contextmanager
 def _removed_on_error(path: str) -> Iterator[None]:
-    """Remove a file that could not be written completely."""
+    """Remove the file if the block raises an error, because it is incomplete."""
     try:
         yield
     except BaseException:
@@ -136,7 +137,10 @@ def _removed_on_error(path: str) -> Iterator[None]:
 
 
 def _prefix(part: str, names: Iterable[str]) -> str:
-    """Return the group of an object's values, whose Variables are in one of all."""
+    """Return the prefix of the names of an object's values in a checkpoint.
+
+    Variables of all objects are in the group ``variables``.
+    """
     prefix = f"{part.strip('/')}/"
     among = f"{_ROOT}{prefix}"
     is_among = any(name.startswith(among) for name in names)
@@ -144,7 +148,7 @@ def _prefix(part: str, names: Iterable[str]) -> str:
 
 
 def _within(values: Mapping[str, Array], prefix: str, path: str) -> dict[str, Array]:
-    """Return the values below a prefix, by the rest of their names."""
+    """Return the values whose names begin with a prefix, without it in the names."""
     found = {
         name.removeprefix(prefix): value
         for name, value in values.items()
@@ -159,7 +163,7 @@ def _within(values: Mapping[str, Array], prefix: str, path: str) -> dict[str, Ar
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return a list of names, shortened if it is long."""
+    """Return names as text, shortened if there are many."""
     known = sorted(names)
     more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
     return (", ".join(known[:_MOST_NAMES]) or "none") + more
@@ -253,7 +257,7 @@ def _read(source: str, kind: str, model: str | None) -> dict[str, Array]:
 
 
 def _checked_values(path: str) -> dict[str, Array]:
-    """Return the values of a checkpoint, as maps of the file, after verifying all."""
+    """Verify a checkpoint, and return its values, memory-mapped from the file."""
     for entry in checked(path).entries.values():
         known_dtype(entry.dtype)
     return map_values(open_checkpoint(path))
@@ -262,7 +266,7 @@ def _checked_values(path: str) -> dict[str, Array]:
 def _named(
     values: dict[str, Array], part: str | None, known: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Return values by their names in a checkpoint that has the known names."""
+    """Return the values by the names that they get in the new checkpoint."""
     if part is not None:
         prefix = _prefix(part, known)
         return {f"{prefix}{name}": value for name, value in values.items()}
@@ -284,7 +288,7 @@ def _fitted(
     cast: bool,
     partial: bool,
 ) -> dict[str, Array]:
-    """Return values with the names, shapes and types of a checkpoint's values."""
+    """Return the values with the names, shapes and types of the checkpoint --like."""
     groups = {_group(name) for name in values}
     wanted = {name: value for name, value in model.items() if _group(name) in groups}
     shapes, types = [], []
@@ -317,24 +321,24 @@ def _fitted(
 
 
 def _group(name: str) -> str:
-    """Return the object to which a value belongs, by its name in a checkpoint."""
+    """Return the object that a value belongs to, from its name in a checkpoint."""
     first, _, rest = name.partition("/")
     return f"{_ROOT}{rest.partition('/')[0]}" if name.startswith(_ROOT) else first
 
 
 class _Object:
-    """Has variables by name, like an object that a CheckpointManager saves."""
+    """An object with variables by name, which a CheckpointManager can save."""
 
     def __init__(self) -> None:
         self.variables: dict[str, Variable] = {}
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return them."""
+        """Return the variables by name."""
         return self.variables
 
 
 def _parts(values: Mapping[str, Array]) -> dict[str, Any]:
-    """Return Variables over the values, as a CheckpointManager takes them."""
+    """Return the arguments of a CheckpointManager: Variables that adopt the values."""
     parts: dict[str, Any] = {}
     for name, value in values.items():
         own = np.ascontiguousarray(value).reshape(value.shape)

@@ -1,4 +1,4 @@
-"""Functions of the commands for reading checkpoints, with their error messages."""
+"""Functions that read checkpoints for the commands, and explain errors to users."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ def unreadable(path: str, error: OSError) -> str:
 
 
 def read(path: str) -> Header:
-    """Read the entries of a file; a CheckpointError says why it cannot be read."""
+    """Read the header of a file; CheckpointError with the reason if that fails."""
     _require_file(path)
     return read_header(path)
 
 
 def _require_file(path: str) -> None:
-    """Refuse a path that a reader would report as damaged, or block on."""
+    """Raise an error if a path is no readable file."""
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISREG(kind):
-            # Check whether it can be opened: a reader would say that it is damaged.
+            # Check whether the file can be opened, because a reader would report a file
+            # without permission as damaged.
             os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             return
     except FileNotFoundError:
@@ -68,13 +69,14 @@ def _require_file(path: str) -> None:
 
 
 def verify_file(path: str) -> int | None:
-    """Return the number of verified bytes of values; None without hashes."""
+    """Verify a file; return the number of verified bytes, or None without hashes."""
     _require_file(path)
     found = open_checkpoint(path)
     if found.vouched is None:
         return None
     plan, count = found.vouched.plan, 0
-    # One buffer for all: a file may be larger than the memory of a login node.
+    # Use one buffer for all blocks, because a file may be larger than the memory of a
+    # login node.
     slot = Image(1, plan.block_bytes).slot(0)
     with (
         Blocks(path, found.vouched, direct=False) as blocks,
@@ -88,15 +90,15 @@ def verify_file(path: str) -> int | None:
 
 
 def header_of(path: str) -> Header:
-    """Return the entries of a file, without reading its data."""
+    """Return the header of a file, without reading its data."""
     with explained(path):
         return read(path)
 
 
 def checked(path: str) -> Header:
-    """Return the entries of a file, after verifying all its bytes."""
+    """Return the header of a file, after verifying all bytes of the file."""
     header = header_of(path)
-    # Verify once for all: values are later read without their hashes.
+    # Verify the whole file now, because values are later read without checking hashes.
     with explained(path):
         if verify_file(path) is None:
             text = "not verified: format version 1 has no hashes"
@@ -106,7 +108,7 @@ def checked(path: str) -> Header:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """End the command with one line about the error of a file."""
+    """End the command with a message of one line if the block raises a file's error."""
     try:
         yield
     except CheckpointError as error:
@@ -116,7 +118,7 @@ def explained(path: str) -> Iterator[None]:
 
 
 def known_dtype(name: str) -> np.dtype[Any]:
-    """Return a type by its name; bfloat16 needs ml_dtypes, which may be missing."""
+    """Return a dtype by its name; bfloat16 needs ml_dtypes, which may be missing."""
     try:
         return named_dtype(name)
     except (ImportError, TypeError) as error:

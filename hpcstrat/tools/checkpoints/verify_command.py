@@ -1,4 +1,4 @@
-"""The command that finds where two runs with supposedly equal bits diverge."""
+"""The command ``hpcstrat verify-bits``: finds where the bits of two runs differ."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify_bits(first: str, second: str) -> None:
 
 
 def _logs(first: str, second: str) -> str:
-    """Return at which step two logs first differ; empty if they do not."""
+    """Return a message on the first step at which two logs differ; empty if none."""
     one, other = read_digests(first), read_digests(second)
     common = sorted(one.keys() & other.keys())
     if not common:
@@ -62,7 +62,7 @@ def _logs(first: str, second: str) -> str:
 
 
 def _checkpoints(first: str, second: str) -> str:
-    """Return how two checkpoints differ; empty if they do not."""
+    """Return a message on how two checkpoints differ; empty if they are equal."""
     steps, found = differences(first, second, _by_bits)
     lines = [f"{name}: {text}" for name, text in found]
     if lines and steps[0] != steps[1]:
@@ -71,7 +71,7 @@ def _checkpoints(first: str, second: str) -> str:
 
 
 def _by_bits(one: Array, other: Array) -> str:
-    """Return how the bits of two arrays differ; empty if they do not."""
+    """Return a message on how the bits of two arrays differ; empty if equal."""
     raw = [np.ascontiguousarray(value).reshape(-1) for value in (one, other)]
     octets = [array.view(np.uint8).reshape(-1, array.itemsize) for array in raw]
     unequal = np.flatnonzero((octets[0] != octets[1]).any(axis=1))
@@ -93,10 +93,11 @@ def _by_bits(one: Array, other: Array) -> str:
 
 
 def _units(one: Array, other: Array) -> Any:
-    """Return how many units in the last place each pair of numbers is apart.
+    """Return the distance of each pair of numbers, in units in the last place.
 
-    The bits of floating numbers, read as integers, have the order of the numbers, so
-    the distance is that of the integers. Returns None for other types.
+    If the bits of floating numbers are read as integers, the integers have the same
+    order as the numbers, so their difference is the distance. Returns None for types
+    that are not floating.
     """
     if one.dtype.kind == "c":
         parts = [array.view(array.real.dtype) for array in (one, other)]
@@ -109,6 +110,6 @@ def _units(one: Array, other: Array) -> Any:
     for array in (one, other):
         bits = array.view(whole).astype(object)
         least = -(1 << (8 * whole.itemsize - 1))
-        # Negative numbers are in the opposite order of their bits.
+        # Negative numbers have the opposite order of their bits.
         ordered.append(np.where(bits < 0, least - bits, bits))
     return np.abs(ordered[0] - ordered[1])

@@ -1,4 +1,4 @@
-"""The command ``hpcstrat doctor``: examines what a job would find, and its problems."""
+"""The command ``hpcstrat doctor``: examines what a job would find on these hosts."""
 
 from hpcstrat.tools.doctor.command import doctor
 

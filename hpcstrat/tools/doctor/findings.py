@@ -1,4 +1,4 @@
-"""The problems and remarks that the doctor reports."""
+"""The problems and remarks that ``hpcstrat doctor`` reports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _MOST_NAMES = 10
 class Finding:
     """One problem: what was expected, what was found, and what to do.
 
-    ``name`` is its kind, such as ``slow-link``; scripts rely on it. It concerns these
-    hosts and ranks, or all of them. For a measurement, ``expected`` and ``found`` are
-    numbers of this ``unit``.
+    ``name`` is the kind of the problem, such as ``slow-link``; scripts rely on it.
+    ``hosts`` and ``ranks`` are those that have the problem; both are empty if it
+    concerns all. For a measurement, ``expected`` and ``found`` are numbers in this
+    ``unit``.
     """
 
     name: str
@@ -29,17 +30,17 @@ class Finding:
     unit: str = ""
 
     def to_json(self, severity: str) -> dict[str, Any]:
-        """Return a dict for the module json."""
+        """Return the finding as a dict for the module json."""
         return {"severity": severity, **asdict(self)}
 
 
 @dataclass(slots=True)
 class Findings:
-    """The problems that were found; grows as the examination continues.
+    """The problems and remarks found so far.
 
-    ``problems`` would stop a job, or show a serious fault; ``remarks`` would slow a job
-    down, or may be intended. ``library_version`` is the MPI library's version text;
-    empty if it cannot be loaded.
+    A problem would stop a job, or shows a serious fault. A remark is a cause that would
+    slow a job down, or may be intended. ``library_version`` is the version text of the
+    MPI library; it is empty if the library cannot be loaded.
     """
 
     software: list[tuple[str, str]] = field(default_factory=list)
@@ -48,22 +49,20 @@ class Findings:
     library_version: str = ""
 
     def problem(self, name: str, text: str, **about: Any) -> None:
-        """Add a problem that would stop a job; ``about`` are other fields of a
-        `Finding`.
-        """
+        """Add a problem; ``about`` has other fields of a `Finding`."""
         self.problems.append(Finding(name, text, **about))
 
     def remark(self, name: str, text: str, **about: Any) -> None:
-        """Add a remark; ``about`` are other fields of a `Finding`."""
+        """Add a remark; ``about`` has other fields of a `Finding`."""
         self.remarks.append(Finding(name, text, **about))
 
     def add(self, others: Findings) -> None:
-        """Add the findings of others."""
+        """Add the problems and remarks of other findings."""
         self.problems += others.problems
         self.remarks += others.remarks
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return a dict for the module json; problems first."""
+        """Return a list of dicts for the module json, problems first."""
         both: Iterable[tuple[str, list[Finding]]] = (
             ("problem", self.problems),
             ("remark", self.remarks),
@@ -72,7 +71,7 @@ class Findings:
 
 
 def names(words: Sequence[str], what: str = "hosts") -> str:
-    """Return names as words of a sentence, shortened if there are many."""
+    """Return names as text, such as ``a, b and c``, shortened if there are many."""
     if len(words) > _MOST_NAMES:
         shown = words[: _MOST_NAMES - 1]
         return f"{', '.join(shown)} and {len(words) - len(shown)} more {what}"
@@ -82,6 +81,6 @@ def names(words: Sequence[str], what: str = "hosts") -> str:
 
 
 def rank_words(ranks: Sequence[int]) -> str:
-    """Return ranks as words of a sentence, such as ``ranks 0 and 3``."""
+    """Return ranks as text, such as ``ranks 0 and 3``."""
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {names([str(rank) for rank in ranks], noun)}"

@@ -1,4 +1,4 @@
-"""Judges the measurements of all ranks: figures of each host, and problems."""
+"""Functions that combine the measurements of all ranks, and find problems in them."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ __all__ = [
     "summarize",
 ]
 
-# A link that is slower than the others by this factor is a problem, not a remark.
+# A link that is slower than the others by this factor is a problem, else a remark.
 _BAD_BANDWIDTH, _BAD_LATENCY = 4.0, 10.0
 _BAD_LATENCY_SECONDS = 1e-3
-# Slow links have one cause if their ratios differ by less than this factor.
+# Slow links are taken to have the same cause if their ratios differ by less than this.
 _ALIKE = 4.0
 _SLOW_MEMORY = 2.0
 _SLOW_FOLDER, _SLOW_FOLDER_SECONDS, _BAD_FOLDER_SECONDS = 5.0, 0.5, 10.0
 _SLOW_INIT_SECONDS = 20.0
-# Time services keep clocks within milliseconds; one second off means that none runs.
+# Time services keep clocks within milliseconds. If a clock is wrong by a second, no
+# time service runs.
 _CLOCK_SECONDS, _BAD_CLOCK_SECONDS = 0.05, 1.0
-# A time service cannot correct more (adjtimex(2): 500 ppm).
+# A time service cannot correct a larger drift (adjtimex(2): 500 ppm).
 _DRIFT = 500e-6
 _LEAVE_OUT = "leave it out (sbatch --exclude={}) and tell the site"
 
 
 @dataclass(slots=True)
 class HostMeasures:
-    """Measures of a host; None where there is none.
+    """The figures of a host; a figure is None if it was not measured.
 
-    Memory is in bytes per second: of one rank alone, the median, and of all ranks of
-    the host at once, their sum. The clock's offset is to the median of all hosts'
-    clocks, its drift what it gains on replica 0's in a second; each has the bound of
-    its error.
+    ``memory_alone`` is the median bandwidth of one rank alone, and ``memory_together``
+    the sum over all ranks of the host, in bytes per second. ``clock_offset_seconds`` is
+    relative to the median of all hosts' clocks. ``clock_drift`` is the time that this
+    clock gains on the clock of replica 0 in a second. The errors are upper bounds.
     """
 
     host: str
@@ -62,7 +63,11 @@ class HostMeasures:
 
 @dataclass(slots=True)
 class JobMeasures:
-    """Measurements of a job; ``troubles`` are host, missing measurement, and reason."""
+    """The measurements of a job.
+
+    An entry of ``troubles`` has a host, the measurement that failed there, and the
+    reason.
+    """
 
     path: str
     init_seconds: float | None
@@ -83,7 +88,7 @@ class JobMeasures:
 def summarize(
     path: str, ranks: Sequence[RankFacts], measures: Sequence[RankMeasures]
 ) -> JobMeasures:
-    """Combine the measurements of ranks, in the same order."""
+    """Combine the facts and measurements of ranks, which have the same order."""
     by_host: dict[str, list[tuple[RankFacts, RankMeasures]]] = {}
     for facts, told in zip(ranks, measures, strict=True):
         by_host.setdefault(facts.host, []).append((facts, told))
@@ -95,11 +100,13 @@ def summarize(
     ]
     for host in hosts:
         if host.clock_offset_seconds is not None:
-            # The clock of one of them: the middle of two would make both wrong.
+            # Use the clock of a real host as median: the mean of two would make both
+            # wrong.
             host.clock_offset_seconds -= statistics.median_low(offsets)
-    # MPI starts on all ranks when the last one arrives, whose time includes no wait.
+    # All ranks end MPI_Init when the last rank arrives, so the shortest time includes
+    # no wait.
     inits = [told.init_seconds for told in measures if told.init_seconds is not None]
-    # Grouped by kind, so that the same trouble on every rank is reported once.
+    # Use a dict, so that the same trouble of several ranks is reported once.
     troubles = {
         trouble: facts.host
         for facts, told in zip(ranks, measures, strict=True)
@@ -126,9 +133,10 @@ def _host(host: str, told: Sequence[tuple[RankFacts, RankMeasures]]) -> HostMeas
     found.folder = next((m.folder for m in every if m.folder is not None), None)
     samples = next((m.clocks for m in every if m.clocks), [])
     if samples:
-        # Half a round trip bounds the error: the fastest sample is the most accurate.
+        # The error is at most half a round trip, so the fastest sample is the most
+        # accurate.
         best = min(samples, key=lambda sample: sample.round_trip_ns)
-        # A sample is the difference to be added to this host's clock.
+        # A sample's offset must be added to this host's clock, so its sign is opposite.
         found.clock_offset_seconds = -best.offset_ns / 1e9
         found.clock_error_seconds = best.round_trip_ns / 2e9
     if len(samples) > 1:
@@ -140,19 +148,19 @@ def _host(host: str, told: Sequence[tuple[RankFacts, RankMeasures]]) -> HostMeas
 
 
 def bandwidth_words(bytes_per_second: float) -> str:
-    """Return a bandwidth as text."""
+    """Return a bandwidth as text, such as ``12.5 GB/s``."""
     if bytes_per_second < 1e9:
         return f"{bytes_per_second / 1e6:.3g} MB/s"
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
 def latency_words(seconds: float) -> str:
-    """Return a latency as text."""
+    """Return a latency as text, such as ``1.5 us``."""
     return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def judge(measured: JobMeasures) -> Findings:
-    """Return the problems and remarks."""
+    """Return the problems and remarks that the measurements show."""
     found = Findings()
     for host, what, why in measured.troubles:
         found.problem(
@@ -184,7 +192,7 @@ def judge(measured: JobMeasures) -> Findings:
     return found
 
 
-# Links.
+# Functions that judge links.
 
 
 def _judge_links(found: Findings, links: Links, hosts: Sequence[HostMeasures]) -> None:
@@ -212,7 +220,7 @@ def _judge_links(found: Findings, links: Links, hosts: Sequence[HostMeasures]) -
         )
     for outlier in outliers:
         ends = outlier.link.hosts
-        # A slow host explains its links: they are reported with it.
+        # Omit links of a slow host, because they are reported with the host.
         if not set(ends) & set(slow_hosts):
             _tell_slow(
                 found,
@@ -235,10 +243,10 @@ def _judge_links(found: Findings, links: Links, hosts: Sequence[HostMeasures]) -
 
 
 def _slow_hosts(links: Sequence[Link], outliers: Sequence[Outlier]) -> list[str]:
-    """Return the hosts most of whose links, two or more, are slow in the same way.
+    """Return hosts with at least two slow links, if these are more than half of all.
 
-    The links must be about equally slow: one broken link, and one that others disturbed
-    during the measurement, are no fault of the host.
+    These links must be about equally slow. For example, one broken link and another one
+    that was disturbed during the measurement do not make the host slow.
     """
     every = Counter(host for link in links for host in link.hosts)
     slow: dict[tuple[str, bool], list[float]] = {}
@@ -265,7 +273,7 @@ def _tell_slow(
     title: str,
     advice: str,
 ) -> None:
-    """Report slow links, by the middle one, and the worse of its two figures."""
+    """Report slow links as one finding, by the bandwidth or latency of the median."""
     ordered = sorted(outliers, key=lambda one: one.bandwidth_ratio)
     middle = ordered[len(ordered) // 2]
     words: Callable[[float], str] = bandwidth_words
@@ -277,7 +285,8 @@ def _tell_slow(
         expected = middle.others_latency_seconds
         own, unit = middle.link.latency_seconds, "s"
         words = latency_words
-        # Many times a microsecond is still too short to slow down a job.
+        # The latency must also be long: many times a microsecond does not slow down a
+        # job.
         bad = middle.latency_ratio > _BAD_LATENCY and own > _BAD_LATENCY_SECONDS
     tell = found.problem if bad else found.remark
     tell(
@@ -292,7 +301,7 @@ def _tell_slow(
     )
 
 
-# Hosts.
+# Functions that judge hosts.
 
 
 def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
@@ -300,7 +309,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
     service = "ask the site to mend its time service (chronyc tracking)"
     for host in known:
         offset, error = host.clock_offset_seconds or 0.0, host.clock_error_seconds or 0
-        # Only the part that the error of measurement does not explain.
+        # Subtract the error of the measurement.
         if abs(offset) - error > _CLOCK_SECONDS:
             others = "the other hosts'"
             if len(known) == 2:
@@ -318,7 +327,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
                 unit="s",
             )
         drift, bound = host.clock_drift or 0.0, host.clock_drift_error or 0.0
-        # Likewise: two samples a few seconds apart show little of a drift.
+        # Subtract the error, which is large if the two samples are only seconds apart.
         if abs(drift) - bound > _DRIFT:
             found.remark(
                 "clock-drift",
@@ -334,7 +343,10 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
 def _with_others(
     values: Sequence[tuple[str, float | None]],
 ) -> list[tuple[str, float, float]]:
-    """Return hosts, their values, and the median of the others; empty for one host."""
+    """Return each host with its value and the median of all other hosts.
+
+    The list is empty if fewer than two hosts have a value.
+    """
     known = [(host, value) for host, value in values if value is not None]
     if len(known) < 2:
         return []
@@ -360,13 +372,13 @@ def _judge_memory(found: Findings, hosts: Sequence[HostMeasures]) -> None:
             )
 
 
-# The folder.
+# Functions that judge the folder of checkpoints.
 
 _Told = Sequence[tuple[str, FolderFacts]]
 
 
 def _grouped(told: _Told, key: Callable[[FolderFacts], str]) -> dict[str, Any]:
-    """Group hosts by their answers, without those that have none."""
+    """Group the hosts by the text of ``key``; omit hosts with an empty text."""
     groups: dict[str, tuple[str, ...]] = {}
     for host, facts in told:
         if key(facts):
@@ -375,7 +387,7 @@ def _grouped(told: _Told, key: Callable[[FolderFacts], str]) -> dict[str, Any]:
 
 
 def _judge_writing(found: Findings, path: str, told: _Told) -> None:
-    # One sentence for all hosts that fail alike, not one for each.
+    # Report all hosts with the same failure in one finding.
     for why, some in _grouped(told, lambda facts: facts.problem).items():
         found.problem(
             "folder",
@@ -387,7 +399,7 @@ def _judge_writing(found: Findings, path: str, told: _Told) -> None:
     values = [(host, facts.write_seconds) for host, facts in told]
     size = f"{FILE_BYTES >> 20} MiB"
     for host, own, others in _with_others(values):
-        # Many times a negligible time is no fault.
+        # The time must also be long: many times a negligible time is no problem.
         if own > _SLOW_FOLDER * others and own > _SLOW_FOLDER_SECONDS:
             found.remark(
                 "slow-folder",
@@ -415,7 +427,7 @@ def _judge_writing(found: Findings, path: str, told: _Told) -> None:
 
 
 def _judge_sharing(found: Findings, path: str, told: _Told) -> None:
-    # If the first host could not write the file, the others had nothing to see.
+    # If the first host could not write a file, the other hosts had no file to see.
     if not told or told[0][1].problem:
         return
     first = told[0][0]

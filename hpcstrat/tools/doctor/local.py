@@ -1,4 +1,4 @@
-"""Measurements of one rank by itself: its memory, and files of a folder."""
+"""Measurements of one rank without MPI: its memory, and files in a folder."""
 
 from __future__ import annotations
 
@@ -20,39 +20,42 @@ from hpcstrat.checkpoint.disk import file_system_name, flush, write_all
 __all__ = ["FolderFacts", "Locked", "MemoryProbe", "look_at_folder", "within"]
 
 _MIB = 1 << 20
-# Twice the size of a core's caches, or more; less if memory is scarce.
+# Sizes of an array: usually at least twice a core's caches, but less if memory is
+# scarce.
 _MOST_BYTES, _LEAST_BYTES = 64 * _MIB, 4 * _MIB
-# Each array uses 1 / _SHARE of the free memory; a rank has two of them.
+# The arrays of a host use at most 2 / _SHARE of its free memory: a rank has two.
 _SHARE = 16
 _COPIES = 5
 FILE_BYTES = _MIB
 """Size of the file that is written and flushed."""
 
 _FILES = 3
-# For a file that another host has just made: network file systems refresh at intervals.
+# Time to wait for a file that another host has just made, because network file systems
+# refresh folders at intervals.
 _SEEN_SECONDS = 5.0
 _NAP_SECONDS = 0.1
 _UNLOCKABLE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 class MemoryProbe:
-    """Copies an array that no cache holds, to measure the memory of this rank's core.
+    """Measures the memory bandwidth of this rank's core, by copies of a large array.
 
-    ``num_ranks`` do so on this host.
+    ``num_ranks`` is the number of ranks that measure on this host.
     """
 
     def __init__(self, num_ranks: int) -> None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         share = free // (_SHARE * num_ranks)
         nbytes = min(max(share, _LEAST_BYTES), _MOST_BYTES)
-        # Written, because pages that were never written all map to one page of zeros.
+        # Write the pages first, because all pages never written map to one page of
+        # zeros.
         self._from, self._to = np.ones((2, nbytes), np.uint8)
 
     def bytes_per_second(self, *, busy: bool = False) -> float:
-        """Return bytes read and written per second, as STREAM counts them.
+        """Return the bytes read and written per second, counted as in STREAM.
 
-        The median of some copies; their mean, where others are ``busy`` on this host,
-        for a rank that waits for its core copies nothing.
+        Returns the median of some copies. If other ranks are ``busy`` on this host, it
+        is the mean, which includes times in which this rank waits for its core.
         """
         seconds = []
         for _ in range(1 + _COPIES):
@@ -60,18 +63,18 @@ class MemoryProbe:
             np.copyto(self._to, self._from)
             seconds.append(time.perf_counter() - start)
         middle = statistics.fmean if busy else statistics.median
-        # Without the first copy, which meets cold caches.
+        # Leave out the first copy, which has cold caches.
         return 2 * self._to.nbytes / middle(seconds[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """A host's view of a folder.
+    """The facts that a host reports about a folder.
 
-    ``problem`` says why no file could be written; ``unlockable`` why none could be
-    locked, or that the lock did not return. ``is_seen`` says whether the host sees
-    what replica 0 has made there, ``is_locked`` whether it sees replica 0's lock; None
-    where that is not known.
+    ``problem`` is the reason why no file could be written, or empty. ``unlockable`` is
+    the reason why no file could be locked, or empty. ``is_seen`` is whether the host
+    sees the file that replica 0 made, and ``is_locked`` whether it sees replica 0's
+    lock; both are None if unknown.
     """
 
     kind: str = ""
@@ -83,9 +86,9 @@ class FolderFacts:
 
 
 def within(seconds: float, action: Callable[[], Any]) -> Any:
-    """Return an action's result; TimeoutError if it takes longer, or never ends.
+    """Return the result of an action; TimeoutError if it does not end in ``seconds``.
 
-    In that case it continues in a thread.
+    After a timeout the action continues in its thread.
     """
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -96,7 +99,8 @@ def within(seconds: float, action: Callable[[], Any]) -> Any:
         except BaseException as error:
             errors.append(error)
 
-    # A daemon: a call that hangs in a file system would keep the process from ending.
+    # Use a daemon thread, because a call that hangs in a file system would otherwise
+    # keep the process from ending.
     thread = threading.Thread(target=run, name="hpcstrat-doctor", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -108,11 +112,11 @@ def within(seconds: float, action: Callable[[], Any]) -> Any:
 
 
 class Locked:
-    """A file that this process makes, and locks as HDF5 does; removed at the end."""
+    """A file that this process makes and locks, like HDF5; `close` removes it."""
 
     def __init__(self, folder: str, token: str) -> None:
         self.path = _path(folder, token, "lock")
-        # Exclusively: never open a user's file for writing.
+        # Open exclusively, to never open a file of the user for writing.
         self._file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,9 +133,10 @@ def _path(folder: str, token: str, what: str) -> str:
 
 
 def look_at_folder(folder: str, token: str, rank: int, limit: float) -> FolderFacts:
-    """Write, flush and lock a file in a folder; look for rank 0's file, and its lock.
+    """Write, flush and lock a file in a folder, and look for rank 0's locked file.
 
-    The ``token`` is in the names of all files. Nothing is raised.
+    The names of all files include ``token``. Errors are not raised, but returned in the
+    result.
     """
     kind = seconds = None
     try:
@@ -142,7 +147,7 @@ def look_at_folder(folder: str, token: str, rank: int, limit: float) -> FolderFa
     unlockable, is_seen, is_locked = "", None, None
     try:
         unlockable = within(limit, lambda: _unlockable(folder, token, rank))
-        # The host of rank 0 sees its own file in any case.
+        # Rank 0 need not look for its own file.
         if rank:
             is_seen, is_locked = within(limit, lambda: _see(folder, token))
     except OSError as error:
@@ -155,8 +160,8 @@ def _words(error: OSError) -> str:
 
 
 def _write_seconds(folder: str, token: str, rank: int) -> float:
-    """Return how long it takes to make a file and have it on the disk."""
-    # Random data, which a file system cannot compress.
+    """Return the time to make a file, write it, and flush it to the disk."""
+    # Write random data, because a file system cannot compress them.
     path, data = _path(folder, token, f"{rank}"), memoryview(os.urandom(FILE_BYTES))
     seconds = []
     for _ in range(_FILES):
@@ -175,11 +180,11 @@ def _write_seconds(folder: str, token: str, rank: int) -> float:
 
 
 def _unlockable(folder: str, token: str, rank: int) -> str:
-    """Return why files cannot be locked, by HDF5's way and by POSIX's; or nothing."""
+    """Return why files cannot be locked by flock or by fcntl; empty if they can."""
     path = _path(folder, token, f"{rank}")
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        # HDF5 takes the first where the system has it, else the second.
+        # HDF5 uses flock if the system has it, else fcntl.
         for name, call in (("flock", fcntl.flock), ("fcntl", fcntl.lockf)):
             try:
                 call(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,11 +198,12 @@ def _unlockable(folder: str, token: str, rank: int) -> str:
 
 
 def _see(folder: str, token: str) -> tuple[bool, bool | None]:
-    """Return whether rank 0's file is visible, and its lock."""
+    """Return whether rank 0's file is visible, and whether its lock is."""
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         try:
-            # For writing: NFS turns flock into fcntl, which requires that.
+            # Open it for writing: NFS implements flock by fcntl, which needs write
+            # access.
             file = os.open(_path(folder, token, "lock"), os.O_RDWR)
             break
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Measurements of all ranks together. All waits are bounded, and nothing is raised."""
+"""Measurements by all ranks together, with a limit for each wait."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ LIMIT_SECONDS = 60.0
 
 _NAP_SECONDS = 0.002
 _TOKEN_BYTES = 8
-# A tag: others than those that the command gathers by.
+# A tag of messages, different from the tags with which the command gathers.
 _VERDICT = 33
 
 
 @dataclass(slots=True)
 class RankMeasures:
-    """Measures of a rank.
+    """The measurements of a rank.
 
-    ``clocks`` are of this worker's first rank: its wall clock against replica 0's, at
-    the beginning and at the end; ``folder`` likewise. Memory is in bytes per second, of
-    this rank alone on its host, and of all at once. ``links`` are those of all, and
-    told by rank 0. ``troubles`` are what could not be measured, and why.
+    Only the first rank of a worker has ``clocks`` and ``folder``. ``clocks`` compares
+    its wall clock with replica 0's, at the beginning and at the end. ``memory_alone``
+    and ``memory_together`` are bytes per second of this rank, when it measures alone on
+    its host, and when all ranks measure at once. Only rank 0 has ``links``, of all
+    ranks. An entry of ``troubles`` has a measurement that failed, and the reason.
     """
 
     init_seconds: float | None = None
@@ -54,7 +55,7 @@ class RankMeasures:
     troubles: list[tuple[str, str]] = field(default_factory=list)
 
     def attempt(self, what: str, action: Callable[[], Any]) -> Any:
-        """Return an action's result, or None if it fails, which is recorded."""
+        """Return the result of an action; after an error, record it and return None."""
         try:
             return action()
         except Exception as error:
@@ -63,7 +64,10 @@ class RankMeasures:
 
 
 def measure(topology: Topology, folder: str, measures: RankMeasures) -> None:
-    """Measure everything. Collective over ``topology.replica_comm``."""
+    """Measure links, memory, folder and clocks.
+
+    Collective over ``topology.replica_comm``.
+    """
     together = _BoundedWaits(topology)
     if not together.meet():
         measures.troubles.append(("ranks", "not all ranks have come"))
@@ -78,7 +82,7 @@ def measure(topology: Topology, folder: str, measures: RankMeasures) -> None:
 
 
 def measure_alone(folder: str) -> RankMeasures:
-    """Measure everything that needs no MPI."""
+    """Measure memory and folder, which needs no MPI."""
     measures = RankMeasures()
     measures.memory_alone = measures.attempt(
         "memory", lambda: MemoryProbe(1).bytes_per_second()
@@ -89,35 +93,36 @@ def measure_alone(folder: str) -> RankMeasures:
 
 
 class _BoundedWaits:
-    """Waits of all ranks for each other with a limit; after one timeout, no more waits.
+    """Barriers and broadcasts with a time limit; after one timeout there are no more.
 
     Collective over ``topology.replica_comm``.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # A separate communicator: an endless barrier must not match later calls on the
-        # other.
+        # Use a separate communicator, because a barrier that never ends must not match
+        # later calls on ``replica_comm``.
         self.comm, request = topology.replica_comm.Idup()
         self._came = self._await(request)
 
     def _await(self, request: Any) -> bool:
-        # With naps: a wait that spins would use the core of those that measure.
+        # Sleep between checks, because a wait that spins would use the cores of ranks
+        # that measure.
         return finish([request], time.monotonic() + LIMIT_SECONDS, naps=True)
 
     def meet(self, comm: Any = None) -> bool:
-        """Wait for all ranks of a communicator, by default all; False if one is
-        missing.
+        """Wait for all ranks of a communicator; return False if a rank is missing.
 
-        Collective over it.
+        Collective over ``comm``; by default over all ranks.
         """
         if self._came:
             self._came = self._await((comm or self.comm).Ibarrier())
         return self._came
 
     def token(self) -> str:
-        """Return a name that rank 0 chooses. Collective over all ranks."""
-        # A copy: bytes cannot be written, and others receive into theirs.
+        """Return a random name that rank 0 chooses. Collective over all ranks."""
+        # Copy the bytes, because bytes are read-only, and other ranks receive into the
+        # array.
         own = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8).copy()
         if self._came:
             self._came = self._await(self.comm.Ibcast(own))
@@ -132,18 +137,18 @@ def _note_clock(together: _BoundedWaits, measures: RankMeasures) -> None:
     def compare() -> Sample | None:
         return measure_clock(topology, together.comm, LIMIT_SECONDS, clock=time.time_ns)
 
-    # The wall clocks: files and logs of hosts are compared by their times.
+    # Compare wall clocks, because users compare times in files and logs of hosts.
     sample = measures.attempt("clock", compare)
     if sample is not None:
         measures.clocks.append(sample)
 
 
 def _measure_memory(together: _BoundedWaits, measures: RankMeasures) -> None:
-    """Measure one rank of each host after the other, then all."""
+    """Measure memory: first one rank of each host at a time, then all ranks at once."""
     worker = together.topology.worker_comm
     memory = measures.attempt("memory", lambda: MemoryProbe(worker.size))
 
-    # A rank that could get no memory still takes part in the barriers.
+    # A rank that could not allocate memory must still take part in the barriers.
     def copy(busy: bool = False) -> float | None:
         return None if memory is None else memory.bytes_per_second(busy=busy)
 
@@ -156,12 +161,13 @@ def _measure_memory(together: _BoundedWaits, measures: RankMeasures) -> None:
 
 
 def _look(together: _BoundedWaits, folder: str, measures: RankMeasures) -> None:
-    """Examine the folder, on all hosts at the same time."""
+    """Examine the folder on all hosts at the same time."""
     topology, token = together.topology, together.token()
-    # Five such waits of one rank are less than the one wait of the others.
+    # One rank waits up to five times here. The sum must be less than the limit, which
+    # is how long the other ranks wait for it.
     held, limit = None, LIMIT_SECONDS / 6
     if topology.replica_id == 0:
-        # The cause of a failure is found below.
+        # Ignore an error: `look_at_folder` finds its cause below.
         with contextlib.suppress(OSError):
             held = within(limit, lambda: Locked(folder, token))
     try:
@@ -171,15 +177,16 @@ def _look(together: _BoundedWaits, folder: str, measures: RankMeasures) -> None:
             measures.folder = look_at_folder(folder, token, rank, limit)
         together.meet()
     finally:
-        # Removed only now, because the others check whether they see the lock.
+        # Remove the file only now, because the other hosts have checked the lock until
+        # here.
         if held is not None:
             held.close()
 
 
 def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
-    """Return the answers of all ranks on rank 0; None for ranks without one in time.
+    """Gather the answers of all ranks on rank 0; None for ranks that are too late.
 
-    Collective over ``comm``. The others wait until their answer is on its way.
+    Collective over ``comm``. Other ranks wait until their answer is sent.
     """
     if comm.rank:
         request = comm.isend((comm.rank, answer), 0, tag)
@@ -189,7 +196,7 @@ def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
     deadline = time.monotonic() + limit_seconds
     num_missing = comm.size - 1
     while num_missing and time.monotonic() < deadline:
-        # Not irecv, which has room for 32 KiB of pickle: this one knows the size.
+        # Use improbe, which knows the size: irecv has room for only 32 KiB of pickle.
         found = comm.improbe(tag=tag)
         if found is None:
             time.sleep(_NAP_SECONDS)
@@ -201,7 +208,7 @@ def gather(comm: Any, answer: Any, limit_seconds: float, tag: int) -> list[Any]:
 
 
 def share(comm: Any, verdict: Any, limit_seconds: float) -> Any:
-    """Return rank 0's verdict on all ranks; None if it does not arrive in time.
+    """Send rank 0's verdict to all ranks, and return it; None if it does not arrive.
 
     Collective over ``comm``.
     """

@@ -1,4 +1,4 @@
-"""The doctor's report: sections of text and tables, or JSON."""
+"""The report of ``hpcstrat doctor``, as text and tables, or as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ JSON_VERSION = 1
 
 _WIDTH = 80
 _COLUMN = 20
-# A longer table would hide the problems, which come last.
+# Shorten longer tables, which would hide the problems at the end.
 _MOST_RANKS = 32
 _MOST_HOSTS = 32
 _MOST_LINKS = 12
@@ -41,10 +41,10 @@ _MOST_LINKS = 12
 
 @dataclass(slots=True)
 class DoctorReport:
-    """The content of the doctor's report.
+    """The content of the report of ``hpcstrat doctor``.
 
-    ``reduction`` is how arrays on GPUs are summed, ``probe`` what MPI can do with their
-    memory.
+    ``reduction`` describes how arrays on GPUs are summed, and ``probe`` what MPI can do
+    with GPU memory.
     """
 
     found: Findings
@@ -54,11 +54,11 @@ class DoctorReport:
     measured: JobMeasures | None = None
 
     def show_json(self) -> None:
-        """Print one JSON object, at once."""
+        """Print the report as one JSON object."""
         click.echo(json.dumps(self.to_json(), indent=2))
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dict for the module json."""
+        """Return the report as a dict for the module json."""
         launch = launch_from_environment()
         return {
             "version": JSON_VERSION,
@@ -73,7 +73,7 @@ class DoctorReport:
         }
 
     def show(self) -> None:
-        """Print everything, at once, problems last."""
+        """Print the whole report as text, with the problems last."""
         _section("software")
         for name, value in self.found.software:
             _row(name, value)
@@ -115,11 +115,11 @@ def _section(title: str) -> None:
 
 
 def _row(name: str, value: str, column: int = _COLUMN) -> None:
-    """Print a name and a value, in lines of 80 columns."""
+    """Print a name and a value, in lines of up to 80 columns."""
     start = f"  {name}".ljust(column)
     if len(start) > column or not start.endswith(" "):
         start += " "
-    # Words are not split: users copy paths and commands.
+    # Do not split words, because users copy paths and commands.
     lines = textwrap.wrap(
         " ".join(value.split()),
         _WIDTH,
@@ -165,7 +165,7 @@ def _show_probe(report: ProbeReport) -> None:
     if not report.answers:
         _row("not tried", report.how)
         if report.output:
-            # The end of it has the reason.
+            # Show the end of the output, which has the reason.
             _row("it said", report.output[-400:])
         return
     for name in OPERATIONS:
@@ -176,7 +176,7 @@ def _show_probe(report: ProbeReport) -> None:
     _row("kept in", str(probe.cache_path(report.kind)))
 
 
-# Measures.
+# Functions that print measurements.
 
 
 def _show_measured(measured: JobMeasures) -> None:
@@ -188,7 +188,7 @@ def _show_measured(measured: JobMeasures) -> None:
     table = new_table(
         "host", "one copies", "all copy", "file flushed", "locks", "clock, ms"
     )
-    # JSON has all of them.
+    # Show only some hosts; the JSON output has all hosts.
     for host in measured.hosts[:_MOST_HOSTS]:
         add_row(table, *_host_words(host))
     new_console(of_job=True).print(table)
@@ -218,7 +218,7 @@ def _host_words(host: HostMeasures) -> list[str]:
 
 
 def _show_links(links: Links) -> None:
-    """Show all links, or the middle and the slowest of many."""
+    """Show all links; if there are many, only the median and the slowest ones."""
     table = new_table("messages", "latency", "bandwidth")
     for title, some in (("inside", links.inside), ("between", links.between)):
         shown = list(some)

@@ -1,4 +1,4 @@
-"""Job scripts for a user's own project."""
+"""The command ``hpcstrat jobs``, which writes job scripts for a user's project."""
 
 from hpcstrat.tools.job_scripts.commands import jobs
 

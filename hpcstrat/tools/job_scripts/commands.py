@@ -1,4 +1,4 @@
-"""The command ``hpcstrat jobs``: job scripts in a user's own project."""
+"""The command ``hpcstrat jobs``, which writes job scripts for a user's project."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpcstrat.tools.terminal import UncutGroup
 
 __all__ = ["jobs"]
 
-# A command that only this scheduler has. SGE and PBS share most commands.
+# For each scheduler, a command that no other has. SGE and PBS share most commands.
 _COMMANDS = {
     "flux": "flux",
     "slurm": "sbatch",
@@ -39,25 +39,25 @@ _PAGES = {
 
 
 def _found() -> str | None:
-    """Return the scheduler whose commands are installed."""
+    """Return the scheduler whose commands are installed, or None."""
     here = [name for name, command in _COMMANDS.items() if shutil.which(command)]
     return here[0] if here else None
 
 
 def _is_answered() -> bool:
-    """Whether a user can answer questions."""
+    """Return whether a user can answer questions, on a terminal."""
     return sys.stdin.isatty()
 
 
 class _PromptedOption(click.Option):
-    """An option whose value is asked for if a user can answer."""
+    """An option for whose value the command asks, if a user can answer."""
 
     def __init__(self, *words: Any, ask: str, **options: Any) -> None:
         super().__init__(*words, **options)
         self._ask = ask
 
     def consume_value(self, ctx: click.Context, opts: Any) -> Any:
-        """Use the given value, or an answer; otherwise the default."""
+        """Return the given value, or the user's answer, or the default."""
         value, source = super().consume_value(ctx, opts)
         by_default = source is click.core.ParameterSource.DEFAULT
         if by_default and not ctx.resilient_parsing and _is_answered():

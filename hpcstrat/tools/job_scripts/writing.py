@@ -1,7 +1,7 @@
-"""Makes a job script for a user's program from one of hpcstrat's own scripts.
+"""Functions that make a job script from one of hpcstrat's own scripts.
 
-Those are tested, each under its scheduler if it is available; the new script differs
-only by the values in its head, and by the program.
+Tests run each of hpcstrat's scripts under its scheduler, if that is available. The new
+script differs only in the values in its head, and in the program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READ_PROGRAM = '"${program[@]}"'
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """A job to be submitted; ``minutes`` is its time limit."""
+    """The user's description of a job; ``minutes`` is the time limit."""
 
     scheduler: str
     program: str
@@ -43,7 +43,7 @@ class JobPlan:
 
     @property
     def name(self) -> str:
-        """Name of the job, and of its script."""
+        """Name of the job and of its script, from the program's file name."""
         words = shlex.split(self.program)
         stem = Path(words[0]).stem if words else ""
         return re.sub(r"[^\w-]", "-", stem) or "program"
@@ -56,13 +56,13 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ScriptSyntax:
-    """A scheduler's syntax: changes of a script's head, and more."""
+    """The syntax of a scheduler, for changing the head of a script."""
 
     mark: str
     submit: str
     account: str
     queue: str
-    # Pattern in the head, and what replaces it.
+    # Returns patterns in the head of a script, with their replacements.
     changes: Callable[[JobPlan], dict[str, str]]
     suffix: str
 
@@ -128,29 +128,29 @@ SCHEDULERS = {
 
 
 def own_scripts() -> Path:
-    """Return the folder of hpcstrat's own scripts, in the wheel or a clone."""
+    """Return the folder of hpcstrat's own job scripts, in the wheel or in a clone."""
     packed = Path(__file__).parent / "scripts"
     return packed if packed.exists() else Path(__file__).parents[3] / "jobs"
 
 
 def submit_line(plan: JobPlan) -> str:
-    """Return the command that submits the script that `write` writes."""
+    """Return the command that submits the script of `write`."""
     scheduler = SCHEDULERS[plan.scheduler]
     path = f"jobs/{plan.name}.{scheduler.suffix}"
     return f". jobs/site.env && {scheduler.submit.format(path)}"
 
 
 def write(plan: JobPlan) -> str:
-    """Return the text of the script."""
+    """Return the text of a job script for a plan."""
     scheduler = SCHEDULERS[plan.scheduler]
     head, body, source = _script(plan, "restart" if plan.restarts else plan.device)
     if plan.restarts and plan.device == "gpu":
-        # The part that requests GPUs, and the part that a restart needs.
+        # Combine the head that requests GPUs with the lines that a restart needs.
         cpu, gpu = _script(plan, "cpu")[0], _script(plan, "gpu")[0]
         more = [line for line in head if line.replace("restart", "cpu") not in cpu]
         head = gpu + more
         body = body.replace("srun ", "srun --gpu-bind=none ")
-        # Without its GPUs a job would only be slow.
+        # Require GPUs: without this line, a job without GPUs would silently be slow.
         line = "export HPCSTRAT_DEVICE=gpu"
         body = body.replace("site_environment\n", f"site_environment\n{line}\n")
     for pattern, words in scheduler.changes(plan).items():
@@ -168,7 +168,7 @@ def write(plan: JobPlan) -> str:
 
 
 def _script(plan: JobPlan, kind: str) -> tuple[list[str], str, str]:
-    """Return the lines for the scheduler, what follows the comment, and the path."""
+    """Return head, body and path of a script; the head has the scheduler's lines."""
     scheduler = SCHEDULERS[plan.scheduler]
     folder = "" if plan.scheduler == "slurm" else f"{plan.scheduler}/"
     source = f"{folder}{kind}.{scheduler.suffix}"
@@ -190,7 +190,7 @@ def _comment(plan: JobPlan) -> list[str]:
 
 
 def _program(plan: JobPlan, body: str) -> str:
-    """Replace the program that a script gets as an argument."""
+    """Put the user's program into a script, which has a placeholder for it."""
     reads = _READ_PROGRAM in body
     if reads:
         body = re.sub(r"\$\{PROGRAM:\?[^}]*\}", f"${{PROGRAM:-{plan.program}}}", body)
@@ -206,7 +206,7 @@ def _program(plan: JobPlan, body: str) -> str:
         started = f"hpcstrat torch --replace {backend} {words}"
         body = body.replace(f"python {words}", started)
     elif plan.framework == "jax" and plan.device == "cpu":
-        # Without GPUs it must not look for any.
+        # Let JAX use CPUs, so that it does not search for GPUs.
         line = 'export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"'
         body = body.replace("site_environment\n", f"site_environment\n{line}\n")
     return body
