@@ -87,11 +87,11 @@ class Client:
         self._sent[server] += 1
 
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
-        """Return whether a server has this rule of an optimizer; note that it has."""
+        """Return whether a server has a rule, and record that it will have it."""
         known = False
         with contextlib.suppress(Exception):
-            # If options cannot be compared, such as arrays, the caller sends the rule
-            # again.
+            # If the options of rules cannot be compared, such as arrays, the caller
+            # sends the rule again.
             known = bool(self._rules.get((server, key)) == rule)
         self._rules[server, key] = rule
         return known

@@ -69,7 +69,7 @@ def error_of(data: bytes) -> Exception:
     If it cannot be unpickled here, return a RuntimeError with the same text.
     """
     whole, text = pickle.loads(data)
-    # Some exceptions can be pickled, but not unpickled, or not on this host.
+    # Unpickling may fail, for example because this host does not have a module.
     with contextlib.suppress(Exception):
         error = unpickled(whole, lambda handle: None)
         if isinstance(error, Exception):

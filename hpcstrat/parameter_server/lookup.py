@@ -33,7 +33,7 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
     Raises
     ------
     ValueError
-        If ``ids`` are no integers, or out of range.
+        If ``ids`` are not integers, or out of range.
     """
     indices = np.asarray(ids)
     if not indices.size:

@@ -1,4 +1,4 @@
-"""The class ServerBytes: checkpoints read and write values on servers in pieces."""
+"""The class ServerBytes, by which checkpoints read and write values on servers."""
 
 from __future__ import annotations
 

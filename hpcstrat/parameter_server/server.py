@@ -115,8 +115,8 @@ class VariableServer:
                 closes = closes and rest[0]
                 mailbox.hear(rest[1])
             elif kind == "serves":
-                # The client was a spare rank and is a server now, so it is no user any
-                # more.
+                # The client was a spare rank and is a server now, so it is not a user
+                # any more.
                 self._users.discard(client)
             else:
                 self._apply(client, kind, rest)

@@ -1,4 +1,4 @@
-"""Access for checkpoints to the optimizers' state, which is on the servers.
+"""The classes by which checkpoints read and write optimizer state on servers.
 
 Servers identify an optimizer by its key, and make the state of a shard at its first
 step. A file has the same names as with other strategies: the state of a variable is one

@@ -1,4 +1,4 @@
-"""Optimizer steps: servers make them, because they hold variables and state."""
+"""Optimizer steps on servers, which hold the variables and the optimizers' state."""
 
 from __future__ import annotations
 

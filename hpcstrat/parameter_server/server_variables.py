@@ -132,7 +132,7 @@ class ServerVariable(Variable):
     def _placed(
         self, start: int, stop: int, value: Any, server: int | None = None
     ) -> _ShardLocation:
-        """Create a shard on a server, by default on the next one.
+        """Create a shard on a server, by default on the next server in turn.
 
         ``value`` is an array, a pickled function, or None for zeros.
         """

@@ -130,8 +130,7 @@ class Cluster:
         topology = self._connection.topology
         self.settings = self._connection.settings
         self.topology = topology
-        # Close without collective calls if ranks may be lost: such a call may never
-        # end.
+        # Make no collective call if ranks may be lost, because it may then never end.
         ends = self._connection.abandon if request.survives else self._connection.close
         with ExitStack() as undo:
             undo.callback(ends, self._key)
@@ -158,7 +157,7 @@ class Cluster:
         return self.rank == self.roles.coordinator
 
     def serve(self, strategy: Any) -> None:
-        """Run this rank's role until the coordinator closes its strategy or ends."""
+        """Do the work of this rank's role, until the coordinator closes or ends."""
         self.mailbox.on_loss = self._require_coordinator
         ended = self._await_place() if self.rank in self.roles.spares else None
         roles = self.roles
@@ -187,15 +186,15 @@ class Cluster:
             if kind == "roles":
                 self.take(rest[0])
         if self.rank in self.roles.servers:
-            # Servers run until their users end. Tell them that this rank is no user any
-            # more.
+            # Servers run until their users end, so tell them that this rank is not a
+            # user any more.
             for server in self.roles.servers:
                 if server != self.rank:
                     self.mailbox.send(server, ("serves",))
         return None
 
     def take(self, roles: Roles) -> None:
-        """Set new roles of all ranks on this rank."""
+        """Record the new roles of all ranks on this rank."""
         self.roles = roles
         self.client.use(roles.servers)
 
@@ -233,8 +232,7 @@ class Cluster:
         """
         mailbox, roles = self.mailbox, self.roles
         mailbox.on_loss = lambda lost: None
-        # Close without collective calls if ranks may be lost: such a call may never
-        # end.
+        # Make no collective call if ranks may be lost, because it may then never end.
         closes = closes or self.topology.survives
         others = (*roles.workers, *roles.spares) if self.coordinates else ()
         for rank in (*others, *roles.servers):
@@ -310,7 +308,8 @@ def _resolved(tasks: Sequence[tuple[str, int]], between_graph: bool) -> Roles:
         return tuple(rank for _, rank in sorted(chosen))
 
     first, servers, workers = ranks(*_COORDINATORS), ranks("ps"), ranks("worker")
-    # If each worker runs the program, a loss ends the job.
+    # If each worker runs the program, there are no spare ranks, because a loss ends the
+    # job.
     spares = () if between_graph else ranks("spare")
     if between_graph and len(first) < 2:
         # The chief is also a worker.

@@ -61,7 +61,8 @@ class ClusterCoordinator:
     Raises
     ------
     TypeError
-        If ``strategy`` is no ParameterServerStrategy, or each worker runs the program.
+        If ``strategy`` is not a ParameterServerStrategy, or each worker runs the
+        program.
     """
 
     _strategy: ParameterServerStrategy
@@ -213,7 +214,8 @@ class ClusterCoordinator:
             self._unavailable = self._error = None
             self._require_worker()
             self._strategy.move_from_lost()
-            # Functions pickled before refer to the old servers of variables.
+            # Forget pickled functions, because they refer to the old servers of
+            # variables.
             self._functions.clear()
             for worker in self._workers:
                 worker.functions.clear()
@@ -429,7 +431,8 @@ class ClusterCoordinator:
     def _fail(self, call: ScheduledCall, error: Exception) -> None:
         """Record the error of a function, and cancel functions that have not begun."""
         call.remote._settle(FAILED, error)
-        # Later errors are raised only when their own values are fetched.
+        # `schedule` and `join` raise only the first error. A later error is raised when
+        # the value of its function is fetched.
         if call.keep or self._error is not None:
             return
         self._error = error
@@ -462,7 +465,7 @@ class ClusterCoordinator:
         with self.lock:
             error, self._error = self._error, None
         if error is not None:
-            # It is None if another thread has raised the error.
+            # ``error`` is None if another thread has raised it.
             raise error
 
     def _is_idle(self) -> bool:
@@ -504,8 +507,8 @@ class ClusterCoordinator:
     def _lose(self, lost: set[int]) -> None:
         """Queue the functions of lost workers again, and record the loss of a server.
 
-        It may be called while a large message is being sent, so it sends only small
-        messages.
+        This method may be called while a large message is being sent, so it sends only
+        small messages.
         """
         for rank in lost:
             worker = self._by_rank.pop(rank, None)
@@ -599,7 +602,7 @@ class ClusterCoordinator:
         return unpickled(content, lambda handle: self._strategy.resolve(*handle))
 
     def drop(self, worker: int, number: int) -> None:
-        """Queue a request that a worker forget a value; it is sent at a later call.
+        """Queue a request that a worker forget a value; the request is sent later.
 
         For the library's own modules.
         """

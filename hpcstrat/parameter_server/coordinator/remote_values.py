@@ -99,7 +99,7 @@ class PerWorkerValues:
     Raises
     ------
     AssertionError
-        If an item of ``values`` is no RemoteValue.
+        If an item of ``values`` is not a RemoteValue.
     """
 
     def __init__(self, values: Sequence[RemoteValue]) -> None:

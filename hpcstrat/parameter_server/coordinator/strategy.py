@@ -321,7 +321,10 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return None
 
     def not_made(self, error: BaseException) -> None:
-        """Tell other ranks that make the same variable that it failed, and why."""
+        """Tell other ranks that make the same variable that it failed, and why.
+
+        For the library's own modules.
+        """
 
     def next_server(self) -> int:
         """Return the server for the next variable or shard; servers are used in turn.

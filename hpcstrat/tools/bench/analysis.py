@@ -10,7 +10,7 @@ The 95% confidence interval of an efficiency is the bootstrap of medians (Efron 
 Tibshirani 1993, doi:10.1201/9780429246593, percentile intervals): the repeats of both
 runs are resampled with replacement, each time with the same seed. The interval shows
 how much the efficiency would change in another measurement on the same nodes, if
-repeats are independent. It says nothing about other nodes.
+repeats are independent. The interval does not apply to other nodes.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def interval(
 
 
 def _shares(run: MeasuredRun, part: Part) -> dict[str, Any]:
-    """Return how a step's time divides, over all repeats and replicas."""
+    """Return the shares of waiting, communication and input in a part's time."""
     if not part.own_seconds:
         return {}
     # Divide by the mean replica's time, not by the slowest replica's, because the

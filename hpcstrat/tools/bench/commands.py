@@ -161,7 +161,8 @@ def scaling(output: str, folder: str | None, **words: Any) -> None:
         guard: Any = contextlib.nullcontext("")
         if launch.rank == 0:
             _make(place)
-            # Make the folder before MPI starts, because this starts a process.
+            # Make the scratch folder before MPI starts, because making it starts a
+            # process.
             guard = scratch(place)
         with guard as scratch_folder:
             _measure(output, scratch_folder, words)

@@ -97,7 +97,7 @@ def fill_calls(
 def fill_steps(
     part: Part, strategy: Strategy, step: Callable[[], object], repeats: Repeats
 ) -> None:
-    """Measure steps in cross-replica context, and how the time of a step divides.
+    """Measure steps in cross-replica context: their times, and shares of the time.
 
     Collective over the strategy's replicas. The first steps are not measured.
     """

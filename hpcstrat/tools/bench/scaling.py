@@ -30,7 +30,7 @@ from hpcstrat.tools.bench.training import load_function, write_rows
 
 __all__ = ["ScalingRequest", "run_scaling"]
 
-# Ends of names of variables that Open MPI's launcher sets for ranks, and no user.
+# Suffixes of environment variables that Open MPI's launcher sets, not the user.
 _OF_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")
 # The number of pairs of 64 nodes.
 _MOST_LINKS = 2016

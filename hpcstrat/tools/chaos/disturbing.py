@@ -175,7 +175,7 @@ def draw(
     _require_positive("every", every)
     if count < 1:
         raise ValueError(f"expected a count >= 1, found {count}; change it")
-    # Sorted, so that the order in which ranks are named does not change the draw.
+    # Sort the ranks, so that their order in the arguments does not change the draw.
     generator, left = random.Random(seed), sorted(ranks)
     acts: list[Act] = []
     while left and len(acts) < count:

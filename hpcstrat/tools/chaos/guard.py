@@ -1,8 +1,8 @@
 """A guard process, which continues stopped ranks if the process that stopped them ends.
 
 It reads lines from standard input: ``+N`` before the rank of pidfd N is stopped, and
-``-N`` after the rank was continued. At the end of the input it continues the ranks that
-are still stopped. Python runs this file alone, without importing the package.
+``-N`` after the rank continues. At the end of the input it continues the ranks that are
+still stopped. Python runs this file alone, without importing the package.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ def _look(pid: int, uid: int, proc: Path) -> _LaunchedProcess | None:
 def _rank(environment: Mapping[str, str]) -> int | None:
     for variable in _RANKS:
         text = environment.get(variable, "")
-        # The script of a batch job also has SLURM_PROCID, but is no rank of a job step.
+        # The script of a batch job also has SLURM_PROCID, but is not a rank of a job
+        # step.
         in_step = variable != "SLURM_PROCID" or environment.get("SLURM_STEP_ID")
         if text.isdecimal() and in_step:
             return int(text)

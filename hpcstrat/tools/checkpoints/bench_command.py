@@ -64,7 +64,7 @@ def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     of this process represent ranks. The files are removed, also after an interrupt.
     """
     launch = launch_from_environment()
-    # Make the scratch folder before MPI starts, because this starts a process.
+    # Make the scratch folder before MPI starts, because making it starts a process.
     guard = scratch(directory) if launch.rank == 0 else contextlib.nullcontext("")
     try:
         with guard as folder:
@@ -102,7 +102,7 @@ def _bench(group: Writers, wish: _BenchOptions, writers: str) -> None:
 
     If there is an error, all ranks raise it.
     """
-    # Parse the size here, because here all ranks raise the same error.
+    # Parse the size in this function, in which all ranks raise the same error.
     nbytes = parse_size(wish.size)
     problem = "" if group.rank or not wish.output else _unwritable(wish.output)
     # Check the output file now, and not after minutes of writing.
@@ -144,7 +144,7 @@ def _no_progress(*_: object) -> Any:
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as ``1.5 GiB`` or ``100MB``, rounded up to MiB.
 
-    The result is at least one MiB. Raises CheckpointError if the text is no size.
+    The result is at least one MiB. Raises CheckpointError if the text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or not float(match[1]):

@@ -50,7 +50,7 @@ def read(path: str) -> Header:
 
 
 def _require_file(path: str) -> None:
-    """Raise an error if a path is no readable file."""
+    """Raise an error if a path is not a readable file."""
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISREG(kind):

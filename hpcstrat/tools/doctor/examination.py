@@ -324,7 +324,7 @@ def compare(ranks: Sequence[RankFacts]) -> Findings:
 
 
 def _compare_bindings(found: Findings, host: str, here: Sequence[RankFacts]) -> bool:
-    """Report ranks that share fewer cores than ranks; return whether there are any."""
+    """Report ranks that are bound to fewer cores than ranks; return whether any are."""
     bound = False
     masks = [CoreMasks(facts.cores, facts.launcher_cores) for facts in here]
     for crowded in crowded_ranks(masks):
@@ -370,8 +370,8 @@ def _compare_threads(found: Findings, host: str, here: Sequence[RankFacts]) -> N
             for facts, number in zip(here, given, strict=True)
             if number > len(facts.cores)
         )
-        # With one thread each, there are more ranks than cores, which is reported
-        # elsewhere.
+        # If each rank has one thread, there are more ranks than cores, which
+        # `_compare_cores` reports.
         if crowded or (sum(given) > len(cores) and max(given) > 1):
             who = rank_words(crowded) if crowded else "all ranks"
             found.remark(

@@ -38,9 +38,9 @@ class Finding:
 class Findings:
     """The problems and remarks found so far.
 
-    A problem would stop a job, or shows a serious fault. A remark is a cause that would
-    slow a job down, or may be intended. ``library_version`` is the version text of the
-    MPI library; it is empty if the library cannot be loaded.
+    A problem would stop a job, or shows a serious fault. A remark is about something
+    that would slow a job down, or that may be intended. ``library_version`` is the
+    version text of the MPI library; it is empty if the library cannot be loaded.
     """
 
     software: list[tuple[str, str]] = field(default_factory=list)

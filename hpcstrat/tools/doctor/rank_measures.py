@@ -42,8 +42,9 @@ class RankMeasures:
     Only the first rank of a worker has ``clocks`` and ``folder``. ``clocks`` compares
     its wall clock with replica 0's, at the beginning and at the end. ``memory_alone``
     and ``memory_together`` are bytes per second of this rank, when it measures alone on
-    its host, and when all ranks measure at once. Only rank 0 has ``links``, of all
-    ranks. An entry of ``troubles`` has a measurement that failed, and the reason.
+    its host, and when all ranks measure at once. Only rank 0 has ``links``, which are
+    the links between all ranks. An entry of ``troubles`` has a measurement that failed,
+    and the reason.
     """
 
     init_seconds: float | None = None

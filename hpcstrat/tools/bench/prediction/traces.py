@@ -42,7 +42,8 @@ _MOST_TAG = 100
 # A sum reads two numbers and writes one number.
 _TOUCHED = 3
 
-# The exchange of headers is no MPI collective, but has the same steps as these.
+# The exchange of headers is not an MPI collective, but has the same steps as these
+# collectives.
 _HEADER = {"smpi/barrier": "ompi_bruck", "smpi/allgather": "bruck"}
 
 MPI_OPTIONS = {
@@ -62,7 +63,7 @@ Block = tuple[Event, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The figures of a node that were measured within it."""
+    """Measured figures of a node: latency and bandwidths within the node."""
 
     # Latency and bandwidth of messages between two replicas of a node.
     inside_latency_seconds: float
