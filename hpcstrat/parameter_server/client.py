@@ -87,7 +87,7 @@ class Client:
         self._sent[server] += 1
 
     def knows_rule(self, server: int, key: int, rule: Any) -> bool:
-        """Return whether a server has a rule, and record that it will have it."""
+        """Return whether a server has an optimizer's rule, and record it as sent."""
         known = False
         with contextlib.suppress(Exception):
             # If the options of rules cannot be compared, such as arrays, the caller

@@ -15,7 +15,7 @@ from hpcstrat.tools.terminal import add_row, new_console, new_table
 
 __all__ = ["explain", "hang"]
 
-# Advice on late ranks, by a phrase in the rank's description in the report.
+# Pairs of a phrase in the description of a late rank, and advice for this case.
 _ADVICE = (
     (
         "whose process has ended",

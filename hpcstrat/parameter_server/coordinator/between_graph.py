@@ -142,8 +142,8 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def close(self) -> None:
         """Wait until all workers have closed the strategy or ended, and free it.
 
-        Collective over the workers: each waits here for the last one. A second call
-        does nothing.
+        Collective over the workers: each worker waits here for the last worker. A
+        second call does nothing.
 
         Raises
         ------

@@ -174,7 +174,7 @@ class Cluster:
     def _await_place(self) -> bool | None:
         """Wait, as a spare rank, until this rank gets a role, and return None.
 
-        If the coordinator ends before, return whether it closed its strategy.
+        If the coordinator ends before that, return whether it closed its strategy.
 
         The rank sleeps while it waits, because other ranks may need its core.
         """

@@ -197,7 +197,7 @@ class ClusterCoordinator:
         Not collective; on the coordinator. Cancels functions that have not begun, and
         waits for those that run. Variables of lost servers are made again, with zeros,
         on spare ranks or on the remaining servers, and the state of optimizers is
-        reset. So restore the last checkpoint of all variables and optimizers before the
+        reset. Restore the last checkpoint of all variables and optimizers before the
         next function. Per-worker data sets continue at their positions.
 
         Raises

@@ -69,7 +69,7 @@ class Functions:
         return self._known[key][0]
 
     def is_full_for(self, fn: Any) -> bool:
-        """Return whether an old function must be forgotten to add a new ``fn``."""
+        """Return whether adding ``fn`` requires forgetting the oldest function."""
         return len(self._known) >= _MOST_FUNCTIONS and _identity(fn) not in self._known
 
     def forget_oldest(self) -> int:

@@ -239,9 +239,9 @@ def _point(
 
 
 def _factors(scaling: str, first: int, now: int) -> tuple[float, float]:
-    """Return the factor of ``T0 / T`` for the speed-up, and a divisor.
+    """Return two numbers: the speed-up is ``T0 / T`` times the first number.
 
-    The speed-up divided by the divisor is the efficiency.
+    The efficiency is the speed-up divided by the second number.
     """
     if scaling == "weak":
         return float(now), float(now)

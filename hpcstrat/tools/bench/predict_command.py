@@ -76,7 +76,7 @@ def _shapes(
         return tuple(MODELS[text]())
     nbytes = _size(context, option, text)
     assert nbytes is not None
-    # Make one array of float32 elements.
+    # A size stands for one array of float32 elements.
     return ((max(1, round(nbytes / 4)),),)
 
 
@@ -89,8 +89,8 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
             context,
             option,
         )
-    # Predict the smallest counts first: they take seconds, so an interrupted command
-    # has them.
+    # Predict small numbers of nodes first: each takes only seconds, so that their
+    # results exist if the user interrupts the command.
     return sorted({int(word) for word in words})
 
 

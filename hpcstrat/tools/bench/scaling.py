@@ -32,7 +32,7 @@ __all__ = ["ScalingRequest", "run_scaling"]
 
 # Suffixes of environment variables that Open MPI's launcher sets, not the user.
 _OF_LAUNCHER = ("PREFIXES", "cpu_type", "initial_wdir", "num_procs")
-# The number of pairs of 64 nodes.
+# The maximum number of stored links: the number of pairs of 64 nodes.
 _MOST_LINKS = 2016
 _SUMMED = ("all_reduce", "gradients", "step")
 _ENVIRONMENT = ("HPCSTRAT_", "OMP_", "OMPI_MCA_", "UCX_", "MPICH_", "FI_", "NCCL_")
@@ -76,7 +76,7 @@ def run_scaling(strategy: Strategy, wish: ScalingRequest) -> str:
         wish.tell(f"{path}: {done} of {len(plan)} parts are measured already")
     if not missing:
         return path
-    # Add a session, to which the measured parts refer.
+    # Add this launch to the sessions; each measured part has the session's index.
     run.sessions.append(_session(strategy, wish.command))
     _prepare(strategy, run, wish.options, path)
     for number, item in enumerate(missing, 1):

@@ -153,7 +153,7 @@ def chaos_run(
 
 
 def _disturb(console: Console, job: Any, acts: Any, strength: Any) -> int:
-    """Disturb ranks, and print a line for each event; return the number of acts."""
+    """Disturb ranks, print a line for each event, and count the acts done."""
     start = time.monotonic()
 
     def report(_: Any, process: Any, text: str) -> None:

@@ -170,8 +170,8 @@ def _together(report: DoctorReport, path: str | None, show: Callable[[], None]) 
     """Examine all ranks, print the report, and return whether this rank must fail.
 
     Collective over all ranks of the job, if MPI connects them. Only rank 0 has the
-    report. Only rank 0 exits with an error status, because a launcher may end the job,
-    before rank 0 has printed the report, when another rank fails.
+    report. Only rank 0 exits with an error status: if another rank fails, a launcher
+    may end the job before rank 0 has printed the report.
     """
     start = time.perf_counter()
     try:

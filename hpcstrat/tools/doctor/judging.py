@@ -309,7 +309,7 @@ def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
     service = "ask the site to mend its time service (chronyc tracking)"
     for host in known:
         offset, error = host.clock_offset_seconds or 0.0, host.clock_error_seconds or 0
-        # Subtract the error of the measurement.
+        # Subtract the error of the measurement, which alone may explain a small offset.
         if abs(offset) - error > _CLOCK_SECONDS:
             others = "the other hosts'"
             if len(known) == 2:

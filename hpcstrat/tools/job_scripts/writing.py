@@ -56,7 +56,7 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ScriptSyntax:
-    """The syntax of a scheduler, for changing the head of a script."""
+    """The options of a scheduler in the head of a job script, and their replacements."""
 
     mark: str
     submit: str

@@ -90,7 +90,7 @@ def blocks(events: Iterable[Event]) -> list[Block]:
 
 
 def is_balanced(block: Block) -> bool:
-    """Return whether as many messages of each tag begin as end in a block."""
+    """Return whether a block ends as many messages of each tag as it begins."""
     begun = Counter(event.tag for event in block if isinstance(event, Begun))
     ended = Counter(event.begun.tag for event in block if isinstance(event, Ended))
     return begun == ended
