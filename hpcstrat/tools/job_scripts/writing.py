@@ -56,7 +56,7 @@ class JobPlan:
 
 @dataclass(frozen=True, slots=True)
 class _ScriptSyntax:
-    """The options of a scheduler in the head of a job script, and their replacements."""
+    """The options of a scheduler in the head of a job script, and how to set them."""
 
     mark: str
     submit: str
