@@ -1,1 +1,1 @@
-"""The one reduction path, gathers, and calls that carry objects."""
+"""Reductions and gathers of arrays, messages, and calls that send Python objects."""

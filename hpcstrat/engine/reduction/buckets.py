@@ -1,10 +1,11 @@
-"""Reductions in buckets, which are started while a program still computes.
+"""Reductions of buckets of arrays, which start while a program still computes.
 
-A backward pass has the gradients of the last layers first. Between workers their sums
-may travel while it goes on, in buckets: large enough to be worth a call, small enough
-for the first one to be full soon. Ranks may have the arrays in other orders, and some
-not at all: buckets are started in the order of a plan that is the same on all ranks,
-and what is not complete in the end, then.
+A backward pass computes the gradients of the last layers first. Between workers, the
+sums of these gradients can be sent while the pass continues. They are sent in buckets:
+large enough to be worth a call, small enough that the first bucket is soon full. Ranks
+may compute the arrays in different orders, and may lack some arrays. So buckets are
+started in the order of a plan that is the same on all ranks, and buckets that are still
+incomplete at the end of the pass are started then.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Bucket = tuple[int, ...]
 def plan_buckets(
     order: Sequence[int], nbytes: Sequence[int], bucket_bytes: int
 ) -> list[Bucket]:
-    """Divide arrays into buckets of at least so many bytes, but for the last one.
+    """Divide arrays into buckets of at least ``bucket_bytes``; the last may be smaller.
 
-    ``order`` are their indices, in the order in which they will be ready.
+    ``order`` has the indices of the arrays, in the order in which they will be ready.
     """
     buckets, bucket, size = [], list[int](), 0
     for index in order:
@@ -38,9 +39,9 @@ def plan_buckets(
 class Buckets:
     """The buckets of one pass over a program's arrays.
 
-    ``plan`` is the same on all ranks; ``start`` starts the reduction of one, as a part.
-    As a whole it is collective over ``topology.replica_comm``; the other ranks learn of
-    a pass that an error has ended by the next call.
+    ``plan`` is the same on all ranks; ``start`` starts the reduction of one bucket,
+    with ``part=True``. The whole pass is collective over ``topology.replica_comm``. If
+    an error ends the pass on one rank, the other ranks learn of it in the next call.
     """
 
     def __init__(
@@ -51,17 +52,17 @@ class Buckets:
         self._missing = [set(bucket) for bucket in plan]
         self._numbers = {i: n for n, bucket in enumerate(plan) for i in bucket}
         self._started: list[PendingCall] = []
-        # The number of those that have ended.
+        # Number of started buckets that have ended.
         self._num_ended = 0
 
     def __contains__(self, index: int) -> bool:
-        """Whether an array is in any bucket."""
+        """Return whether an array is in any bucket."""
         return index in self._numbers
 
     def ready(self, index: int) -> None:
-        """Take note that an array may be reduced, and take further what is under way.
+        """Mark an array as ready, start complete buckets, and advance the started ones.
 
-        An array that is in no bucket does the latter only.
+        If the array is in no bucket, only advance the started buckets.
         """
         if (number := self._numbers.get(index)) is not None:
             self._missing[number].discard(index)
@@ -72,7 +73,7 @@ class Buckets:
         self.drive()
 
     def drive(self) -> None:
-        """Take further what is under way; raise why one of the buckets has failed."""
+        """Advance the started buckets without waiting; raise if one has failed."""
         while self._num_ended < len(self._started):
             if not self._started[self._num_ended].test():
                 break
@@ -80,22 +81,22 @@ class Buckets:
             self._num_ended += 1
 
     def was_started(self, index: int) -> bool:
-        """Whether the bucket of an array has been started; then wait for its end."""
+        """Return whether an array's bucket was started, after waiting for its end."""
         number = self._numbers.get(index, len(self._plan))
         if number < len(self._started):
             self._started[number].wait()
         return number < len(self._started)
 
     def start_rest(self) -> None:
-        """Start what has not been complete."""
+        """Start all buckets that have not been started, even if incomplete."""
         while len(self._started) < len(self._plan):
             self._start_next()
 
     def ended(self) -> Iterator[Bucket]:
-        """Wait for the buckets, one after the other, and give each that has ended."""
+        """Wait for the buckets, one after the other; yield each when it has ended."""
         for bucket, started in zip(self._plan, self._started, strict=True):
             started.wait()
-            # The next one is announced before anything is done with this one.
+            # Announce the next bucket before the caller works on this one.
             self.drive()
             yield bucket
 

@@ -1,4 +1,4 @@
-"""The algorithms that users may name: how values are summed over the replicas."""
+"""Algorithms for sums over the replicas that users can pass to a strategy."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ Pairs = Sequence[tuple[Any, Any]]
 
 
 class CrossDeviceOps:
-    """The library's own choice, by size and topology.
+    """The library's own choice of an algorithm, by message size and topology.
 
-    A subclass chooses among the algorithms of the library by `choose`, or does the work
-    itself: strategies call its ``reduce_implementation`` and
+    A subclass can override `choose` to select another algorithm of the library. Or it
+    can do the work itself: strategies call its ``reduce_implementation`` and
     ``batch_reduce_implementation`` for all of their sums, and its
-    ``broadcast_implementation`` for ``extended.broadcast_to``, as those of
-    tf.distribute do. There a PerReplica has the values of all replicas, here this
-    rank's own. What a subclass does not override is done by its algorithm.
+    ``broadcast_implementation`` for ``extended.broadcast_to``, as strategies of
+    tf.distribute do. In tf.distribute a PerReplica has the values of all replicas; in
+    this library it has only this rank's value. Methods that a subclass does not
+    override use the algorithm of `choose`.
     """
 
     _details = ""
     """Parameters that ranks must agree on, which `describe` names."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse the private hook of tf.distribute, which nothing here would call."""
+        """Refuse ``_gather_implementation``, which this library would never call."""
         super().__init_subclass__(**options)
         if "_gather_implementation" in vars(cls):
             raise TypeError(
@@ -61,9 +62,9 @@ class CrossDeviceOps:
             )
 
     def overrides(self, *names: str) -> bool:
-        """Whether one of these methods is a subclass's; for the library's own modules.
+        """Return whether a subclass overrides one of these methods; internal.
 
-        Without names: a hook by which it reduces.
+        Without names, return whether it overrides a method that reduces.
         """
         return any(
             getattr(type(self), name) is not getattr(CrossDeviceOps, name)
@@ -72,10 +73,7 @@ class CrossDeviceOps:
 
     @property
     def collectives(self) -> Any:
-        """The calls between the replicas of the current strategy.
-
-        For the library's own modules.
-        """
+        """The collective calls of the current strategy; for the library's modules."""
         return _current().collectives
 
     @collective
@@ -86,10 +84,10 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Combine the replicas' values by this algorithm.
+        """Sum or average the replicas' values by this algorithm.
 
-        Collective over the replicas of the current strategy, whatever algorithm that
-        one has.
+        Collective over the replicas of the current strategy, even if that strategy has
+        another algorithm.
 
         Parameters
         ----------
@@ -98,9 +96,9 @@ class CrossDeviceOps:
         per_replica_value : PerReplica or array_like of shape (...)
             A plain value is this rank's contribution.
         destinations : variable, distributed value or str
-            Where the result is wanted.
+            The object, or device, on whose replicas the result is needed.
         options : CommunicationOptions, optional
-            For this call.
+            Options of this call.
 
         Returns
         -------
@@ -128,7 +126,7 @@ class CrossDeviceOps:
         value_destination_pairs: Pairs,
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Combine several values at once, as `reduce` does one.
+        """Sum or average several values in one call.
 
         Collective over the replicas of the current strategy.
 
@@ -139,12 +137,12 @@ class CrossDeviceOps:
         value_destination_pairs : sequence of (value, destinations)
             As for `reduce`.
         options : CommunicationOptions, optional
-            For this call.
+            Options of this call.
 
         Returns
         -------
         list
-            Results in order.
+            The results, in the order of the pairs.
         """
         op, options = ReduceOp.parse(reduce_op), options or CommunicationOptions()
         pairs = list(value_destination_pairs)
@@ -155,21 +153,21 @@ class CrossDeviceOps:
 
     @collective
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Give all replicas replica 0's value.
+        """Return replica 0's value on all replicas.
 
         Collective over the replicas of the current strategy.
 
         Parameters
         ----------
         tensor : array_like of any shape
-            This rank's.
+            This rank's value.
         destinations : variable, distributed value or str
-            Where the value is wanted.
+            The object, or device, on whose replicas the value is needed.
 
         Returns
         -------
         Mirrored
-            The value; bare where there is one replica.
+            The value; a plain array if there is one replica.
         """
         return self.broadcast_implementation(tensor, destinations)
 
@@ -180,7 +178,7 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions,
     ) -> Any:
-        """Do what `reduce` says; subclasses may override it.
+        """Do the work of `reduce`; subclasses may override this method.
 
         Collective over the replicas of the current strategy.
 
@@ -189,16 +187,17 @@ class CrossDeviceOps:
         reduce_op : ReduceOp
             ``SUM`` or ``MEAN``.
         per_replica_value : PerReplica or array_like of shape (...)
-            In calls of a strategy a PerReplica, in cross-replica context.
+            A strategy passes a PerReplica, in cross-replica context.
         destinations : variable, distributed value or str
-            Where the result is wanted; in calls of a strategy the value itself.
+            The object, or device, on whose replicas the result is needed; a strategy
+            passes the value itself.
         options : CommunicationOptions
-            Of the call.
+            Options of the call.
 
         Returns
         -------
         Mirrored or ndarray
-            Of the shape of a replica's value.
+            The result, with the shape of a replica's value.
         """
         pairs = [(per_replica_value, destinations)]
         found: list[Any] = _current().extended.reduce_by(
@@ -212,7 +211,7 @@ class CrossDeviceOps:
         value_destination_pairs: Pairs,
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Do what `batch_reduce` says; subclasses may override it.
+        """Do the work of `batch_reduce`; subclasses may override this method.
 
         Collective over the replicas of the current strategy.
 
@@ -223,12 +222,12 @@ class CrossDeviceOps:
         value_destination_pairs : sequence of (value, destinations)
             As for `reduce_implementation`.
         options : CommunicationOptions
-            Of the call.
+            Options of the call.
 
         Returns
         -------
         list
-            Results in order.
+            The results, in the order of the pairs.
         """
         pairs = list(value_destination_pairs)
         found: list[Any] = _current().extended.reduce_by(
@@ -237,21 +236,21 @@ class CrossDeviceOps:
         return found
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Do what `broadcast` says; subclasses may override it.
+        """Do the work of `broadcast`; subclasses may override this method.
 
         Collective over the replicas of the current strategy.
 
         Parameters
         ----------
         tensor : array_like of any shape
-            This rank's.
+            This rank's value.
         destinations : variable, distributed value or str
-            Where the value is wanted.
+            The object, or device, on whose replicas the value is needed.
 
         Returns
         -------
         Mirrored
-            The value; bare where there is one replica.
+            The value; a plain array if there is one replica.
         """
         del destinations
         return _current().extended.broadcast_by_rank(tensor)
@@ -259,18 +258,18 @@ class CrossDeviceOps:
     def choose(
         self, nbytes: int, topology: Topology, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays.
+        """Return the algorithm and the piece size for the arrays of a call.
 
-        Not collective; the same on every rank.
+        Not collective; the result is the same on every rank.
 
         Parameters
         ----------
         nbytes : int
-            Size of all arrays, in the types in which they are added.
+            Total size of the arrays in bytes, in the dtypes in which they are added.
         topology : Topology
-            Where.
+            The topology of the strategy.
         options : CommunicationOptions
-            Of the call.
+            Options of the call.
 
         Returns
         -------
@@ -280,25 +279,25 @@ class CrossDeviceOps:
         Raises
         ------
         ValueError
-            If the algorithm does not serve this topology. On every rank.
+            On every rank, if the algorithm does not support this topology.
         """
         return self._on_host(nbytes, topology, options)
 
     def choose_on_gpu(
         self, nbytes: int, group: DeviceGroup, options: CommunicationOptions
     ) -> Choice:
-        """Choose how to reduce a call's arrays that are on GPUs.
+        """Return the algorithm and the piece size for a call's arrays on GPUs.
 
-        Not collective; the same on every rank.
+        Not collective; the result is the same on every rank.
 
         Parameters
         ----------
         nbytes : int
-            Size of all arrays, in the types in which they are added.
+            Total size of the arrays in bytes, in the dtypes in which they are added.
         group : DeviceGroup
-            Where, and what can move arrays there.
+            The GPUs of the replicas, and the transports between them.
         options : CommunicationOptions
-            Of the call.
+            Options of the call.
 
         Returns
         -------
@@ -308,7 +307,7 @@ class CrossDeviceOps:
         Raises
         ------
         ValueError
-            If the algorithm does not serve this topology. On every rank.
+            On every rank, if the algorithm does not support this topology.
         """
         return self._on_gpu(nbytes, group, options)
 
@@ -324,13 +323,13 @@ class CrossDeviceOps:
 
         if not self.overrides("choose", "_on_host"):
             return transport_select.select_on_gpu(nbytes, group, options)
-        # An algorithm for host memory: arrays are copied there and back.
+        # The algorithm needs host memory: arrays are copied to the host and back.
         return transport_select.staged(
             *(nbytes, group, options, self.choose), name=self.describe()
         )
 
     def describe(self) -> str:
-        """Describe the algorithm, which must be the same on all ranks.
+        """Return the name and the parameters of the algorithm, equal on all ranks.
 
         Not collective.
 
@@ -343,24 +342,24 @@ class CrossDeviceOps:
         return name + self._details
 
     def __repr__(self) -> str:
-        """Show kind and parameters."""
+        """Show the class and its parameters."""
         return f"<{self.describe() or type(self).__name__}>"
 
 
 class NcclAllReduce(CrossDeviceOps):
-    """The all-reduce of NCCL, for arrays on GPUs; the library's own choice for others.
+    """The allreduce of NCCL for arrays on GPUs; the library's choice for host arrays.
 
     Parameters
     ----------
     num_packs : int
-        Accepted for tf.distribute's sake; ``CommunicationOptions.bytes_per_pack`` sets
-        the size of the pieces.
+        Ignored; accepted because tf.distribute has it. Set the size of the pieces by
+        ``CommunicationOptions.bytes_per_pack``.
     sums_in_half : bool
-        Whether NCCL adds arrays of float16 and bfloat16 on GPUs in their own types,
-        which halves what is sent. Each of its additions is rounded then, in an order
-        of its own, so that the error grows with the number of replicas, and a sum of
-        float16 may overflow; means do not. By default they are added in float32, and
-        rounded once, as on CPUs.
+        Whether NCCL adds float16 and bfloat16 arrays in their own dtypes, which halves
+        the bytes sent. NCCL then rounds after each addition, in its own order, so that
+        the error grows with the number of replicas, and a sum of float16 may overflow
+        (a mean does not). By default the arrays are added in float32 and rounded once,
+        as on CPUs.
     """
 
     def __init__(self, num_packs: int = 1, *, sums_in_half: bool = False) -> None:
@@ -377,11 +376,11 @@ class NcclAllReduce(CrossDeviceOps):
 
 
 class MpiAllReduce(CrossDeviceOps):
-    """The all-reduce of the MPI library, in messages of one piece.
+    """The allreduce of the MPI library, in messages of one piece.
 
-    ``CommunicationOptions.bytes_per_pack`` is the size of a message.
-    Of arrays on GPUs, whose sums MPI libraries make badly: sums made by kernels, of
-    what MPI sends from rank to rank, where it moves such memory.
+    ``CommunicationOptions.bytes_per_pack`` is the size of a message. The allreduce of
+    MPI libraries is often slow or wrong for GPU memory. So MPI only sends arrays on
+    GPUs from rank to rank, if it can send GPU memory, and CUDA kernels add them.
     """
 
     def _on_gpu(
@@ -402,9 +401,9 @@ class MpiAllReduce(CrossDeviceOps):
 class SharedMemoryAllReduce(CrossDeviceOps):
     """Reduction through memory that the replicas of one worker share.
 
-    The sums are those of adding the replicas' values in their order, whatever the
-    number of pieces, whose size is ``CommunicationOptions.bytes_per_pack``. Arrays on
-    GPUs go by way of it. ValueError in calls over several workers.
+    Values are added in replica order, so that the result does not depend on the size
+    of the pieces, ``CommunicationOptions.bytes_per_pack``. Arrays on GPUs are copied to
+    this memory and back. Calls over several workers raise ValueError.
     """
 
     def _on_host(
@@ -422,15 +421,15 @@ class SharedMemoryAllReduce(CrossDeviceOps):
 class HierarchicalCopyAllReduce(CrossDeviceOps):
     """Reduction inside each worker through shared memory, then between the workers.
 
-    Every rank of a worker sends its part of the worker's sum to the ranks with the same
-    position, so that all links are busy. For replicas of one worker it is
-    `SharedMemoryAllReduce`.
+    Every rank of a worker sends its part of the worker's sum to the ranks of the same
+    position in the other workers, so that all network links are busy. With one worker,
+    this algorithm is the same as `SharedMemoryAllReduce`.
 
     Parameters
     ----------
     num_packs : int
-        Accepted for tf.distribute's sake; ``CommunicationOptions.bytes_per_pack`` sets
-        the size of the pieces.
+        Ignored; accepted because tf.distribute has it. Set the size of the pieces by
+        ``CommunicationOptions.bytes_per_pack``.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -443,19 +442,19 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Reduces on one replica, in replica order, and sends the result to all.
+    """Reduction on one replica, in replica order, which sends the result to all.
 
-    In host memory, where arrays on GPUs are copied to.
+    The values are added in host memory, to which arrays on GPUs are copied.
 
     Parameters
     ----------
     reduce_to_device : int or str, optional
-        The replica that adds, as a number, or as a device such as ``"CPU:1"``, whose
-        number is taken; default: replica 0.
+        The replica that adds: its number, or a device name such as ``"CPU:1"``, which
+        stands for replica 1. Default: replica 0.
     accumulation_fn : callable, optional
-        Takes a list with a flat array of each replica and returns their element-wise
-        combination; default: the sum. ``MEAN`` divides its result by the number of
-        replicas.
+        A function of a list with one flat array per replica, which returns their
+        element-wise combination. Default: the sum. ``MEAN`` divides the function's
+        result by the number of replicas.
     """
 
     def __init__(
@@ -476,7 +475,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     @property
     def combines(self) -> bool:
-        """Whether a function of the program combines the values."""
+        """Whether the program has passed an ``accumulation_fn``."""
         return self._accumulate is not None
 
     def _on_host(
@@ -491,7 +490,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         algorithm = functools.partial(
             reduce_to_one, root=self._root, accumulate=self._accumulate
         )
-        # Runs of other types begin at multiples of 64 bytes.
+        # Add 64 KiB: each run of another dtype begins at a multiple of 64 bytes.
         return Choice(algorithm, nbytes + (64 << 10), starts=False)
 
 
@@ -501,7 +500,7 @@ def _check_num_packs(num_packs: int) -> None:
 
 
 def _current() -> Any:
-    """Return the strategy in whose scope this is."""
+    """Return the strategy of the current scope; RuntimeError if there is none."""
     entry = current()
     if entry is None:
         raise RuntimeError(

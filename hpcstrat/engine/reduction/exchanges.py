@@ -1,7 +1,8 @@
-"""Calls that move parts of arrays between replicas, into memory that the caller has.
+"""Collective calls that copy parts of arrays between replicas into existing arrays.
 
-For libraries whose own calls are of this kind, such as ``torch.distributed``. Arrays
-are contiguous ones in host memory, of any fixed-size type where they are moved only.
+They serve the integration of libraries with such calls, like ``torch.distributed``. All
+arrays must be contiguous and in host memory. Calls that only move data accept any
+fixed-size dtype.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _TAG = 29
 
 
 class Exchanges:
-    """Calls in which replicas give each other parts of arrays.
+    """Calls in which replicas exchange parts of arrays.
 
-    All are collective over ``topology.replica_comm``. ``what`` names the call in
-    errors. CollectiveError on every replica, if they disagree on anything that all must
-    know: the call, its root, and shapes and dtypes, where a method does not say that
-    they may differ. ValueError for arrays that do not fit each other: the other
-    replicas raise ReplicaError. Results of reductions are combined in replica order.
+    All calls are collective over ``topology.replica_comm``. ``what`` names the call in
+    errors. CollectiveError on every replica, if they disagree on the call, its root,
+    or on shapes and dtypes, unless a method allows these to differ. ValueError if the
+    arrays of a replica do not fit each other: the other replicas raise ReplicaError.
+    Reductions combine the values in replica order.
     """
 
     def __init__(self, collectives: ObjectCollectives) -> None:
@@ -41,7 +42,7 @@ class Exchanges:
 
     @collective
     def combine(self, function: np.ufunc, array: Array, what: str) -> None:
-        """Combine all replicas' arrays by a ufunc, in place, on every replica."""
+        """Combine the arrays of all replicas by a ufunc, in place, on every replica."""
         _check_function(function, array, what)
         flat, size = _flat(array), self._size
         bounds = [flat.size * number // size for number in range(size + 1)]
@@ -56,7 +57,8 @@ class Exchanges:
         channel: Any = self.collectives.channel
         own = parts[self._rank]
         yield from algorithms.reduce_scatter(parts, own, function, call, channel)
-        # All ranks know which parts are empty, by the length of the whole.
+        # This step needs no header of its own: each rank computes the part sizes from
+        # the length of the whole array.
         yield from algorithms.all_gather(own, parts, flat, call, channel, begins=False)
 
     @collective
@@ -69,9 +71,9 @@ class Exchanges:
         *,
         divisor: int = 0,
     ) -> None:
-        """Combine all replicas' arrays by a ufunc, in place, on the root only.
+        """Combine the arrays of all replicas by a ufunc, in place, on the root only.
 
-        ``divisor`` divides the result, in floating point.
+        If ``divisor`` is not 0, the result is divided by it, in floating point.
         """
         _check_function(function, array, what)
         flat, size = _flat(array), self._size
@@ -109,11 +111,11 @@ class Exchanges:
         *,
         divisor: int = 0,
     ) -> None:
-        """Combine part ``r`` of all replicas' parts on replica ``r``.
+        """Combine part ``r`` of all replicas by a ufunc, on replica ``r``.
 
-        ``parts``, of one dtype, may be of different sizes. ``result`` has the size of
-        this replica's own part, and may be its memory. ``divisor`` divides the results,
-        in floating point.
+        The ``parts`` have one dtype, but may have different sizes. ``result`` receives
+        this replica's part of the results; it may be the memory of this part itself. If
+        ``divisor`` is not 0, the results are divided by it, in floating point.
         """
         _check_function(function, result, what)
         self._check_parts(parts, result, self._rank)
@@ -136,10 +138,10 @@ class Exchanges:
     def all_gather(
         self, own: Array, parts: Sequence[Array], what: str, whole: Array | None = None
     ) -> None:
-        """Copy every replica's array into the part of its number, on every replica.
+        """Copy replica ``r``'s array into part ``r``, on every replica, for each ``r``.
 
-        ``own`` may be this replica's part. ``whole`` is the memory of all parts, where
-        they lie side by side, in order.
+        ``own`` may be this replica's part. If the parts are adjacent in memory and in
+        order, ``whole`` may be the array that contains them all.
         """
         self._check_parts(parts, own, self._rank)
         flat, flats = _flat(own), [_flat(part) for part in parts]
@@ -155,9 +157,10 @@ class Exchanges:
     def gather(
         self, own: Array, parts: Sequence[Array] | None, root: int, what: str
     ) -> None:
-        """Copy every replica's array into the part of its number, on the root.
+        """Copy replica ``r``'s array into part ``r`` on the root, for each ``r``.
 
-        ``parts``, all of the size of ``own``, are ignored on the other replicas.
+        The root's ``parts`` all have the size of ``own``. The other replicas' ``parts``
+        are ignored.
         """
         self._check_root(root)
         flat, flats, size = _flat(own), None, self._size
@@ -186,7 +189,8 @@ class Exchanges:
     ) -> None:
         """Copy part ``r`` of the root into replica ``r``'s ``result``.
 
-        ``parts``, all of the size of ``result``, are ignored on the other replicas.
+        The root's ``parts`` all have the size of ``result``. The other replicas'
+        ``parts`` are ignored.
         """
         self._check_root(root)
         flat, size = _flat(result), self._size
@@ -194,7 +198,7 @@ class Exchanges:
         receives = [flat if rank == root else flat[:0] for rank in range(size)]
         if self._rank == root:
             self._check_parts(parts or (), result, self._rank)
-            # The received part may overlap with those to send.
+            # Copy, because the received part may overlap with the parts to send.
             sends = [_flat(part).copy() for part in parts or ()]
             if any(part.size != flat.size for part in sends):
                 raise ValueError(
@@ -208,7 +212,7 @@ class Exchanges:
 
     @collective
     def broadcast(self, array: Array, root: int, what: str) -> None:
-        """Give every replica the root's values, in place."""
+        """Copy the root's values into ``array`` of every replica."""
         self._check_root(root)
         flat = _flat(array)
         call = _call(f"{what}(root={root})", array)
@@ -220,10 +224,11 @@ class Exchanges:
     def all_to_all(
         self, sends: Sequence[Array], receives: Sequence[Array], what: str
     ) -> None:
-        """Send a part to each replica, and receive one of each.
+        """Send one part to each replica, and receive one part from each replica.
 
-        The sizes may be any, if each replica sends as much as the other one receives:
-        ValueError on every replica otherwise. The dtype is one.
+        All parts have the same dtype. Their sizes may differ, but each replica must
+        send as many elements as the receiver expects: if not, all replicas raise
+        ValueError.
         """
         size = self._size
         if not len(sends) == len(receives) == size:
@@ -281,7 +286,7 @@ class Exchanges:
         yield from steps
 
     def _alone(self, own: Array | None = None, result: Array | None = None) -> bool:
-        """Whether there is no other replica; then what it has is its result."""
+        """Return whether there is only one replica; then copy ``own`` to ``result``."""
         if self.collectives.channel is not None:
             return False
         if own is not None and result is not None:
@@ -318,7 +323,7 @@ class Exchanges:
 
 
 def _check_function(function: np.ufunc, array: Array, what: str) -> None:
-    """Refuse a type that a ufunc does not take, before any rank is told of the call."""
+    """Raise TypeError for a dtype that a ufunc does not accept, before the header."""
     nothing = array.reshape(-1)[:0]
     try:
         function(nothing, nothing)
@@ -335,7 +340,7 @@ def _both(first: WaitSteps, second: WaitSteps) -> Iterator[Any]:
 
 
 def _flat(array: Array) -> Array:
-    """Return the memory of an array as a flat one."""
+    """Return a flat view of a contiguous array; ValueError for other arrays."""
     if not array.flags.c_contiguous:
         raise ValueError(
             f"expected a contiguous array, found shape {array.shape} with strides "
@@ -345,7 +350,7 @@ def _flat(array: Array) -> Array:
 
 
 def _overlaps(own: Array, parts: Sequence[Array], rank: int) -> bool:
-    """Whether an array lies over parts, other than as its own one."""
+    """Return whether ``own`` overlaps with a part, other than being part ``rank``."""
     return any(
         np.may_share_memory(own, part)
         for number, part in enumerate(parts)
@@ -354,7 +359,7 @@ def _overlaps(own: Array, parts: Sequence[Array], rank: int) -> bool:
 
 
 def _call(what: str, array: Array, parts: Sequence[Array] | None = None) -> Call:
-    """Describe a call of an array, or of parts of which it is the first."""
+    """Describe a call for an array, or for parts if their sizes differ."""
     sizes = {part.size for part in parts or ()}
     if len(sizes) > 1:
         text = f"{array.dtype} of sizes {[part.size for part in parts or ()]}"

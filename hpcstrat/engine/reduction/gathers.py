@@ -1,4 +1,4 @@
-"""Calls that give every replica what others have: all_gather and broadcast."""
+"""Collective calls that copy arrays to every replica: all_gather and broadcast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGE_BYTES = 1 << 30
 
 
 class Gathers:
-    """Calls that give every replica the arrays of others, as they are."""
+    """Collective calls that copy arrays to every replica, without summing them."""
 
     def __init__(self, collectives: ObjectCollectives) -> None:
         self.collectives = collectives
@@ -35,17 +35,19 @@ class Gathers:
     def all_gather(self, tree: Tree, axis: int, what: str) -> Tree:
         """Concatenate the replicas' arrays along an axis, on every replica.
 
-        Collective over ``topology.replica_comm``. Arrays are of any fixed-size dtype;
-        their lengths along ``axis`` may differ. Results are fresh, in replica order.
-        ValueError for scalars, or an axis out of range, and NotImplementedError for
-        IndexedSlices: the other replicas raise ReplicaError. CollectiveError on every
-        replica, if they disagree on dtype, rank or another dimension.
+        Collective over ``topology.replica_comm``. Arrays may have any fixed-size dtype;
+        their lengths along ``axis`` may differ between replicas. Results are new
+        arrays, concatenated in replica order. ValueError for scalars or an axis out of
+        range, NotImplementedError for IndexedSlices: the other replicas raise
+        ReplicaError. CollectiveError on every replica, if they disagree on dtype,
+        number of dimensions, or a dimension other than ``axis``.
         """
         leaves, structure = flatten(tree)
         arrays = [_gatherable(leaf, axis) for leaf in leaves]
         if self.collectives.channel is None:
             return unflatten(structure, [array.copy() for array in arrays])
-        # Host memory first, then GPUs: calls in one order on all replicas.
+        # One call for arrays in host memory, then one for arrays on GPUs: the order of
+        # calls is the same on all replicas.
         for indices in by_memory(arrays):
             some = [arrays[i] for i in indices]
             call = _gather_call(what, axis, some, structure)
@@ -60,13 +62,14 @@ class Gathers:
     def _concatenated_on_gpus(
         self, arrays: list[Array], axis: int, call: Call
     ) -> list[Array]:
-        """Gather arrays on GPUs, whose lengths are agreed on first."""
+        """Exchange the lengths of arrays on GPUs, then gather the arrays."""
         from hpcstrat.engine.gpu.transports import byte_movers
 
         module: Any = array_module(arrays[0])
         channel: Any = self.collectives.channel
         mover = self._mover(call)
-        # Copies may run out of memory on one rank: all raise, before lengths are told.
+        # If these copies exhaust the memory of one rank, all ranks raise in the next
+        # call, before the lengths are exchanged.
         with self.collectives.all_raise(call.text):
             parts = [module.ascontiguousarray(np.moveaxis(a, axis, 0)) for a in arrays]
         lengths = self.collectives.all_gather_object(
@@ -87,13 +90,13 @@ class Gathers:
         return results
 
     def _concatenated(self, arrays: list[Array], axis: int, call: Call) -> list[Array]:
-        """Gather arrays in host memory, whose lengths are agreed on first."""
+        """Exchange the lengths of arrays in host memory, then gather the arrays."""
         channel: Any = self.collectives.channel
         rows = [np.moveaxis(array, axis, 0) for array in arrays]
         channel.agree(call, self.collectives.timeout_seconds)
         with channel.moving(call) as comm:
             lengths = comm.lengths([len(row) for row in rows])
-        # Between two headers, so that a rank without memory is heard by the second.
+        # Allocate between two headers: the second one reports a rank without memory.
         wholes, results = self._room(rows, lengths, axis)
         channel.agree(
             describe_call(f"data of {call.text}"), self.collectives.timeout_seconds
@@ -109,14 +112,15 @@ class Gathers:
     def _room(
         self, rows: list[Array], lengths: Array, axis: int
     ) -> tuple[list[Array], list[Array]]:
-        """Return memory for the rows of all replicas, and for the results.
+        """Allocate memory for the rows of all replicas, and for the results.
 
-        It runs out on all ranks or none, and makes this replica's rows contiguous.
+        If it exhausts the memory of one rank, all ranks raise. It also replaces this
+        replica's entries of ``rows`` by contiguous arrays.
         """
         wholes, results = list[Array](), list[Array]()
         for index, row in enumerate(rows):
             rows[index] = np.ascontiguousarray(row)
-            # MPI concatenates along the first axis; others are moved back at the end.
+            # MPI concatenates along the first axis; the caller moves another axis back.
             shape = int(lengths[:, index].sum()), *row.shape[1:]
             whole = np.empty(shape, row.dtype)
             wholes.append(whole)
@@ -127,7 +131,7 @@ class Gathers:
 
     @collective
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
-        """Give every replica one replica's arrays, as fresh ones.
+        """Return the root's arrays on every replica, as new arrays.
 
         Collective over ``topology.replica_comm``. CollectiveError on every replica, if
         they disagree on root, structure, shape or dtype.
@@ -149,7 +153,7 @@ class Gathers:
     def _cast(self, arrays: list[Array], root: int, call: Call) -> list[Array]:
         """Broadcast arrays in host memory."""
         channel: Any = self.collectives.channel
-        # One message for each type, however many arrays there are.
+        # All arrays of one dtype are sent in one message.
         packing = plan(tuple((a.dtype, a.shape) for a in arrays))
         flats = [pack(b, arrays, np.empty(b.size, b.dtype)) for b in packing.buckets]
         channel.agree(call, self.collectives.timeout_seconds)
@@ -177,7 +181,7 @@ class Gathers:
         return results
 
     def _mover(self, call: Call) -> Mover:
-        """Return what moves bytes between GPUs, ready for a call."""
+        """Return the mover that copies bytes between GPUs for a call."""
         from hpcstrat.engine.gpu.transports.device_group import device_group
         from hpcstrat.engine.gpu.transports.transport_select import mover
 
@@ -188,8 +192,8 @@ class Gathers:
 
 
 def _gather_rows(comm: Any, mine: Array, whole: Array, lengths: Array) -> None:
-    """Fill an array with the rows of all replicas."""
-    # As bytes: any fixed-size type can be gathered, also such as MPI has no name for.
+    """Fill the array ``whole`` with the rows of all replicas."""
+    # Send bytes, so that any fixed-size dtype works, even without an MPI datatype.
     flat = whole.reshape(-1).view(np.uint8)
     sent = mine.reshape(-1).view(np.uint8)
     width = math.prod(whole.shape[1:]) * whole.itemsize
@@ -198,7 +202,8 @@ def _gather_rows(comm: Any, mine: Array, whole: Array, lengths: Array) -> None:
         byte = comm.mpi.BYTE
         comm.Allgatherv([sent, byte], [flat, sizes, byte])
         return
-    # Displacements past 2**31 - 1 bytes are beyond many MPIs: one rank after the other.
+    # Broadcast one rank's rows after the other, because many MPI libraries do not
+    # support displacements past 2**31 - 1 bytes.
     start = 0
     for root, nbytes in enumerate(sizes):
         part = flat[start : start + nbytes]

@@ -1,15 +1,16 @@
-"""Messages from one replica to another, each with a header that says what it is.
+"""Messages from one replica to another, each with a header that gives size and dtype.
 
-Nobody else takes part, so that no header of all ranks can compare what the two do: the
-sender tells size and type ahead of the data, and the receiver compares them before it
-uses any of the data.
+Only two ranks take part, so that the channel's headers of all ranks cannot compare the
+send with the receive. Instead the sender sends size and dtype ahead of the data, and
+the receiver compares them with its own array before it uses the data.
 
-The receives of the data are started before the header has come, because the sender may
-wait for nothing else. So each receive buffer needs room for any message: an MPI library
-may write a longer message past the end of the buffer (Open MPI 5.0 does if it copies
-directly from the sender's memory). All data are therefore cut at the same places, and
-the tag of a part says how long it may be. Each receive with that tag has a buffer of
-that length; for the last part of an array it is a separate buffer.
+The receives of the data are started before the header has arrived, because the sender
+may wait until all of its data is received. Each receive buffer must be large enough for
+any message, because an MPI library may write a longer message past the end of the
+buffer (Open MPI 5.0 does so if it copies directly from the sender's memory). Therefore
+all data are cut at the same offsets, and the tag of a part determines its largest
+length. Each receive with this tag has a buffer of this length; the last part of an
+array is received into a separate buffer.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["Messages", "Transfer"]
 
 _HEADER_BYTES = 256
-# Sizes of the parts of a message, one after the other; further parts are as long as the
-# last. Little data so need little other memory, and much data few messages.
+# Sizes of the first six parts of a message; later parts are as long as the sixth. A
+# short message needs little extra memory, and a long message has few parts.
 _PART_BYTES = tuple((32 << 10) * 2**number for number in range(6))
-# For each tag of the program: one of the header, then one for each length of a part.
+# MPI tags for each tag of the program: one for the header, one for each part length.
 _NUM_TAGS = 1 + len(_PART_BYTES)
-# Every MPI library has tags up to here (MPI-4.1, 9.1.2).
+# Every MPI library supports tags up to this number (MPI-4.1, 9.1.2).
 _LEAST_MOST_TAG = 32767
 
 
 class Transfer:
-    """A message under way; ends when its rank waits for it, or looks whether it has.
+    """A message under way, which is completed by `wait`, or by `test`.
 
-    Where a program drops it before the end, MPI still sends or receives the message,
-    and keeps the memory until then.
+    If the program drops this object before the message is complete, MPI still sends or
+    receives the message, and the buffers are kept until then.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Transfer:
         self._awaited: Waitable | None = next(steps, None)
 
     def test(self) -> bool:
-        """Whether it has ended; not collective, as is `wait`; raises what that does."""
+        """Return whether the message is complete; not collective; raises as `wait`."""
         if self._awaited is None:
             return True
         channel: Any = self.collectives.channel
@@ -70,10 +71,10 @@ class Transfer:
 
     @collective
     def wait(self) -> None:
-        """Wait for its end.
+        """Wait until the message is complete; not collective.
 
-        CollectiveError where the other rank's message is not of this size and type,
-        which ends all calls of all ranks, or where another rank has ended them.
+        CollectiveError if the other rank's message has another size or dtype, which
+        ends all calls of all ranks, or if another rank has ended all calls.
         """
         if self._awaited is None:
             return
@@ -86,7 +87,7 @@ class Transfer:
 
 
 class _Expected:
-    """A header that a receive awaits, and the array that it should describe."""
+    """The header that a receive awaits, and the array that the header must describe."""
 
     def __init__(self, array: Array, where: str) -> None:
         self._kind, self._where = _kind(array), where
@@ -95,11 +96,11 @@ class _Expected:
         self.compared = False
 
     def compare(self) -> None:
-        """Compare the header, which has come."""
+        """Compare the received header with the array; CollectiveError if different."""
         self.compared = True
-        # A long name may be cut inside of a letter.
+        # The sender may have cut its text within a multi-byte character.
         found = self.memory.tobytes().decode(errors="replace").rstrip()
-        # Sizes, not shapes: a receiver may see the same numbers in another shape.
+        # Compare sizes, not shapes: the receiver's array may have another shape.
         if found.partition(" sent")[0] != self._kind:
             raise CollectiveError(
                 f"expected {self._kind} {self._where}, found {found}; make the two "
@@ -108,11 +109,11 @@ class _Expected:
 
 
 class Messages:
-    """Messages between replicas, in the order of the sends between any two.
+    """Messages between pairs of replicas, on a communicator of their own.
 
-    Collective over ``topology.replica_comm``, as is `close`: it has a communicator of
-    its own. Receives are matched by the sends of their source with the same tag in the
-    order in which they are started, headers with headers and data with data.
+    The constructor and `close` are collective over ``topology.replica_comm``. Sends and
+    receives between two ranks with the same tag are matched in the order in which they
+    are started, headers with headers and data with data.
     """
 
     def __init__(self, collectives: ObjectCollectives) -> None:
@@ -122,7 +123,7 @@ class Messages:
         most = None if comm is None else comm.Get_attr(channel.topology.mpi.TAG_UB)
         self._comm = comm
         self._most_tag = (most or _LEAST_MOST_TAG) // _NUM_TAGS - 1
-        # By source and tag, the headers that no receive has compared yet.
+        # Headers that have not been compared yet, by source and tag.
         self._expected: dict[tuple[int, int], deque[_Expected]] = {}
         # Headers and arrays that a single replica sends to itself, by tag.
         self._own: dict[int, deque[tuple[Array, Array]]] = {}
@@ -135,7 +136,7 @@ class Messages:
 
     @collective
     def send(self, array: Array, dest: int, tag: int, what: str) -> Transfer:
-        """Start to send a contiguous array, which is not written before the end."""
+        """Start to send a contiguous array; do not write to it until the send ends."""
         call = self._call(f"{what}(dest={dest}, tag={tag})", array, tag)
         text = f"{_kind(array)} sent{_at_site()}".encode()[:_HEADER_BYTES]
         header = np.frombuffer(text.ljust(_HEADER_BYTES), np.uint8)
@@ -182,7 +183,7 @@ class Messages:
 
     @collective
     def receive_any(self, array: Array, tag: int, what: str) -> int:
-        """Receive from whoever sends first with a tag; returns the rank."""
+        """Receive the first message with a tag, from any rank; return that rank."""
         if self._comm is None:
             self.receive(array, 0, tag, what)
             return 0
@@ -199,7 +200,7 @@ class Messages:
     def _begin(self, call: Call) -> None:
         channel: Any = self.collectives.channel
         channel.failures.refuse(call)
-        # Requests of messages that the program has dropped are freed here.
+        # Free the requests of completed messages that the program has dropped.
         let_go_of_complete()
 
     def _call(self, what: str, array: Array, tag: int) -> Call:
@@ -223,8 +224,9 @@ def _received(
     rest: Array,
     room: Array,
 ) -> WaitSteps:
-    """Await a header after those before it, then its data; ``room`` has the rest."""
-    # Parts of a longer message before this one may lie in its memory.
+    """Wait for a header and its data; ``room`` is the buffer of the last part."""
+    # Compare earlier headers first: parts of an earlier, longer message may have been
+    # received into the buffers of this one.
     while not expected.compared:
         first = queue[0]
         yield first.message
@@ -236,7 +238,7 @@ def _received(
 
 
 class _Probe:
-    """A message from anybody, which is left where it is."""
+    """A probe for a message from any rank; the message is not received."""
 
     def __init__(self, comm: Any, mpi: Any, tag: int) -> None:
         self.status = mpi.Status()
@@ -244,16 +246,16 @@ class _Probe:
         self._any, self._tag = mpi.ANY_SOURCE, tag
 
     def agreed(self) -> bool:
-        """Whether it has come."""
+        """Return whether a message has arrived."""
         return bool(self._look(self._any, self._tag, self.status))
 
     def missing(self) -> list[int]:
-        """Return ``[-1]`` until it has."""
+        """Return ``[-1]`` until a message has arrived."""
         return [] if self.agreed() else [-1]
 
 
 def _kind(array: Array) -> str:
-    """Say what both ends of a message must agree on."""
+    """Return the size and dtype of an array as text, to compare both ends."""
     return f"{array.size} elements of {array.dtype}"
 
 
@@ -263,7 +265,7 @@ def _at_site() -> str:
 
 
 def _parts(array: Array) -> Iterator[tuple[Array, int]]:
-    """Return the bytes of an array in parts, and which length each may have."""
+    """Yield the parts of an array's bytes, each with its index in ``_PART_BYTES``."""
     data = array.reshape(-1).view(np.uint8)
     start = length = 0
     while start < data.size:

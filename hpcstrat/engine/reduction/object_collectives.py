@@ -1,4 +1,4 @@
-"""Calls between replicas that carry Python objects, or nothing."""
+"""Collective calls that send Python objects between replicas, or no data at all."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["ObjectCollectives"]
 
 
 class ObjectCollectives:
-    """Calls that know nothing of arrays; ``channel`` is None for a single replica."""
+    """Collective calls without arrays; ``channel`` is None for a single replica."""
 
     def __init__(
         self, channel: Channel | None, timeout_seconds: float | None = None
     ) -> None:
-        # Calls wait so long for late ranks.
+        # Seconds that each call waits for late ranks.
         self.timeout_seconds = timeout_seconds
         self.channel: Channel | ClosedChannel | None = channel
         # Number of replicas.
@@ -30,20 +30,20 @@ class ObjectCollectives:
 
     @property
     def collectives(self) -> ObjectCollectives:
-        """Itself: its calls are entries of the library, too."""
+        """Return this object; the `collective` decorator reads the channel from it."""
         return self
 
     @collective
     def call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that makes a collective call of the program.
+        """Call a function of the library that makes collective calls, as one entry.
 
-        Collective over ``topology.replica_comm``. If it fails on a replica, all raise.
-        It is none of the program's own.
+        Collective over ``topology.replica_comm``. If ``function`` fails on one replica,
+        all replicas raise.
         """
         return function(*args)
 
     def close(self) -> None:
-        """Refuse all calls from here on."""
+        """Refuse all later calls."""
         self.channel = ClosedChannel()
 
     @collective
@@ -53,21 +53,21 @@ class ObjectCollectives:
             self.channel.agree(describe_call(what), self.timeout_seconds)
 
     def section(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Return what surrounds a part of the program that all replicas leave together.
+        """Return a context manager for a section, which all replicas leave together.
 
-        Collective over ``topology.replica_comm`` is its end: an error of one replica is
-        raised on all. See `hpcstrat.engine.channel.sections`.
+        The end of the section is collective over ``topology.replica_comm``: an error of
+        one replica is raised on all. See `hpcstrat.engine.channel.sections`.
         """
         if isinstance(self.channel, Channel):
             return Section(self.channel, what, self.timeout_seconds)
         return contextlib.nullcontext()
 
     def moving(self, what: str) -> contextlib.AbstractContextManager[Any]:
-        """Return what surrounds an exchange that follows a barrier.
+        """Return a context manager for an exchange of data that follows a barrier.
 
-        An error in it leaves the other replicas in the call, and no further call can be
-        made. It gives an InterruptibleComm of all replicas; it does nothing where
-        there is no channel.
+        ``with`` returns an InterruptibleComm of all replicas, or None for a single
+        replica. After an error inside the block no further call can be made, because
+        the other replicas still wait in this call.
         """
         if isinstance(self.channel, Channel):
             return self.channel.moving(describe_call(what))
@@ -75,12 +75,12 @@ class ObjectCollectives:
 
     @collective
     def broadcast_object(self, value: Any, root: int, what: str) -> Any:
-        """Give every replica one replica's Python object.
+        """Send the root's Python object to every replica.
 
         Collective over ``topology.replica_comm``. ``value``, of any size, is ignored on
-        the other replicas; the root keeps the object itself, the others get copies.
-        Where pickling or unpickling fails, that rank raises what it raised, and the
-        others ReplicaError.
+        all replicas but the root. The root returns ``value`` itself, the other replicas
+        return copies. If a rank cannot pickle or unpickle the object, this rank raises
+        the error of pickle, and the other ranks raise ReplicaError.
         """
         if self.channel is None:
             return value
@@ -96,10 +96,10 @@ class ObjectCollectives:
 
     @collective
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Give every replica the Python objects of all, in replica order.
+        """Return the Python objects of all replicas, in replica order, on each replica.
 
-        Collective over ``topology.replica_comm``. Where pickling or unpickling fails,
-        that rank raises what it raised, and the others ReplicaError.
+        Collective over ``topology.replica_comm``. If a rank cannot pickle or unpickle
+        an object, this rank raises the error of pickle, and the others ReplicaError.
         """
         if self.channel is None:
             return [value]
@@ -113,26 +113,28 @@ class ObjectCollectives:
 
     @collective
     def _loaded(self, parts: list[Any], call: Call) -> list[Any]:
-        """Unpickle on all ranks or none: classes, or memory, may be missing on some."""
+        """Unpickle on all ranks, or raise on all: one may lack a class or memory."""
         values = [pickle.loads(part) if part else None for part in parts]
         channel: Any = self.channel
         channel.agree(describe_call(f"end of {call.text}"), self.timeout_seconds)
         return values
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Make the other replicas raise at their next call; then raise ``error``.
+        """Make the other replicas raise at their next call; this one raises ``error``.
 
-        Collective over ``topology.replica_comm``: it stands for this rank's next call.
+        Collective over ``topology.replica_comm``: the other ranks' next call is matched
+        with this report.
         """
         if self.channel is not None:
             self.channel.failures.fail(what, error)
 
     @contextlib.contextmanager
     def all_raise(self, what: str) -> Iterator[None]:
-        """Make the other replicas raise, too, where an Exception leaves this block.
+        """Make the other replicas raise, too, if an Exception leaves this block.
 
-        As `fail`: it stands for this rank's next call. An entry does the same for what
-        fails before its first header; this is for what comes later.
+        The report is matched with the other ranks' next call, as in `fail`. The
+        `collective` decorator reports errors before an entry's first header in the same
+        way; this block is for errors after that header.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""The arrays of a reduction: those that are summed, and where their sums go."""
+"""Checks of the arrays that a reduction sums, and of the arrays for the sums."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = [
     "require_fitting",
 ]
 
-# Host memory, in DLPack's numbers: kDLCPU.
+# The DLPack device type of host memory, kDLCPU.
 _DLPACK_CPU = 1
 
 
 def all_plain(leaves: list[Any]) -> bool:
-    """Whether all of some values are arrays of NumPy that can be summed as they are.
+    """Return whether all leaves are NumPy arrays that can be summed without a copy.
 
-    False for subclasses, and for byte orders that are not native.
+    False for subclasses of ndarray, and for byte orders that are not native.
     """
     for leaf in leaves:
         if type(leaf) is not np.ndarray or not leaf.dtype.isnative:
@@ -43,10 +43,10 @@ def list_structure(length: int) -> Any:
 
 
 def by_memory(arrays: list[Array]) -> list[list[int]]:
-    """Return the indices of arrays in host memory, then of those on GPUs.
+    """Return the indices of the arrays in host memory, then of the arrays on GPUs.
 
-    They take calls of their own. At least one list; the same on every rank whose arrays
-    are in the same memory.
+    Each list is reduced in a call of its own. If all arrays are in the same kind of
+    memory, or there are none, only one list is returned.
     """
     there = [index for index, array in enumerate(arrays) if is_device(array)]
     if not there or len(there) == len(arrays):
@@ -59,10 +59,10 @@ def checked_outs(
 ) -> list[Any]:
     """Return the leaves of ``out``, which must have the structure of the value.
 
-    Of other libraries' host memory they are NumPy's arrays. ``sparse`` are the leaves
-    of the value that are IndexedSlices. ValueError for another structure, for
-    IndexedSlices, for memory that is not shared, or for leaves that share memory with
-    each other.
+    Host arrays of other libraries are returned as NumPy arrays on the same memory.
+    ``sparse`` are the indices of the value's leaves that are IndexedSlices. ValueError
+    for another structure, for IndexedSlices, for arrays that cannot be shared, or if
+    leaves of ``out`` overlap with each other.
     """
     if sparse:
         raise ValueError(
@@ -91,10 +91,10 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _own_memory(out: Any) -> Any:
-    """Return the host memory of another library's array as one of NumPy's.
+    """Return another library's host array as a NumPy array on the same memory.
 
-    Other objects, and arrays that only copies can be made of, are returned unchanged;
-    the caller refuses them.
+    Other objects, and arrays that DLPack can only copy, are returned unchanged;
+    `require_fitting` refuses them.
     """
     if isinstance(out, (np.ndarray, np.generic)) or is_device(out):
         return out
@@ -108,7 +108,7 @@ def _own_memory(out: Any) -> Any:
             f"expected memory that can be written as out, found a "
             f"{type(out).__qualname__}: {error}; detach it from what computes gradients"
         ) from error
-    # Results in a copy would be lost.
+    # If DLPack made copies, the two arrays differ in memory: results would be lost.
     shared = np.may_share_memory(array, again) or not array.size
     return array if shared else out
 
@@ -118,10 +118,10 @@ def require_fitting(
     results: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
     on_gpu: bool,
 ) -> None:
-    """Demand arrays that can take results of given shapes and types; or ValueError."""
+    """Raise ValueError for an array that cannot hold its result (shape and dtype)."""
     for out, result in zip(outs, results, strict=True):
         if type(out) is np.ndarray and not on_gpu:
-            # Nearly all there are; each of these looks takes part of a microsecond.
+            # A shortcut for nearly all arrays: each further check costs time.
             flags = out.flags
             if (
                 flags.c_contiguous

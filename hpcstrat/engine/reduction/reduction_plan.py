@@ -1,4 +1,4 @@
-"""Chooses how a reduction is made; the only place that does."""
+"""Choice of the plan for a reduction; no other module makes this choice."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def plan_reduction(
     group: DeviceGroup | None = None,
     areas: MappedMemory | None = None,
 ) -> Plan:
-    """Plan a reduction; the same on every rank.
+    """Return the plan of a reduction, which is the same on every rank.
 
-    ``kind`` is the operation, the name of the call, and what holds the arrays: None for
-    a single array. ``recycler`` has memory for the results. ``group`` moves arrays
-    between GPUs of several replicas; the memory of one array may lie in ``areas``.
-    Raises ValueError on every rank, if the algorithm does not serve the topology.
+    ``kind`` is the operation, the name of the call, and the tree structure of the
+    arrays: None for a single array. ``recycler`` allocates the results. ``group`` moves
+    arrays between the GPUs of several replicas. A single array may lie in ``areas``.
+    ValueError on every rank, if the algorithm does not support the topology.
     """
     op, what, structure = kind
     means = op is ReduceOp.MEAN
@@ -71,7 +71,7 @@ def plan_reduction(
         channel.topology.num_replicas if channel is not None and means else 0,
         recycler.arrays,
     )
-    # Nothing to move: results are the arrays, or empty. Other ranks have none, either.
+    # No rank sends anything: there is one replica, or all arrays are empty.
     if channel is None or not nbytes:
         return Plan(request, None, channel)
     if group is not None:
@@ -95,7 +95,7 @@ def _details(
     *,
     on_gpu: bool,
 ) -> str:
-    """Return whatever changes what is sent, so that headers tell it apart."""
+    """Return all that changes the bytes sent, as text that headers compare."""
     details = signature_text(structure, arrays)
     if ops.describe():
         details += f" by {ops.describe()}"
@@ -109,7 +109,7 @@ def _details(
 
 
 def _kind_of_plan(request: Request, choice: Choice, channel: Channel) -> Plan:
-    """Return what makes the whole call at once, if anything does."""
+    """Return a KernelSum or HeaderSum if one can make the call, else a general Plan."""
     codes = kernel_codes(request, channel) if choice.in_worker else None
     if codes is not None:
         return KernelSum(request, choice, channel, codes)
@@ -127,7 +127,7 @@ def _in_mapped_memory(areas: Any, usual: Any) -> Any:
 
 
 def result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:
-    """Return the type of the sum, or mean, of arrays of a type."""
+    """Return the dtype of the sum, or of the mean, of arrays of ``dtype``."""
     wire, narrows = wire_dtype(dtype, means)
     return dtype.newbyteorder("=") if narrows else wire
 
@@ -135,12 +135,12 @@ def result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:
 def marked(
     planned: Plan, arrays: list[Array], results: list[Array]
 ) -> tuple[Plan, list[Array], Callable[[], None]]:
-    """Order a started call on a GPU after the stream that starts it.
+    """Order a started call on a GPU after the current stream of this thread.
 
-    Its steps may be taken by other threads, which have streams of their own. Returns a
-    plan for this call alone, the arrays, contiguous, and what lets the current stream
-    of the thread that calls it wait for the results. ValueError if a result is not
-    contiguous.
+    Other threads, with their own current streams, may carry out the steps of the call.
+    Returns a plan for this call alone, the arrays as contiguous ones, and a function
+    that makes the caller's current stream wait for the results. ValueError if a result
+    is not contiguous.
     """
     from hpcstrat.engine.gpu.streams import Mark
 

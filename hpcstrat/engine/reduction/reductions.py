@@ -1,4 +1,4 @@
-"""The one reduction path: tree, plan, header, algorithm, tree."""
+"""The path of every reduction: flatten the tree, plan, header, algorithm, unflatten."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ if TYPE_CHECKING:
 __all__ = ["Reductions", "repeat_nothing"]
 
 _MOST_PLANS = 1024
-# No header carries a call of this size.
+# A size in bytes at which no header contains the values of a call.
 _LARGE_BYTES = 1 << 20
 
-# Operation, name of the call, and what holds the arrays; None for a single array.
+# Operation, name of the call, and tree structure; structure None for a single array.
 _Request = tuple[ReduceOp, str, Any]
 
 
 def repeat_nothing(what: str, op: Any, value: Any, out: Any) -> Any:
-    """Return None, so that every call takes the usual way."""
+    """Return None, so that every call is made by Python code, not by the kernel."""
 
 
 class Reductions:
-    """Calls that sum the arrays of all replicas, or take their mean.
+    """Calls that sum or average the arrays of all replicas.
 
-    They plan once for each kind of call, and then act: ``ops`` chooses how, by the
-    ``options`` of the call, or the ones given here.
+    A plan is made once for each kind of call and then reused. ``ops`` chooses the
+    algorithm, by the options of the call; calls without options use ``options``.
     """
 
     def __init__(
         self, gathers: Gathers, ops: CrossDeviceOps, options: CommunicationOptions
     ) -> None:
-        # The object from which an entry gets its channel.
+        # The `collective` decorator reads the channel from this object.
         self.collectives = gathers.collectives
         self._gathers = gathers
         self._ops = ops
         self._options = options
         kernel = getattr(self.collectives.channel, "kernel", None)
-        # Makes a call in the kernel alone, as it was made before, or returns None.
+        # Repeats an earlier call entirely in the compiled kernel, or returns None.
         self.repeat = repeat_nothing if kernel is None else kernel.repeater()
         self._plans: dict[Any, Plan] = {}
         # Memory for arrays that all ranks of the worker have mapped.
@@ -78,7 +78,7 @@ class Reductions:
         self._device_recycler.clear()
 
     def use_mapped_memory(self, areas: MappedMemory) -> None:
-        """Look for arrays in areas from here on; on all ranks at the same point."""
+        """Sum later arrays in ``areas`` directly; all ranks call at the same point."""
         self._areas = areas
         self._plans.clear()
 
@@ -93,22 +93,23 @@ class Reductions:
     ) -> Tree:
         """Reduce all arrays of a tree over the replicas, in as few messages as fit.
 
-        Collective over ``topology.replica_comm``. For a method that is an entry itself,
-        see `hpcstrat.engine.channel.entries`, and makes no other call. ``MEAN`` divides
-        once, after the sum; of integers it is float64. Rows of IndexedSlices are
-        concatenated in replica order. ``trees``, of the same structure, shapes and
-        dtypes on every replica, are not modified, unless they are ``out``, see
-        `Strategy.reduce`: that reduces in place. The results may be written by the
-        caller, and are equal bit for bit on every replica. CollectiveError on every
-        replica, if they disagree on structure, shape or dtype. ValueError if an array
-        has no sum, or ``out`` does not fit: the others raise ReplicaError.
+        Collective over ``topology.replica_comm``. Call this only from a method that is
+        an entry itself, see `hpcstrat.engine.channel.entries`, and that makes no other
+        collective call. ``MEAN`` divides once, after the sum; the mean of integers is
+        float64. Rows of IndexedSlices are concatenated in replica order. ``trees`` must
+        have the same structure, shapes and dtypes on every replica, and are modified
+        only if they are passed as ``out``, too, see `Strategy.reduce`. The results
+        belong to the caller, and are equal bit for bit on every replica.
+        CollectiveError on every replica, if they disagree on structure, shape or dtype.
+        ValueError on a replica of which an array cannot be summed or ``out`` does not
+        fit: the other replicas raise ReplicaError.
         """
         if options is None:
             result = self.repeat(what, op, trees, out)
             if result is not None:
                 return result
             options = self._options
-        # One array, or a list of them, which need no tree.
+        # One array, or a list of arrays, need not be flattened.
         if type(trees) is np.ndarray and trees.dtype.isnative:
             if out is None or type(out) is np.ndarray:
                 outs = None if out is None else [out]
@@ -123,7 +124,8 @@ class Reductions:
             for leaf in leaves
         ]
         outs = None if out is None else checked_outs(out, arrays, structure, sparse)
-        # Calls of their own: in one order, and before the others, on all replicas.
+        # Each sparse leaf is a call of its own: all replicas make these calls first, in
+        # the same order.
         for index in sparse:
             leaves[index] = self._reduce_rows(op, leaves[index], what)
         dense = [i for i in range(len(leaves)) if i not in sparse]
@@ -139,9 +141,10 @@ class Reductions:
 
     @property
     def overlaps(self) -> bool:
-        """Whether data of a reduction that is started travel while ranks compute.
+        """Whether MPI sends data of a started reduction while the ranks compute.
 
-        Not collective; the same on every rank. Inside a worker the ranks move them.
+        Not collective; the same on every rank. False for a single worker, because its
+        ranks copy the data themselves.
         """
         channel: Any = self.collectives.channel
         if channel is None or channel.topology.num_workers == 1:
@@ -158,11 +161,12 @@ class Reductions:
         out: Tree = None,
         part: bool = False,
     ) -> PendingCall:
-        """Start `reduce_in_call`, without waiting for its end.
+        """Start the reduction of `reduce_in_call`, and return without waiting for it.
 
-        Collective over ``topology.replica_comm``. Neither ``trees`` nor ``out`` may be
-        written before the end, nor ``out`` be read; IndexedSlices are refused by
-        ValueError. `PendingCall.wait` returns the result; it says what ``part`` means.
+        Collective over ``topology.replica_comm``. Until the reduction has ended,
+        ``trees`` and ``out`` must not be written, and ``out`` must not be read.
+        ValueError for IndexedSlices. `PendingCall.wait` returns the result. For
+        ``part``, see `PendingCall`.
         """
         options = options or self._options
         leaves, structure = flatten(trees)
@@ -180,7 +184,7 @@ class Reductions:
         outs = None if out is None else checked_outs(out, arrays, structure, [])
         request = op, what, structure
         if arrays and is_device(arrays[0]):
-            # To make it takes calls, which a call that is being started cannot make.
+            # Make the group now: it needs collective calls, which `_start` cannot make.
             self._group(what, options)
         begin = functools.partial(self._start, request, arrays, options, part=part)
         return cast("PendingCall", self.collectives.call(what, begin, outs, out))
@@ -223,17 +227,18 @@ class Reductions:
     def _plan_for(
         self, request: _Request, arrays: list[Array], options: CommunicationOptions
     ) -> Plan:
-        """Return the plan of a call, a new one or kept."""
+        """Return the plan of a call; make it at the first call of its kind."""
         on_gpu = bool(arrays) and is_device(arrays[0])
         kinds = [(array.dtype, array.shape) for array in arrays]
-        # All that a plan depends on and that may differ between two calls.
+        # The key has everything that a plan depends on and that differs between calls.
         key = request, None if options is self._options else options, on_gpu, *kinds
         planned = self._plans.get(key)
         if planned is None:
             group = self._group(request[1], options) if on_gpu else None
             plan: Any = self._plan
             if group is not None:
-                # Its making was a call of all replicas.
+                # `_group` may have made collective calls, so errors of the planning
+                # must be reported by an entry of its own.
                 plan = functools.partial(self.collectives.call, request[1], plan)
             planned = self._plans[key] = plan(request, arrays, options, group)
             structure = request[2]
@@ -245,9 +250,10 @@ class Reductions:
     def _results(
         self, planned: Plan, arrays: list[Array], outs: list[Array] | None
     ) -> list[Array]:
-        """Return arrays for the results of a call, new ones if there are no ``outs``.
+        """Return arrays for the results of a call, new arrays if there are no ``outs``.
 
-        Memory runs out here, if it does, and not between the header and the data.
+        They are allocated before the header, because a rank that runs out of memory
+        after the header cannot report that to the other ranks in time.
         """
         on_gpu = bool(arrays) and is_device(arrays[0])
         if outs is not None:
@@ -267,7 +273,7 @@ class Reductions:
         options: CommunicationOptions,
         outs: list[Array] | None,
     ) -> list[Array]:
-        """Reduce arrays in host memory, and on GPUs, one kind after the other."""
+        """Reduce the arrays in host memory, and then the arrays on GPUs."""
         groups, (op, what, structure) = by_memory(arrays), request
         results: list[Any] = [None] * len(arrays)
         for some in groups:
@@ -313,12 +319,13 @@ class Reductions:
         options: CommunicationOptions,
         group: DeviceGroup | None,
     ) -> Plan:
-        # Refused here, before the header, which then tells the other replicas.
+        # Refuse wrong arrays before the header, which then reports the error to the
+        # other replicas.
         for array in arrays:
             to_reducible(array)
             if group is not None:
                 group.require_own(array)
-        # A program of ever new shapes must not fill memory; the next calls plan anew.
+        # Limit the memory of a program with ever new shapes; later calls plan anew.
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         channel = cast("Channel | None", self.collectives.channel)

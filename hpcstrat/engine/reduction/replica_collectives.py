@@ -1,4 +1,4 @@
-"""All calls between replicas that the rest of the library makes, in one object."""
+"""All collective calls between replicas, in one object for the rest of the library."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Collectives"]
 
 
 class Collectives(ObjectCollectives):
-    """The calls that move data between replicas, each with its header.
+    """All collective calls that move data between replicas, each with its header.
 
-    Those of objects, with `Gathers` and `Reductions` of arrays. ``channel`` is None for
-    a single replica, where nothing moves; ``ops`` and ``options`` are the defaults of
-    every call.
+    The methods of ObjectCollectives, and those of `Gathers` and `Reductions` for
+    arrays. ``channel`` is None for a single replica, which sends nothing. ``ops`` and
+    ``options`` are the defaults of every call.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Collectives(ObjectCollectives):
         self._gathers = gathers = Gathers(self)
         self.ops = ops or CrossDeviceOps()
         self._reductions = Reductions(gathers, self.ops, options)
-        # By other algorithms, for programs that call one by itself.
+        # Reductions by other algorithms, for programs that call a CrossDeviceOps.
         self._by_others: dict[CrossDeviceOps, Reductions] = {}
-        # Bound here, which costs a call nothing where it is made.
+        # Methods of other objects, bound here so that a call needs no extra lookup.
         self.all_gather = gathers.all_gather
         self.broadcast = gathers.broadcast
         self.batch_reduce = self._reductions.batch_reduce
@@ -44,7 +44,7 @@ class Collectives(ObjectCollectives):
         self.start_in_call = self._reductions.start_in_call
 
     def reductions_by(self, ops: CrossDeviceOps) -> Reductions:
-        """Return the sums of these replicas by an algorithm; not collective."""
+        """Return these replicas' Reductions by algorithm ``ops``; not collective."""
         if ops is self.ops:
             return self._reductions
         if ops not in self._by_others:
@@ -53,16 +53,16 @@ class Collectives(ObjectCollectives):
         return self._by_others[ops]
 
     def use_mapped_memory(self, areas: MappedMemory) -> None:
-        """Look for arrays in areas from here on; on all ranks at the same point."""
+        """Sum later arrays in ``areas`` directly; all ranks call at the same point."""
         self._reductions.use_mapped_memory(areas)
 
     @property
     def overlaps(self) -> bool:
-        """Whether a reduction that is started goes on while ranks compute."""
+        """Whether MPI sends data of a started reduction while the ranks compute."""
         return self._reductions.overlaps
 
     def close(self) -> None:
-        """Refuse all calls from here on."""
+        """Refuse all later calls."""
         super().close()
         for reductions in (self._reductions, *self._by_others.values()):
             reductions.close()
