@@ -1,1 +1,1 @@
-"""Reductions of host memory: functions over one flat buffer of one type."""
+"""Algorithms for reductions and exchanges of arrays in host memory."""

@@ -1,12 +1,13 @@
-"""Sums over ranks that send each other messages: by parts, or by MPI's all-reduce.
+"""Sums over ranks by messages: by an exchange of parts, or by MPI's allreduce.
 
-By parts each rank sums one part of the values: it receives that part from all others,
-adds them in the order of the ranks, and sends the sum back. So it sends and receives
-``2 (p - 1) / p`` of the values, the least there is for ``p`` ranks (Patarasuk and Yuan,
-doi:10.1016/j.jpdc.2008.09.002), in two messages to each other rank (the pairwise
-exchange of Thakur, Rabenseifner and Gropp, doi:10.1177/1094342005051521), and the
-result has the same bits on all ranks. Several such sums at once, see
-`hpcstrat.engine.collectives.pipeline`, keep the wire busy while ranks add.
+In an exchange of parts, each rank sums one part of the values: it receives this part
+from all other ranks, adds the values in rank order, and sends the sum back. Each rank
+sends and receives ``2 (p - 1) / p`` times the bytes of its values, the minimum for
+``p`` ranks (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002), in two messages to
+each other rank (the pairwise exchange of Thakur, Rabenseifner and Gropp,
+doi:10.1177/1094342005051521). The result has the same bits on all ranks. Several sums
+run at once, see `hpcstrat.engine.collectives.pipeline`, so that the network is busy
+while the ranks add.
 """
 
 from __future__ import annotations
@@ -55,21 +56,22 @@ MOST_EXCHANGING = 64
 FEW_EXCHANGING = 4
 """Up to this number, ranks exchange parts of any size."""
 
-# The least part for numbers of ranks: MPI sends ``2 log2(p)`` messages of each rank in
-# place of ``2 (p - 1)``, but one after the other, and each takes as long as five that
-# are under way at once.
+# Pairs of a number of ranks ``p`` and the smallest part, in bytes, for up to ``p``
+# ranks. MPI's allreduce sends ``2 log2(p)`` messages per rank instead of ``2 (p - 1)``,
+# but one after the other: each takes as long as five messages that are sent at once.
 _LEAST_PART_BYTES = ((16, 4 << 10), (MOST_EXCHANGING, 16 << 10))
 _PARTS_TAG, _SUMS_TAG = 31, 37
 _EXPONENT_BYTES = 8
-# Scaled values lie below 2**15, and float16 ends at 65504.
+# Scaled values are below 2**15, because the largest number of float16 is 65504.
 _TOP_EXPONENT = 15
 
 
 def reduce_by_mpi(work: Work, channel: Channel) -> WaitSteps:
-    """Sum by the all-reduce of the MPI library, one message for each run of a piece.
+    """Sum by the allreduce of the MPI library, one call for each run of a piece.
 
-    Collective over ``topology.replica_comm``. Large buffers go in pieces: Open MPI
-    loses its cache beyond a few MiB, and older libraries take no count past 2**31 - 1.
+    Collective over ``topology.replica_comm``. Large arrays are cut into pieces, because
+    beyond a few MiB Open MPI no longer works in the cache, and because older MPI
+    libraries accept no count past 2**31 - 1.
     """
     comm = channel.interruptible(channel.topology.replica_comm)
     yield HEADER
@@ -78,7 +80,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> WaitSteps:
 
 
 def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
-    """Sum by parts, several pieces at once; for workers of one replica.
+    """Sum by exchanges of parts, several pieces at once; for workers of one replica.
 
     Collective over ``topology.replica_comm``.
     """
@@ -95,7 +97,8 @@ def _reduce_run(
     index, start, stop, _ = run.spans[0]
     source, result = work.sources[index], work.results[index]
     if len(run.spans) == 1 and source.dtype == run.dtype == result.dtype:
-        # NumPy's C long and C long long may be equal, MPI's never are.
+        # Use the result's dtype for both: NumPy's C long and C long long may be equal,
+        # but their MPI datatypes always differ.
         total = result[start:stop]
         values = source[start:stop].view(total.dtype)
         yield from sum_over(values, total, comm, work.divisor)
@@ -109,7 +112,7 @@ def _reduce_run(
 
 
 def exchanges(nbytes: int, size: int) -> bool:
-    """Whether ranks exchange parts of such a sum, or leave it to MPI's all-reduce."""
+    """Return whether ``size`` ranks sum by parts; if not, MPI's allreduce sums."""
     if size <= FEW_EXCHANGING:
         return True
     least = (part for most, part in _LEAST_PART_BYTES if size <= most)
@@ -119,10 +122,11 @@ def exchanges(nbytes: int, size: int) -> bool:
 def _sum_by_mpi(
     values: Array, total: Array, comm: InterruptibleComm, divisor: int
 ) -> WaitSteps:
-    """Sum as `exchanged_sum` does, by the all-reduce of MPI.
+    """Sum arrays by MPI's allreduce, and divide the sum by ``divisor``.
 
-    Never in place: Open MPI then sends all data up and down a tree, in a time that
-    grows with its height, where otherwise each rank sums a part.
+    The values are copied first if ``total`` overlaps with them, because Open MPI's
+    in-place allreduce is slow: it sends all data up and down a tree of the ranks,
+    while the allreduce of two buffers lets each rank sum a part.
     """
     if np.may_share_memory(values, total):
         values = values.copy()
@@ -135,7 +139,7 @@ def exchanged_sum(
 ) -> WaitSteps:
     """Sum arrays over the ranks, and divide the sum; ``total`` may be ``values``.
 
-    Collective over ``comm``.
+    Collective over ``comm``. If ``divisor`` is 0, the sum is not divided.
     """
     size, me = comm.size, comm.rank
     if not exchanges(total.nbytes, size):
@@ -152,7 +156,7 @@ def exchanged_sum(
         _PARTS_TAG,
     )
     terms = [values[spans[me]] if rank == me else came[rank] for rank in range(size)]
-    # Memory of this rank alone, for the sums of the first ones.
+    # The third argument is a received part, which is overwritten by partial sums.
     add_in_order(terms, own, terms[1 if me == 0 else 0])
     divide(own, divisor)
     comm.give_room(room)
@@ -164,14 +168,14 @@ def exchanged_sum(
 
 
 def _parts(count: int, comm: InterruptibleComm) -> tuple[list[slice], list[int]]:
-    """Return the part of each rank, and the other ranks: each begins with another."""
+    """Return each rank's slice, and the other ranks, beginning with the next rank."""
     spans = [slice_of(count, rank, comm.size) for rank in range(comm.size)]
     others = [(comm.rank + shift) % comm.size for shift in range(1, comm.size)]
     return spans, others
 
 
 def _octets(array: Array) -> Array:
-    # Types that MPI does not know are bytes, too.
+    # Send bytes, so that dtypes without an MPI datatype work, too.
     return array.view(np.uint8)
 
 
@@ -180,12 +184,13 @@ def rounded_sum(
 ) -> WaitSteps:
     """Sum arrays over the ranks in place by parts, sending half-precision numbers.
 
-    Collective over ``comm``. Each message is scaled by a power of two so that the
-    largest value of the part lies just below 2**15, and the sums are made in the type
-    of the values. A value ``x`` of a part whose largest value is ``M`` is then off by
-    at most ``u |x| + 2**-39 M`` in each of the two steps, where ``u`` is 2**-11 for
-    float16 and 2**-8 for bfloat16: half a unit in the last place, or half of float16's
-    smallest subnormal number.
+    Collective over ``comm``. The values of each message are scaled by a power of two,
+    so that the largest of them is just below 2**15. The sums are made in the dtype of
+    the values. Each value is rounded in two steps, for the message to the rank that
+    adds and for the message with the sum. In each step, the error of a value ``x`` of a
+    part whose largest value is ``M`` is at most ``u |x| + 2**-39 M``, where ``u`` is
+    2**-11 for float16 and 2**-8 for bfloat16: half a unit in the last place, or half of
+    float16's smallest subnormal number.
     """
     me, (spans, others) = comm.rank, _parts(values.size, comm)
     parts = [values[span] for span in spans]
@@ -195,19 +200,19 @@ def rounded_sum(
     yield comm.start(sent, came, _PARTS_TAG)
     total = np.zeros_like(parts[me])
     for rank in range(comm.size):
-        # The own values stay exact, and in their place in the order.
+        # This rank's own values are not rounded, and are added in rank order, too.
         term = parts[me] if rank == me else _decoded(came[rank], values, wire_dtype)
         call_without_fp_warnings(np.add, total, term, total)
     own = _encoded(total, wire_dtype)
     sums = {rank: np.empty(sizes[rank], np.uint8) for rank in others}
     yield comm.start(dict.fromkeys(others, own), sums, _SUMS_TAG)
     for rank, message in {**sums, me: own}.items():
-        # This rank decodes its own sums, too, so that all have the same bits.
+        # This rank also decodes its own sums, so that all ranks have the same bits.
         parts[rank][:] = _decoded(message, values, wire_dtype)
 
 
 def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
-    """Return a message: the exponent of the scale, then the scaled values."""
+    """Return a message: exponent of the scale, flag, and the scaled values."""
     message = np.empty(_EXPONENT_BYTES + values.size * wire_dtype.itemsize, np.uint8)
     magnitudes = np.abs(values)
     largest = magnitudes.max(initial=0)
@@ -215,7 +220,8 @@ def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
     if not np.isfinite(largest):
         largest = magnitudes.max(initial=0, where=np.isfinite(magnitudes))
     exponent = _TOP_EXPONENT - int(np.frexp(largest)[1]) if largest else 0
-    # The receiver need not look for NaN where all values are finite.
+    # ``fast`` tells the receiver that all values are finite, so that it can decode them
+    # without a check for NaN.
     message[:_EXPONENT_BYTES].view(np.int32)[:] = exponent, fast
     out = message[_EXPONENT_BYTES:]
     if fast:

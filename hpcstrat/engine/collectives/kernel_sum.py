@@ -1,10 +1,10 @@
-"""Reduction of a worker's replicas by the compiled kernel, in one call of it.
+"""Sums over a worker's replicas, made by one call of the compiled kernel.
 
-It does what `hpcstrat.engine.collectives.shared_memory` does, in the same order, and so
-with the same bits: each rank lays its values out in pieces, and adds those of all
-ranks; of a large piece of three and more ranks, each adds a segment, and all copy the
-sums out. The kernel itself waits for microseconds only. The channel makes all longer
-waits.
+The kernel adds in the same order as `hpcstrat.engine.collectives.shared_memory`, so
+that the results have the same bits. Each rank copies a piece of its values into its
+place, and adds the pieces of all ranks. With three or more ranks and large pieces, each
+rank adds only one segment of the piece, and all ranks copy the sums of all segments
+out. The kernel itself waits only for microseconds; the channel makes all longer waits.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["KernelSum", "kernel_codes"]
 
-# The kernel makes smaller results itself; larger ones lie in memory used again.
+# The kernel allocates results below this size; larger results use recycled memory.
 _SMALL_BYTES = 32 << 10
 
-# Results of the kernel: done; the header or a step has not come; ranks differ in it.
+# Return codes of the kernel: the call is done, a rank's header is missing, a rank's
+# step is missing, the headers differ, the steps differ.
 _DONE, _HEADER_AWAITED, _STEP_AWAITED, _DIFFERS, _STEP_DIFFERS = range(5)
 
 
 def kernel_codes(request: Request, channel: Channel) -> bytes | None:
-    """Return the kernel's codes of some arrays' types, the same on every rank.
+    """Return the kernel's codes for the arrays' dtypes, the same on every rank.
 
-    None if it cannot sum them.
+    None if the kernel cannot sum the arrays, or if there is no kernel.
     """
     if channel.kernel is None:
         return None
@@ -46,19 +47,19 @@ def kernel_codes(request: Request, channel: Channel) -> bytes | None:
 
 
 class KernelSum(Plan):
-    """The sum of some arrays over the ranks of a worker, which are all replicas.
+    """The plan of a sum by the kernel, for replicas that are all on one worker.
 
-    To run it is collective over ``topology.worker_comm``.
+    `run` and `repeat` are collective over ``topology.worker_comm``.
     """
 
     def __init__(
         self, request: Request, choice: Choice, channel: Channel, codes: bytes
     ) -> None:
-        # Each of three and more ranks adds a segment, unless the values are few.
+        # Each of three or more ranks adds a segment, unless the call is small.
         scattered = channel.topology.num_replicas > 2 and not choice.small
         algorithm = functools.partial(_reduce, codes=codes, scattered=scattered)
         super().__init__(request, replace(choice, algorithm=algorithm), channel)
-        # Arrays without memory.
+        # Arrays with the right shapes and dtypes, but without memory for each element.
         likes = [np.broadcast_to(np.empty((), d), s) for d, s in self.signatures]
         result_likes = [np.broadcast_to(np.empty((), d), s) for s, d in self.results]
         large = max(like.nbytes for like in result_likes) >= _SMALL_BYTES
@@ -67,20 +68,21 @@ class KernelSum(Plan):
         self._sum = load().Sum(*made, *how, self._allocate if large else None)
 
     def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
-        """Do as `Plan.keep`."""
+        """Let the kernel repeat calls of this kind alone, see `Plan.keep`."""
         channel: Any = self.channel
         op, what, structure = request
-        # As callers name the operation.
+        # All forms in which callers pass the operation: "sum", ReduceOp.SUM, "SUM".
         names = sys.intern(op.name.lower()), op, op.name
         wait = functools.partial(_wait, channel, self.call, timeout_seconds)
         leave, listed = channel.failures.leave, structure is not None
         self._sum.keep(repeat, what, names, listed, wait, leave)
 
     def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
-        """Do as `Plan.repeat`."""
+        """Make the whole call in the kernel if possible, see `Plan.repeat`."""
         channel: Any = self.channel
         if channel.pending:
-            # Their headers came first, and their data use the same places.
+            # End the started calls first: their headers were posted before, and their
+            # data use the same rings.
             channel.pending.drain()
         if not channel.may_repeat():
             return None
@@ -95,11 +97,11 @@ class KernelSum(Plan):
         results: Sequence[Array],
         timeout_seconds: float | None,
     ) -> None:
-        """Do as `Plan.run`; started calls have ended in `repeat`."""
+        """Reduce arrays by the kernel; `repeat` has already ended all started calls."""
         channel: Any = self.channel
         sources, targets = list(arrays), list(results)
         if not self._sum.start(sources, targets):
-            # Some have gaps, or another order.
+            # Copy arrays that are not contiguous or not aligned.
             sources = [np.require(a, requirements=["C", "A"]) for a in arrays]
             targets = [np.require(r, requirements=["C", "A", "W"]) for r in results]
             started = self._sum.start(sources, targets)
@@ -114,7 +116,7 @@ class KernelSum(Plan):
 def _wait(
     channel: Any, call: Call, timeout_seconds: float | None, one: Any, found: int
 ) -> Any:
-    """Wait for what the kernel has not seen in a call; return the results."""
+    """Wait for the ranks that the kernel found missing; then return the results."""
     try:
         if found == _HEADER_AWAITED and not channel.wait_header(call, timeout_seconds):
             found = _DIFFERS
@@ -128,10 +130,10 @@ def _wait(
 
 
 def _finish(channel: Any, call: Call, one: Any) -> Any:
-    """Go on after the header, to the end; return the results."""
+    """Make all steps of a kernel call after its header; return the results."""
     with channel.moving(call):
         while one.go_on(channel.state.looks) != _DONE:
-            # Raises where ranks differ.
+            # `wait` raises CollectiveError if the ranks are in different steps.
             channel.wait(channel.steps, call)
     return one.take_results()
 
@@ -139,7 +141,7 @@ def _finish(channel: Any, call: Call, one: Any) -> Any:
 def _reduce(
     work: Work, channel: Channel, *, codes: bytes, scattered: bool
 ) -> WaitSteps:
-    """Do the same in a call that others may come between, as an algorithm."""
+    """Sum by the kernel in separate steps, so that a started call can use it."""
     sources, results = list(work.sources), list(work.results)
     made = channel.kernel, codes, sources, results, work.piece_bytes, work.divisor
     one = load().Sum(*made, scattered, work.call, work.call.digest, None)

@@ -1,10 +1,11 @@
-"""Sums of arrays that all ranks of a worker have mapped, where they lie.
+"""Sums of arrays in memory that all ranks of a worker have mapped, without copies.
 
-Each rank sums one segment of every rank's array, and writes the sums into all of them,
-with the same bits as the usual way: copying large arrays into places and out of results
-takes three times as long. Only its own rank knows whether an array lies in such an
-area, and writes that into the shared segment before the header: all then see the same,
-map what is new to them, or take the usual way.
+Each rank sums one segment of all ranks' arrays, and writes the sums into all arrays.
+The result has the same bits as the sum through shared memory, which takes three times
+as long for large arrays, because it copies them into places and out of them. Only a
+rank itself knows whether its array lies in an area. It writes this into the shared
+segment before the header, so that all ranks read the same descriptions. They then map
+the areas that are new, or all use the sum through shared memory.
 """
 
 from __future__ import annotations
@@ -32,57 +33,60 @@ __all__ = ["LEAST_MAPPED_BYTES", "MappedMemory", "reduce_in_mapped_memory"]
 LEAST_MAPPED_BYTES = 512 << 10
 """Size of a call from which it pays to look for areas."""
 
-# An array is in no area, in one that all ranks have mapped, or in one that is offered.
+# State of an array: in no area, in an area that all ranks have mapped, or in an area
+# that its rank offers for mapping.
 _NONE, _MAPPED, _OFFERED = range(3)
-# A row of integers describes it: state, number of its area, lowest number that its rank
-# still has, then process, descriptor, size, device and inode.
+# Columns of the row of integers that describes a rank's array: state, number of its
+# area, lowest area number that the rank still has, then process, file descriptor, size,
+# device and inode of the area.
 _STATE, _NUMBER, _FIRST, _PROCESS, _DESCRIPTOR, _NBYTES, _DEVICE, _INODE = range(8)
-# A core sums so much, in its cache, before it writes the sums to the others.
+# A rank sums this many bytes in its cache before it writes the sums to the others.
 _PIECE_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
 class _Area:
-    """Memory of this rank in a file without a name, of which it holds a descriptor."""
+    """Memory of this rank in an unnamed file, with the file's descriptor."""
 
     number: int
     descriptor: int
     nbytes: int
-    # Whether the memory is still what it was.
+    # Returns False once the memory has been freed.
     lives: Callable[[], bool]
     mapped: bool = False
 
 
 class MappedMemory:
-    """Memory that this rank offers to its worker, and that it has mapped of others.
+    """Areas that this rank offers to its worker, and other ranks' areas that it mapped.
 
-    Not collective, but for `reduce_in_mapped_memory`.
+    The methods are not collective; they serve `reduce_in_mapped_memory`, which is.
     """
 
     def __init__(self) -> None:
-        # By their addresses.
+        # Areas of this rank, by address.
         self._own: dict[int, _Area] = {}
         self._number = 0
         # Mapped areas of the other ranks, by rank and number.
         self._others: dict[tuple[int, int], Array] = {}
-        # No area is mapped after one could not be, such as between containers.
+        # True once mapping an area has failed, as it does between containers. From then
+        # on no area is used.
         self.off = False
 
     def offer(
         self, address: int, nbytes: int, descriptor: int, lives: Callable[[], bool]
     ) -> None:
-        """Let other ranks map this rank's memory, as long as it ``lives``."""
+        """Let other ranks map memory of this rank, as long as ``lives()`` is true."""
         self._own = {a: area for a, area in self._own.items() if area.lives()}
         self._number += 1
         self._own[address] = _Area(self._number, descriptor, nbytes, lives)
 
     def offers(self, address: int) -> bool:
-        """Whether the memory at an address is offered already."""
+        """Return whether the memory at an address is offered already."""
         area = self._own.get(address)
         return area is not None and area.lives()
 
     def describe(self, array: Array, row: Array) -> None:
-        """Write into a row where an array lies, if that is in an area."""
+        """Describe in ``row`` the area in which an array lies, if it is in an area."""
         area = self._own.get(array.ctypes.data)
         if self.off or area is None or area.nbytes < array.nbytes or not area.lives():
             return
@@ -113,7 +117,7 @@ class MappedMemory:
         return True
 
     def conclude(self, array: Array, *, all_mapped: bool) -> None:
-        """Take note of whether all ranks have mapped what was offered."""
+        """Mark this rank's area as mapped by all ranks, or give up areas for good."""
         if all_mapped:
             self._own[array.ctypes.data].mapped = True
         else:
@@ -122,7 +126,7 @@ class MappedMemory:
             self._others.clear()
 
     def views(self, rows: Array, own: Array, me: int) -> list[Array]:
-        """Return the arrays of all ranks."""
+        """Return the arrays of all ranks, as views of the mapped areas."""
         arrays = []
         for rank, number in enumerate(rows[:, _NUMBER].tolist()):
             memory = own if rank == me else self._others[rank, number]
@@ -131,13 +135,13 @@ class MappedMemory:
 
 
 def _mapped(row: Sequence[int]) -> Array:
-    """Return the memory of another process that a row tells of."""
+    """Map the memory of another process that ``row`` describes."""
     path = f"/proc/{row[_PROCESS]}/fd/{row[_DESCRIPTOR]}"
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         file = os.fstat(handle)
         if (file.st_dev, file.st_ino) != (row[_DEVICE], row[_INODE]):
-            # That process ID is one of another process in this container.
+            # In this container, the process ID belongs to another process.
             raise FileNotFoundError(path)
         memory: Array = np.frombuffer(mmap.mmap(handle, row[_NBYTES]), np.uint8)
     finally:
@@ -148,9 +152,10 @@ def _mapped(row: Sequence[int]) -> Array:
 def reduce_in_mapped_memory(
     areas: MappedMemory, usual: Algorithm, work: Work, channel: Channel
 ) -> WaitSteps:
-    """Sum one array in place, where every rank's lies in an area; else as ``usual``.
+    """Sum in place if every rank's array lies in an area; if not, sum as ``usual``.
 
-    Collective over ``topology.worker_comm``, which is all replicas.
+    Collective over ``topology.worker_comm``, which has all replicas. ``work`` has a
+    single array.
     """
     comm, call = channel.topology.worker_comm, work.call
     (own,), (result,), me = work.sources, work.results, comm.rank
@@ -170,16 +175,17 @@ def reduce_in_mapped_memory(
         areas.conclude(own, all_mapped=shared)
     if shared:
         _sum_segment(areas.views(found, own, me), me, work.divisor, channel)
-        # Nobody goes on before all have written.
+        # No rank continues before all ranks have written their sums.
         yield channel.step(call)
         return
     for awaited in usual(work, channel):
-        # The header has been; a step orders memory as well.
+        # The header of this call was posted above. Replace the algorithm's header by a
+        # step, which orders memory as a header does.
         yield channel.step(call) if awaited is HEADER else awaited
 
 
 def _rows(channel: Channel) -> Array:
-    """Return a row of integers for each rank of the worker."""
+    """Return shared memory with a row of integers for each rank of the worker."""
     places = channel.rings
     start = places.take(places.place_bytes(1)) // 8
     return places.of(np.dtype(np.int64))[:, start : start + _INODE + 1]
@@ -188,7 +194,7 @@ def _rows(channel: Channel) -> Array:
 def _sum_segment(
     arrays: Sequence[Array], me: int, divisor: int, channel: Channel
 ) -> None:
-    """Sum this rank's segment of all arrays, into all of them."""
+    """Sum this rank's segment over all arrays, and write the sums into all arrays."""
     size, dtype = len(arrays[me]), arrays[me].dtype
     low, high = segment_of(size, dtype, me, len(arrays))
     scratch = channel.rings.scratch(dtype)

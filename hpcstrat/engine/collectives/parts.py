@@ -1,9 +1,9 @@
-"""Exchanges in parts between replicas: sums by parts, gathers, all-to-all.
+"""Algorithms that exchange parts of arrays: reduce-scatter, gathers, all-to-all.
 
-Each is a generator, see `hpcstrat.engine.channel.waitable`, over flat, contiguous
-arrays in host memory. The header compares what ranks must know of the sizes. Inside one
-worker data pass through shared memory in pieces; several workers send each other
-messages.
+Each algorithm is a generator, see `hpcstrat.engine.channel.waitable`, and works on
+flat, contiguous arrays in host memory. The caller's header compares the sizes between
+ranks. Inside one worker the data are copied through shared memory in pieces; several
+workers send each other messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _TAG = 23
 _PIECE_BYTES = 512 << 10
 
 _Piece = TypeVar("_Piece")
-# Combines a piece of this replica's part with the others' values, in their order.
+# Combines a piece of this replica's part with the other replicas' values, in the order
+# of the replicas.
 _Combine = Callable[[slice, list[Array]], None]
 
 
@@ -47,12 +48,13 @@ def hand_over(
     channel: Channel,
     begins: bool = True,
 ) -> WaitSteps:
-    """Let each rank put pieces into its ring, and take those of the others.
+    """Let each rank put pieces into its ring, and read the pieces of the other ranks.
 
-    Collective over ``topology.worker_comm``. While the ranks take one piece, the next
-    lies in its place already, so that a piece costs one step. ``put`` and ``take`` are
-    given a piece and its place, in bytes; ``take`` may return steps of its own.
-    ``begins`` says whether a header comes first, or a step of a call that goes on.
+    Collective over ``topology.worker_comm``. Each piece is put into its place before
+    the ranks read the piece before it, so that each piece needs only one step. ``put``
+    and ``take`` are called with a piece and the byte offset of its place; ``take`` may
+    return further steps to wait for. With ``begins``, the first step is the header of
+    the call; without, the header of the call has been made before.
     """
     rings, place = channel.rings, 0
     if pieces:
@@ -83,10 +85,11 @@ def reduce_scatter(
     *,
     divisor: int = 0,
 ) -> WaitSteps:
-    """Combine part ``r`` of all replicas' parts on replica ``r``, in replica order.
+    """Combine part ``r`` of all replicas on replica ``r``, in replica order.
 
     Collective over ``topology.replica_comm``. ``result`` may be this replica's own
-    part; it overlaps with no other one. Half-precision numbers are added in float32.
+    part, but must not overlap with another part. Half-precision numbers are added and
+    multiplied in float32.
     """
     topology, size, dtype = channel.topology, len(parts), result.dtype
     widens = is_half(dtype) and function in (np.add, np.multiply)
@@ -138,7 +141,7 @@ def _scatter_in_memory(
         count, terms = parts[me][piece].size, []
         for rank in range(size):
             if rank != me:
-                # Where that rank has put the values for this one.
+                # The offset at which that rank has put its values for this rank.
                 at = place // itemsize + ((me - rank) % size - 1) * columns
                 terms.append(rings[rank, at : at + count])
         combine(piece, terms)
@@ -176,11 +179,11 @@ def all_gather(
     *,
     begins: bool = True,
 ) -> WaitSteps:
-    """Copy every replica's array into the part of its number, on every replica.
+    """Copy replica ``r``'s array into part ``r``, on every replica, for each ``r``.
 
-    Collective over ``topology.replica_comm``. ``own`` may be this replica's part.
-    ``whole`` is the memory of all parts, where they lie side by side in order.
-    ``begins`` says whether it is the first half of a call.
+    Collective over ``topology.replica_comm``. ``own`` may be this replica's part. If
+    the parts are adjacent in memory and in order, ``whole`` may be the array that
+    contains them all. ``begins`` says whether to begin with the header of the call.
     """
     if channel.topology.num_workers == 1:
         longest = max(part.size for part in parts)
@@ -210,10 +213,11 @@ def gather(
     channel: Channel,
     begins: bool = True,
 ) -> WaitSteps:
-    """Copy every replica's array into the part of its number, on the root.
+    """Copy replica ``r``'s array into part ``r`` on the root, for each ``r``.
 
-    Collective over ``topology.replica_comm``. ``parts``, of the given lengths, are None
-    on the other replicas.
+    Collective over ``topology.replica_comm``. Part ``r`` has length ``lengths[r]``.
+    ``parts`` is None on all replicas but the root. ``begins`` says whether to begin
+    with the header of the call.
     """
     if channel.topology.num_workers == 1:
         longest = max(lengths)
@@ -233,7 +237,7 @@ def _gather_in_memory(
     *,
     begins: bool = True,
 ) -> WaitSteps:
-    """Copy every replica's array, of at most ``longest`` elements, into its part."""
+    """Copy each replica's array, of at most ``longest`` elements, into its part."""
     me, itemsize = channel.topology.replica_id, own.dtype.itemsize
     rings = channel.rings.of(own.dtype)
     columns = min(_PIECE_BYTES, channel.topology.slot_bytes) // itemsize
@@ -263,7 +267,7 @@ def _gather_in_memory(
 
 
 def broadcast(array: Array, root: int, call: Call, channel: Channel) -> WaitSteps:
-    """Give every replica the root's values, in place.
+    """Copy the root's values into ``array`` of every replica.
 
     Collective over ``topology.replica_comm``.
     """
@@ -272,7 +276,7 @@ def broadcast(array: Array, root: int, call: Call, channel: Channel) -> WaitStep
         yield HEADER
         channel.interruptible(topology.replica_comm).cast_array(array, root)
         return
-    # A gather in which the root alone has values, which all ranks want.
+    # Gather on all ranks; only the root's part has values.
     parts = [data if r == root else data[:0] for r in range(topology.num_replicas)]
     own = parts[topology.replica_id]
     yield from _gather_in_memory(own, parts, data.size, call, channel)
@@ -285,10 +289,11 @@ def all_to_all(
     *,
     begins: bool = True,
 ) -> WaitSteps:
-    """Send a part to each replica, and receive one of each.
+    """Send one part to each replica, and receive one part from each replica.
 
-    Collective over ``topology.replica_comm``. No array that is received overlaps with
-    one that is sent, this replica's own excepted, if they are the same.
+    Collective over ``topology.replica_comm``. An array of ``receives`` must not overlap
+    with an array of ``sends``; only the part that this replica sends to itself may be
+    the same memory in both.
     """
     if begins:
         yield HEADER
@@ -309,5 +314,5 @@ def _octets(array: Array) -> Array:
 
 
 def _same(one: Array, other: Array) -> bool:
-    """Whether two flat arrays are the same memory."""
+    """Return whether two flat arrays are the same memory."""
     return one.nbytes == other.nbytes and one.ctypes.data == other.ctypes.data

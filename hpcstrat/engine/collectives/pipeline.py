@@ -1,4 +1,4 @@
-"""Algorithms side by side, so that the wire has something to carry at any time."""
+"""A pipeline that runs several algorithms at once, so that the network stays busy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _MOST_UNDER_WAY = 4
 
 
 class _Flow(Waitable):
-    """One algorithm; has come when it has ended."""
+    """One algorithm of a pipeline, as a `Waitable` that waits for its end."""
 
     def __init__(self, steps: WaitSteps, pipeline: Pipeline) -> None:
         self._steps, self._pipeline = steps, pipeline
-        # Number of steps that it has begun, and what it waits for; None at its end.
+        # Number of steps that the algorithm has begun, and the request for which it
+        # waits now; None at its end.
         self.num_begun = 0
         self.awaited: Waitable | None = None
         self.begin_step()
@@ -26,40 +27,41 @@ class _Flow(Waitable):
         self.num_begun += 1
 
     def agreed(self) -> bool:
-        """Whether it has ended; takes all of them further."""
+        """Advance all algorithms; return whether this one has ended."""
         self._pipeline.advance()
         return self.awaited is None
 
 
 class Pipeline:
-    """Algorithms under way, which take the same steps on all ranks.
+    """Algorithms under way, which make the same steps on all ranks.
 
-    A step is begun by each of them in the order in which they were begun: messages of
-    one kind then are in the same order on all ranks, however fast these are.
+    An algorithm begins its step ``n`` only after all earlier algorithms have begun
+    their step ``n``. So messages of one kind are in the same order on all ranks, even
+    if some ranks are faster.
     """
 
     def __init__(self) -> None:
         self._flows: deque[_Flow] = deque()
 
     def add(self, steps: WaitSteps) -> WaitSteps:
-        """Begin one, after the end of the oldest where enough are under way."""
+        """Begin an algorithm; if four are under way, wait for the oldest one first."""
         if len(self._flows) == _MOST_UNDER_WAY:
             yield self._flows[0]
         self.begin(steps)
 
     def end(self) -> WaitSteps:
-        """Wait for the end of all."""
+        """Wait for the end of all algorithms."""
         yield from tuple(self._flows)
 
     def begin(self, steps: WaitSteps) -> Waitable:
-        """Begin one, and return what comes when it ends."""
+        """Begin an algorithm, and return a `Waitable` that waits for its end."""
         self.advance()
         flow = _Flow(steps, self)
         self._flows.append(flow)
         return flow
 
     def advance(self) -> None:
-        """Take all of them as far as they come without waiting."""
+        """Advance all algorithms as far as possible without waiting."""
         before = None
         for flow in self._flows:
             while flow.awaited is not None and flow.awaited.agreed():

@@ -1,7 +1,7 @@
-"""A plan of one kind of reduction, made once and executed again and again.
+"""Plans of reductions: a plan is made once for each kind of call, and run many times.
 
-A `Plan` reduces by an algorithm, at once or step by step. Its subclasses `KernelSum`,
-inside a worker, and `HeaderSum`, between workers, do the same in fewer steps.
+A `Plan` reduces by an algorithm, at once or step by step. Its subclasses reduce in
+fewer steps: `KernelSum` inside a worker, and `HeaderSum` between workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["Plan", "Request", "is_plain"]
 
-# Pieces of larger calls are worked out each time: it is the smallest part of the work.
+# A plan keeps at most this many pieces. Larger calls compute their pieces each time,
+# which takes little time compared with the sums.
 _MOST_KEPT_PIECES = 4096
 
 
@@ -36,31 +37,31 @@ class Request:
 
     call: Call
     signatures: tuple[Signature, ...]
-    # Shapes and types of the results.
+    # Shapes and dtypes of the results.
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    # By what to divide the sums; 0 for sums.
+    # Divisor for a mean; 0 for a sum.
     divisor: int
-    # Makes the arrays for the results.
+    # Allocates the arrays for the results.
     allocate: Callable[..., list[Array]]
 
     def made(self, how: str) -> Request:
-        """Return the same request, whose call says how it is made."""
+        """Return a copy of this request whose call names the algorithm ``how``."""
         return replace(self, call=replace(self.call, how=how))
 
 
 def is_plain(array: Array) -> bool:
-    """Whether algorithms take an array as it is: aligned, in C order, without gaps."""
+    """Return whether an array needs no copy: it is aligned and C-contiguous."""
     flags = array.flags
     return flags.c_contiguous and (is_device(array) or flags.aligned)
 
 
 class Plan:
-    """A reduction of arrays of some kinds by an algorithm.
+    """A reduction of arrays with given shapes and dtypes by an algorithm.
 
-    ``choice`` is None where nothing moves: of a single replica, whose ``channel`` is
-    None, and of arrays without elements. To run it is collective over
-    ``topology.replica_comm``. ``in_mapped_memory`` is the algorithm for a call that
-    waits, if that may be another one.
+    ``choice`` is None if no data are sent: for a single replica, whose ``channel`` is
+    None, and for arrays without elements. `run` and `steps` are collective over
+    ``topology.replica_comm``. ``in_mapped_memory``, if given, wraps the algorithm for a
+    call that waits for its end.
     """
 
     def __init__(
@@ -79,21 +80,21 @@ class Plan:
 
     @property
     def starts(self) -> bool:
-        """Whether the reduction can be started, and awaited later."""
+        """Whether the reduction can be started now and awaited later."""
         return self.choice is None or self.choice.starts
 
     def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
-        """Let ``repeat`` make such calls in the kernel alone, if that serves them.
+        """Let the kernel's ``repeat`` make later calls of this kind; here do nothing.
 
-        ``request`` is the operation, the name of the call, and what holds the arrays: a
-        list, or None for a single one.
+        ``request`` is the operation, the name of the call, and the tree structure of
+        the arrays: that of a list, or None for a single array.
         """
 
     def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:
-        """Reduce a list of arrays in fewer steps than `run`, where there are such.
+        """Reduce arrays in fewer steps than `run`, if possible; here return None.
 
-        Into new arrays, or into ``outs``. Returns None, and has done nothing, where
-        there are none, or the arrays need more.
+        Returns the results: new arrays, or ``outs``. Returns None without having done
+        anything if `run` must reduce these arrays.
         """
 
     def run(
@@ -102,9 +103,9 @@ class Plan:
         results: Sequence[Array],
         timeout_seconds: float | None,
     ) -> None:
-        """Reduce arrays, in any memory order.
+        """Reduce arrays of any memory order into ``results``.
 
-        A result is the memory of its own array, or overlaps with none.
+        Each result is the memory of its own array, or overlaps with no array.
         """
         if self.channel is None:
             for result, array in zip(results, arrays, strict=True):
@@ -116,10 +117,10 @@ class Plan:
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
     ) -> WaitSteps:
-        """Do the same step by step; see `hpcstrat.engine.channel.waitable`.
+        """Reduce arrays step by step; see `hpcstrat.engine.channel.waitable`.
 
-        ``waits`` says whether the call waits for its end, so that nobody writes to the
-        arrays meanwhile.
+        ``waits`` says whether the caller waits for the end of the reduction, so that
+        the program cannot write to the arrays meanwhile.
         """
         sources = [
             (array if is_plain(array) else array.copy("C")).reshape(-1)
@@ -153,14 +154,14 @@ class Plan:
                 result[...] = flat.reshape(result.shape)
 
     def with_options(self, **options: Any) -> Plan:
-        """Return the same plan, whose algorithm gets more arguments."""
+        """Return a copy of this plan that passes more arguments to its algorithm."""
         assert self.choice is not None
         plan = copy.copy(self)
         plan.choice = self.choice.with_options(**options)
         return plan
 
     def _cut(self, choice: Choice) -> Iterable[Piece]:
-        """Return what to reduce, in order."""
+        """Return the pieces of the arrays, in order."""
         if self._pieces:
             return self._pieces
         pieces = functools.partial(
@@ -170,5 +171,5 @@ class Plan:
         if len(some) <= _MOST_KEPT_PIECES:
             self._pieces = some
             return some
-        # Huge arrays are cut anew in each call, which costs little then.
+        # Do not keep the pieces of huge arrays; each call computes them again.
         return pieces()

@@ -24,14 +24,14 @@ def reduce_to_one(
     root: int = 0,
     accumulate: Callable[[list[Array]], Any] | None = None,
 ) -> WaitSteps:
-    """Accumulate the replicas' buffers on one of them, in replica order; broadcast.
+    """Accumulate the replicas' values on the root, in replica order, and broadcast.
 
-    Collective over ``topology.replica_comm``. The work is one piece, so that
-    ``accumulate`` sees each type's values whole: it takes the list of all buffers, in
-    replica order, and returns their element-wise combination, of shape (n,); default:
-    their sum. The root holds one more buffer at a time, or all of them for
-    ``accumulate``. Raises ValueError on every rank, if that raises or returns another
-    shape.
+    Collective over ``topology.replica_comm``. The work must be a single piece, so that
+    one call of ``accumulate`` sees all values of one dtype. ``accumulate`` is called
+    with a list of one flat buffer per replica, in replica order, and returns their
+    element-wise combination, of shape (n,); default: their sum. For a sum the root
+    holds one received buffer at a time, for ``accumulate`` all buffers. ValueError on
+    every rank, if ``accumulate`` raises or returns another shape.
     """
     comm = channel.interruptible(channel.topology.replica_comm)
     (piece,) = work.pieces
@@ -62,8 +62,8 @@ def _reduce(
                 add_in_order([total, part], total)
             flat[:] = total
         else:
-            # The list is complete before user code runs, so that its error leaves no
-            # message behind.
+            # Receive all buffers before user code runs, so that an error of the user
+            # code leaves no message unreceived.
             held = [part.copy() for part in parts]
             try:
                 result = np.asarray(accumulate(held))
@@ -83,7 +83,7 @@ def _reduce(
 
 
 def _received(flat: Array, comm: InterruptibleComm, root: int) -> Iterator[Array]:
-    """Yield every replica's buffer in order; each is valid until the next."""
+    """Yield every replica's buffer in order; each is valid until the next yield."""
     own, buffer = flat.copy(), np.empty_like(flat)
     for source in range(comm.size):
         if source != root:

@@ -1,8 +1,8 @@
-"""Chooses the algorithm and the pieces; the only module that knows them all.
+"""Choice of the algorithm and of the piece size for arrays in host memory.
 
-The choice depends on the size of the call, the options and the topology, which are the
-same on all ranks, and on nothing else. The thresholds were measured: see
-`benchmarks/bench_allreduce.py` and `benchmarks/bench_hosts.py`.
+Only this module knows all algorithms. The choice depends only on the size of the call,
+the options and the topology, which are the same on all ranks. The thresholds were
+measured: see `benchmarks/bench_allreduce.py` and `benchmarks/bench_hosts.py`.
 """
 
 from __future__ import annotations
@@ -41,34 +41,36 @@ __all__ = [
     "wire_type",
 ]
 
-# Size of a piece of two ranks, and of more: large enough for Python, and small enough
-# for a cache.
+# Piece size for two ranks, and for more ranks: large enough that Python's overhead per
+# piece is small, and small enough for the cache.
 DIRECT_PIECE_BYTES = 512 << 10
 SCATTERED_PIECE_BYTES = 256 << 10
-# Up to this number of ranks each adds small values itself: up to half of a piece, and
-# of three and more ranks up to these bytes in all.
+# Up to this number of ranks, each rank adds all values of a small call itself. A call
+# is small up to half of a piece, and for three or more ranks only if the values of all
+# ranks together have at most SMALL_BYTES.
 MOST_DIRECT_RANKS = 8
 SMALL_BYTES = 128 << 10
-# With more ranks, the size from which shared memory serves, for each rank.
+# With more ranks, calls of at least this number of bytes times the number of ranks use
+# shared memory, and smaller calls use MPI's allreduce.
 FROM_BYTES_PER_RANK = 1 << 10
-# Most bytes of all replicas of a worker that one adds, for the header.
+# Most bytes of a worker's replicas together that its first rank adds for the header.
 GATHERED_BYTES = 256 << 10
 # Size from which several workers reduce inside each worker first.
 HIERARCHICAL_FROM_BYTES = 16 << 10
 _MOST_EXCHANGED_BYTES = 8 << 20
-# Least number of pieces of a call, and least size of a part, where there are as many
-# bytes.
+# Least number of pieces of a call, and least size of a part, if the call has enough
+# bytes for them.
 _LEAST_EXCHANGED = 4
 _LEAST_PART_BYTES = 16 << 10
 _MEMORY = "shared memory"
-# Sizes that `schedule` looks at.
+# The largest call size that `schedule` covers.
 _MOST_SHOWN_BYTES = 1 << 30
 
 
 def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
-    """Choose how to reduce over the replicas; the same on every rank.
+    """Return the algorithm and piece size of a reduction; the same on every rank.
 
-    ``nbytes`` is the size of all arrays, in the types in which they are added.
+    ``nbytes`` is the total size of the arrays, in the dtypes in which they are added.
     """
     if topology.num_workers > 1:
         choice = _between_workers(nbytes, topology, options)
@@ -78,7 +80,7 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
         most = min(room, GATHERED_BYTES // each)
         return replace(choice, small=nbytes <= most)
     choice = shared_memory(nbytes, topology, options)
-    # So up to MOST_DIRECT_RANKS it is in the order of the replicas in any case.
+    # Thus up to MOST_DIRECT_RANKS ranks, values are always added in replica order.
     if choice.small or nbytes >= topology.worker_comm.size * FROM_BYTES_PER_RANK:
         return choice
     return by_mpi(nbytes, topology, options)
@@ -89,7 +91,8 @@ def _between_workers(
 ) -> Choice:
     if options.wire_dtype is not None:
         return hierarchical(nbytes, topology, options)
-    # So up to FEW_EXCHANGING it is in the order of the workers in any case.
+    # The choices below make sure that up to FEW_EXCHANGING workers, values are always
+    # added in the order of the workers.
     workers = topology.num_workers
     if workers < topology.num_replicas:
         if workers <= FEW_EXCHANGING or nbytes >= HIERARCHICAL_FROM_BYTES:
@@ -102,11 +105,12 @@ def _between_workers(
 def by_exchange(
     nbytes: int, topology: Topology, options: CommunicationOptions
 ) -> Choice:
-    """Return the exchange of messages, for workers of one replica."""
+    """Return the choice of an exchange of parts, for workers of one replica."""
     workers = topology.num_workers
     default = min(PART_BYTES * workers, _MOST_EXCHANGED_BYTES)
     if nbytes > room_bytes(workers):
-        # In one piece the sums would wait for all parts, and the wire for the sums.
+        # Use several pieces: with a single piece, the additions would wait for all
+        # messages, and then the network would wait for the additions.
         several = max(nbytes // _LEAST_EXCHANGED, _LEAST_PART_BYTES * workers)
         default = min(default, several // 64 * 64)
     piece = max(64, options.bytes_per_pack or default)
@@ -114,7 +118,7 @@ def by_exchange(
 
 
 def by_mpi(nbytes: int, topology: Topology, options: CommunicationOptions) -> Choice:
-    """Return the all-reduce of the MPI library."""
+    """Return the choice of the MPI library's allreduce."""
     del nbytes, topology
     piece = max(64, options.bytes_per_pack or PIECE_BYTES)
     return Choice(reduce_by_mpi, piece, how="all-reduce of MPI")
@@ -123,11 +127,11 @@ def by_mpi(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
 def shared_memory(
     nbytes: int, topology: Topology, options: CommunicationOptions
 ) -> Choice:
-    """Return the best reduction through shared memory, for replicas of one worker."""
+    """Return the choice of a sum through shared memory, for replicas of one worker."""
     ranks = topology.worker_comm.size
     default = DIRECT_PIECE_BYTES if ranks == 2 else SCATTERED_PIECE_BYTES
     if ranks > topology.num_cores:
-        # A step costs a turn of each.
+        # Use large pieces: each step costs a context switch to every rank.
         default = topology.slot_bytes
     piece = _fitting(options.bytes_per_pack or default, topology)
     most = piece // 2 if ranks == 2 else min(SMALL_BYTES // ranks, piece // 2)
@@ -138,17 +142,17 @@ def shared_memory(
 def hierarchical(
     nbytes: int, topology: Topology, options: CommunicationOptions
 ) -> Choice:
-    """Return the reduction inside each worker, then across."""
+    """Return the choice of a sum inside each worker, and then between the workers."""
     if topology.num_workers == 1:
         return shared_memory(nbytes, topology, options)
-    # Large, as workers exchange parts of a segment of a piece; half of the largest
-    # place, as four pieces are in use at once.
+    # Use large pieces, because workers exchange parts of a segment of a piece; but only
+    # half of the largest place, because four pieces are in use at the same time.
     most = topology.slot_bytes // 2
     piece = _fitting(min(options.bytes_per_pack or most, most), topology)
     wire = options.wire_dtype
     dtype = None if wire is None else wire_type(wire)
     algorithm = functools.partial(reduce_in_memory, wire_dtype=dtype)
-    # Size of the segment that a rank sums over the workers.
+    # Bytes of the segment that a rank sums over the workers.
     segment = min(nbytes, piece) // topology.worker_comm.size
     parts = dtype is not None or exchanges(segment, topology.num_workers)
     across = "parts" if parts else "all-reduce of MPI"
@@ -156,15 +160,15 @@ def hierarchical(
 
 
 def wire_type(name: str) -> np.dtype[Any]:
-    """Return the type in which values travel between workers; may be ml_dtypes'."""
+    """Return the dtype of the values sent between workers, such as ``bfloat16``."""
     if name == "bfloat16":
-        # Registers the type with NumPy.
+        # This import registers bfloat16 with NumPy.
         import ml_dtypes  # noqa: F401
     return np.dtype(name)
 
 
 def imagined(num_workers: int, replicas_per_worker: int) -> Any:
-    """Return what `select` reads of a topology, where each replica has a core."""
+    """Return a stand-in for a topology with a core per replica, for `select`."""
     return SimpleNamespace(
         num_workers=num_workers,
         num_replicas=num_workers * replicas_per_worker,
@@ -175,9 +179,9 @@ def imagined(num_workers: int, replicas_per_worker: int) -> Any:
 
 
 def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]]:
-    """Return sizes, each with the algorithm that serves from there on, in words.
+    """Return pairs of a call size and the name of the algorithm used from there on.
 
-    Not collective. For calls with one array, where each replica has a core.
+    Not collective. The schedule is for calls with one array and a core per replica.
     """
     options = CommunicationOptions()
     topology = imagined(num_workers, replicas_per_worker)

@@ -1,20 +1,19 @@
 """Reduction through the memory that a worker's ranks share, in pieces.
 
 Each rank copies a piece of its values into its place, sums one segment of the piece
-over all places in the order of the ranks, and copies the sums of all segments out: the
-bits are the same on every rank, whatever the sizes of the pieces. While the ranks add
-one piece, the next lies in its place already. `hpcstrat.engine.channel.shared_rings`
-says when a place may be written, and `hpcstrat.engine.channel.headers` what orders the
-memory.
+over all ranks' places in rank order, and copies the sums of all segments out. The
+result has the same bits on every rank, and does not depend on the piece size. While the
+ranks add one piece, the next piece is already in its place.
+`hpcstrat.engine.channel.shared_rings` explains when a place may be written, and
+`hpcstrat.engine.channel.headers` how stores become visible to the other ranks.
 
-Where there are several workers, each segment is then summed over the ranks at this
-position of all workers, so that every worker's links are busy and each byte crosses
-them as seldom as it can. As many ranks of each worker take part in that as the smallest
-one has. While the sums of one piece are on their way, the next one is added up inside
-the workers.
+With several workers, each segment is then summed over the ranks that have the same
+position in their workers, so that all network links are busy and few bytes are sent.
+The number of these positions is the number of ranks of the smallest worker. While the
+sums of one piece are sent, the next piece is added inside the workers.
 
-The compiled kernel does the same faster inside one worker, where it is there: this is
-what it is compared with.
+Inside one worker the compiled kernel does the same work faster, if it is available;
+tests compare it with this module.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["reduce_in_memory"]
 
-# A piece, its place, this rank's segments of it, and their sums over the workers.
+# A piece, its place, this rank's segments of the piece, and the sums over the workers
+# to wait for.
 _Behind = tuple[Piece, int, list[Array], list[Waitable]]
 
 
@@ -52,10 +52,11 @@ def reduce_in_memory(
 ) -> WaitSteps:
     """Sum by segments: each rank sums one segment of a piece over all places.
 
-    Collective over ``topology.replica_comm``. In ``wire_dtype``, ``float16`` or
-    ``bfloat16`` of ml_dtypes, float32 and float64 travel between workers. Pieces of
-    several workers fill half of the largest place: four of them are in use at once, one
-    of which others may still copy out.
+    Collective over ``topology.replica_comm``. With a ``wire_dtype``, ``float16`` or
+    ``bfloat16`` of ml_dtypes, float32 and float64 values are rounded to it for messages
+    between workers. With several workers, a piece is at most half of the largest place,
+    because four pieces are in use at the same time (one of them may still be copied out
+    by other ranks).
     """
     topology, places = channel.topology, channel.rings
     me, movers = topology.worker_comm.rank, topology.smallest_worker
@@ -66,7 +67,7 @@ def reduce_in_memory(
     _lay_out(piece, place, work, places, me)
     yield HEADER
     pipeline = Pipeline()
-    # Pieces whose sums are on their way.
+    # Pieces whose sums over the workers have not ended.
     behind: deque[_Behind] = deque()
     while piece:
         following, after = next(pieces, ()), 0
@@ -80,8 +81,9 @@ def reduce_in_memory(
                 steps = _over_workers(run, sums, work, channel, wire_dtype)
                 flows.append(pipeline.begin(steps))
         behind.append((piece, place, own, flows))
-        # Between workers, a piece ends after the next has begun, so that messages of
-        # both are on the network; otherwise it ends at once, while it is in the cache.
+        # With several workers, a piece ends only after the next piece has begun, so
+        # that messages of both are on the network. With one worker, it ends at once,
+        # while its values are in the cache.
         num_stay = int(crosses and bool(following))
         ended = [behind.popleft() for _ in range(len(behind) - num_stay)]
         for _, _, segments, its_flows in ended:
@@ -106,7 +108,7 @@ def _lay_out(
 def _own_segments(
     piece: Piece, place: int, channel: Channel
 ) -> Iterator[tuple[Run, Array]]:
-    """Sum this rank's segment of each run over the worker, in its own place."""
+    """Sum this rank's segment of each run over the worker's ranks, in its own place."""
     topology, places = channel.topology, channel.rings
     me, movers = topology.worker_comm.rank, topology.smallest_worker
     for run in piece if me < movers else ():
@@ -124,9 +126,9 @@ def _over_workers(
     channel: Channel,
     wire_dtype: np.dtype[Any] | None,
 ) -> WaitSteps:
-    """Sum a segment over the ranks at this position, in place."""
+    """Sum a segment in place over the ranks of the same position in all workers."""
     comm = channel.interruptible(channel.topology.cross_worker_comm)
-    # The mean of integers is summed in float64.
+    # For a mean, integers are summed in float64: send them without rounding, too.
     source = work.sources[run.spans[0][0]].dtype
     exact = source.kind in "iu" or segment.dtype.char not in "fd"
     if wire_dtype is None or exact:
@@ -135,7 +137,7 @@ def _over_workers(
 
 
 def _copy_out(run: Run, work: Work, rows: Sequence[Array], movers: int) -> None:
-    """Copy the sums from the places of the ranks that made them."""
+    """Copy the sums of all segments, each from its rank's place, into the results."""
     segments = [segment_of(run.size, run.dtype, n, movers) for n in range(movers)]
     for index, start, stop, at in run.spans:
         result, begin = work.results[index], at - run.start

@@ -1,8 +1,8 @@
-"""Arrays that lie once in each worker, of which each of its ranks writes a slice.
+"""Algorithms for arrays that a worker's ranks share, each rank writing one slice.
 
-Each is a generator, see `hpcstrat.engine.channel.waitable`. The ranks of a worker share
-the memory: nobody writes before all have come, and all see what was written before
-anybody goes on.
+Each worker has one copy of such an array, in shared memory. The algorithms are
+generators, see `hpcstrat.engine.channel.waitable`. No rank of a worker writes before
+all its ranks have arrived, and no rank continues before all writes are visible.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ SlicedPiece = tuple[Piece, Array | None]
 
 
 def write_between(write: Callable[[], None], call: Call, channel: Channel) -> WaitSteps:
-    """Write while no rank of the worker reads: after all have come, before any goes on.
+    """Call ``write`` after all ranks have arrived and before any rank continues.
 
-    Collective over ``topology.replica_comm``; ``write`` cannot fail.
+    Collective over ``topology.replica_comm``. No rank of the worker reads the memory
+    meanwhile. ``write`` must not raise.
     """
     yield HEADER
     write()
@@ -45,10 +46,11 @@ def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Wa
 
 
 class SegmentPool:
-    """Memory of a worker's ranks, given out in the same order on all of them.
+    """Shared memory of a worker's ranks, allocated in the same order on all of them.
 
-    It goes with the last array that shows it. A segment of its own costs a file
-    descriptor, which is too much for small arrays: these share some.
+    Memory is freed with the last array that refers to it. Large arrays have a segment
+    of their own. Small arrays share segments, because each segment costs a file
+    descriptor.
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,10 @@ class SegmentPool:
         self._used = 0
 
     def take(self, like: Array, comm: Any) -> Array:
-        """Return a flat array of a type and size; collective over ``comm``."""
+        """Return a flat shared array of the dtype and size of ``like``.
+
+        Collective over ``comm``.
+        """
         nbytes = like.nbytes
         if nbytes > _POOLED_BYTES:
             octets = _segment(comm, nbytes)
@@ -84,11 +89,11 @@ def lay_out(
     *,
     sends: bool,
 ) -> WaitSteps:
-    """Take memory that each worker shares, and write a value there.
+    """Allocate shared memory in each worker, and write replica 0's value there.
 
-    Collective over ``topology.replica_comm``. The memory, of the value's shape, is
-    added to ``made``. The value is that of replica 0; unless ``sends``, it is the same
-    on every replica.
+    Collective over ``topology.replica_comm``. The new array, of the value's shape, is
+    appended to ``made``. Without ``sends``, every replica must have the same value, and
+    nothing is sent.
     """
     topology = channel.topology
     yield HEADER
@@ -102,7 +107,7 @@ def lay_out(
         call_without_fp_warnings(assign, made[-1], ..., value)
     yield channel.step(call)
     if sends and topology.num_workers > 1:
-        # The worker of replica 0 is the first.
+        # Replica 0 is on worker 0, so that the root of the broadcast is 0.
         if comm.rank < topology.smallest_worker:
             own = slice_of(target.size, comm.rank, topology.smallest_worker)
             channel.interruptible(topology.cross_worker_comm).cast_array(target[own], 0)
@@ -118,12 +123,12 @@ def reduce_slices(
     place_bytes: int,
     divisor: int = 0,
 ) -> WaitSteps:
-    """Sum each rank's runs of all pieces over the replicas, on that rank alone.
+    """Sum run ``r`` of each piece over the replicas, on rank ``r`` of each worker.
 
-    Collective over ``topology.replica_comm``; run ``r`` of a piece is for rank ``r`` of
-    each worker. Sums are made in the order of a worker's ranks, and then in that of the
-    workers, as by `hpcstrat.engine.collectives.shared_memory`. ``divisor`` divides
-    them.
+    Collective over ``topology.replica_comm``. The values are added in the order of a
+    worker's ranks, and then in the order of the workers, like in
+    `hpcstrat.engine.collectives.shared_memory`. If ``divisor`` is not 0, the sums are
+    divided by it.
     """
     topology, rows = channel.topology, channel.rings.rows
     me = topology.worker_comm.rank
@@ -156,7 +161,7 @@ def reduce_slices(
 
 
 def _in_source(run: Run, sources: Sequence[Array]) -> Array | None:
-    """Return a view of this rank's values of a run; None if it has several parts."""
+    """Return a view of this rank's values of a run, or None if they must be copied."""
     if len(run.spans) != 1:
         return None
     index, start, stop, _ = run.spans[0]

@@ -1,8 +1,8 @@
 """The work of one reduction, with the copies and sums that all algorithms share.
 
-An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. It finds the sum of
-every element over the replicas, divides it where a mean is wanted, and leaves it in the
-results, which may be the sources themselves.
+An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. It sums every
+element over the replicas, divides the sums for a mean, and writes them into the
+results, which may be the memory of the sources.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _CACHE_LINE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One reduction."""
+    """The arrays of one reduction, and how they are cut into pieces."""
 
     call: Call
     # Pieces to reduce, in order; at least one.
     pieces: Iterable[Piece]
     # This replica's values, flat and contiguous; of different lengths.
     sources: Sequence[Array]
-    # Memory for the results: contiguous, of their types; each is the memory of its
-    # source, or overlaps with none.
+    # Arrays for the results: flat and contiguous. Each result is the memory of its
+    # source, or overlaps with no source.
     results: Sequence[Array]
     piece_bytes: int
-    # By what to divide the sums; 0 for sums.
+    # Divisor for a mean; 0 for a sum.
     divisor: int = 0
 
 
@@ -62,22 +62,22 @@ class Choice:
 
     algorithm: Algorithm
     piece_bytes: int
-    # Whether values are few: each rank adds all of them, or the header carries them.
+    # Whether the call is small: each rank adds all values, or the header carries them.
     small: bool = False
-    # Whether it can be started, and awaited later.
+    # Whether a call by this algorithm can be started now and awaited later.
     starts: bool = True
-    # Whether the kernel, or `reduce_in_mapped_memory`, may take its place.
+    # Whether the kernel or `reduce_in_mapped_memory` may replace this algorithm.
     in_worker: bool = False
-    # In words, for timelines and `hpcstrat info`.
+    # Description of the algorithm for timelines and `hpcstrat info`.
     how: str = ""
 
     def with_options(self, **options: Any) -> Choice:
-        """Return the same choice, whose algorithm gets more arguments."""
+        """Return a copy of this choice that passes more arguments to its algorithm."""
         return replace(self, algorithm=functools.partial(self.algorithm, **options))
 
 
 def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
-    """Copy a run of all sources of a work into a buffer of the run's size and type."""
+    """Copy the values of a run from the sources into a buffer of its size and dtype."""
     if len(run.spans) == 1:
         index, start, stop, _ = run.spans[0]
         call_without_fp_warnings(assign, buffer, ..., sources[index][start:stop])
@@ -89,7 +89,7 @@ def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
 
 
 def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
-    """Copy a buffer of a run's size and type into all results of a work."""
+    """Copy the values of a run from a buffer of its size and dtype into the results."""
     for index, start, stop, at in run.spans:
         low = at - run.start
         part = buffer[low : low + stop - start]
@@ -104,8 +104,8 @@ def add_in_order(
 ) -> None:
     """Add arrays in their order into ``total``, or combine them by another ufunc.
 
-    That may be one of the first two terms, or any term where there is a ``scratch``, at
-    least as long.
+    ``total`` may be one of the first two terms. With a ``scratch`` array of at least
+    the same length, ``total`` may be any of the terms.
     """
     if len(terms) == 1:
         if terms[0] is not total:
@@ -125,9 +125,10 @@ def add_in_order(
 def segment_of(
     size: int, dtype: np.dtype[Any], number: int, of: int
 ) -> tuple[int, int]:
-    """Return where one of several segments of an array begins and ends.
+    """Return the first element of segment ``number`` of an array, and its end.
 
-    Segments are whole cache lines, so that no two ranks write to the same one.
+    Each of the ``of`` segments consists of whole cache lines, so that no two ranks
+    write to the same cache line.
     """
     line = _CACHE_LINE_BYTES // dtype.itemsize
     length = -(-size // (of * line)) * line
@@ -135,16 +136,16 @@ def segment_of(
 
 
 def slice_of(count: int, number: int, of: int) -> slice:
-    """Return one of several parts of nearly equal lengths."""
+    """Return slice ``number`` of ``count`` elements in ``of`` nearly equal slices."""
     return slice(count * number // of, count * (number + 1) // of)
 
 
 def divide(sums: Array, divisor: int) -> None:
-    """Divide sums in their place; where they are no means, ``divisor`` is 0."""
+    """Divide sums in place by ``divisor``; if ``divisor`` is 0, do nothing."""
     if not divisor:
         return
     if divisor & (divisor - 1) or sums.dtype.kind != "f":
         call_without_fp_warnings(np.divide, sums, divisor, sums)
     else:
-        # By a power of two: the same bits in less time.
+        # Multiply by the inverse of a power of two: faster, and the same bits.
         call_without_fp_warnings(np.multiply, sums, 1 / divisor, sums)
