@@ -1,1 +1,1 @@
-"""The agreement of all ranks before each collective call, and the waiting for it."""
+"""The channel: headers that ranks compare before each collective call, and waiting."""

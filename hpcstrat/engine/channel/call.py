@@ -1,4 +1,4 @@
-"""A description of the next call, in words and as a digest that ranks compare."""
+"""Descriptions of collective calls, as text and as a hash that ranks compare."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _SHOWN_ARRAYS = 8
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A collective call."""
+    """The description of a collective call."""
 
-    # In words: the operation, and shape and dtype of each array.
+    # The operation, and shape and dtype of each array, as text.
     text: str
-    # 63 bits of a hash of all that ranks must agree on; the same in every process.
+    # 63 bits of a hash of all details that must be equal on all ranks.
     digest: int
-    # Bytes that this rank contributes, where they are known; for timelines.
+    # Bytes that this rank contributes, or 0 if not known; for timelines.
     nbytes: int = 0
-    # The algorithm in words, where there are several; for timelines, too.
+    # The name of the algorithm, if there are several; for timelines.
     how: str = ""
 
 
 @functools.lru_cache(maxsize=4096)
 def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
-    """Return the call for a text, equal on ranks that give equal texts.
+    """Return the description of a call, with a hash of ``what`` and ``details``.
 
-    Ranks must agree on the ``details``, too, but not on ``nbytes``.
+    Ranks must agree on ``what`` and ``details``, but not on ``nbytes``.
     """
     digest = hashlib.blake2b(f"{what}\0{details}".encode(), digest_size=8).digest()
     text = f"{what} of {details}" if details else what
@@ -44,9 +44,9 @@ def describe_call(what: str, details: str = "", nbytes: int = 0) -> Call:
 
 
 def signature_text(structure: Any, arrays: Sequence[Array]) -> str:
-    """Describe arrays, and their tree, such as ``float32[4, 2] on a GPU``.
+    """Return a text for arrays and their tree, such as ``float32[4, 2] on a GPU``.
 
-    ``structure`` is None for a single array.
+    ``structure`` is the tree structure, or None for a single array.
     """
     shown = [
         f"{a.dtype}{list(a.shape)}{' on a GPU' if is_device(a) else ''}"

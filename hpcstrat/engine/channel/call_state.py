@@ -1,8 +1,8 @@
 """The state of a channel's calls that the compiled kernel reads and writes itself.
 
-The kernel makes a repeated call alone while nothing is out of the ordinary. Whatever
-changes that, such as a failure, a signal, a started call or a timeline, raises
-``attention``: calls then take the usual way, where all of it is looked at.
+In an ordinary state, the kernel makes a repeated call alone. A failure, a signal, a
+started call or a timeline sets the flag ``attention``. Calls are then made by Python
+code, which handles all of these.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _Value = TypeVar("_Value")
 
 
 class CallState:
-    """The state where there is no kernel, which has the same attributes."""
+    """The state of a channel without a kernel, with the kernel's attributes."""
 
     def __init__(self) -> None:
-        # Whether calls take the usual way, see `Channel.may_repeat`.
+        # Whether calls are made by Python code, see `Channel.may_repeat`.
         self.attention = True
         # Number of headers so far; the same on all ranks at the same point.
         self.num_calls = 0
@@ -26,34 +26,36 @@ class CallState:
         # see hpcstrat.engine.channel.entries.
         self.thread = 0
         self.what: str | None = None
-        # The last call to which all ranks have come.
+        # The last call for which the headers of all ranks have arrived.
         self.last_call: Any = None
-        # Stands in headers for the steps that the rank has made.
+        # Number in headers that represents the steps that the rank has made.
         self.run_fingerprint = 0
-        # Number of looks that the kernel makes before it comes back.
+        # Number of looks that the kernel makes before it returns.
         self.looks = 0
-        # Where the next place in the rings begins.
+        # Offset in bytes at which the next place in the rings begins.
         self.next = 0
 
 
 class Watched(Generic[_Value]):
-    """An attribute of an object with a ``state``: what is true raises ``attention``.
+    """An attribute that sets ``state.attention`` when it is set to a true value.
 
-    The value is stored first. `Channel.may_repeat` lowers the flag first, and then
-    looks at the values. So no order of the two, whichever thread or signal handler sets
-    the attribute, leaves a value that has not been looked at behind a lowered flag.
+    The value is stored before the flag is set. `Channel.may_repeat` clears the flag
+    before it reads the values. So even if another thread or a signal handler sets the
+    attribute at the same time, a new value is either read by `may_repeat`, or the flag
+    stays set.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Take note of the attribute's name."""
+        """Store the attribute's name."""
         self._name = name
 
     if TYPE_CHECKING:
-        # Reading it costs no call: it lies among the attributes of the object.
+        # Only for type checkers: at run time the attribute is read from the object's
+        # ``__dict__``, which costs no call.
         def __get__(self, owner: Any, kind: type | None = None) -> _Value: ...
 
     def __set__(self, owner: Any, value: _Value) -> None:
-        """Store a value, then raise the flag."""
+        """Store a value, then set the flag if the value is true."""
         vars(owner)[self._name] = value
         if value:
             owner.state.attention = True

@@ -1,10 +1,10 @@
 """The channel of a topology: the header of every collective call, and its data.
 
-Before any data moves, each rank announces a header: its sequence number, the steps that
-it has made, the digest of the call, and flags. Only when the headers of all ranks are
-equal does any rank go on; a difference is an error on every rank, see
-`hpcstrat.engine.channel.failures`, where MPI itself would give wrong numbers or wait
-for ever.
+Before any data is sent, each rank posts a header: its sequence number, the steps that
+it has made, the hash of the call, and flags. The ranks continue only if the headers of
+all ranks are equal. A difference is an error on every rank, see
+`hpcstrat.engine.channel.failures`; without headers, MPI would return wrong numbers or
+deadlock.
 """
 
 from __future__ import annotations
@@ -43,35 +43,36 @@ __all__ = ["Channel"]
 _NO_CALL = describe_call("an exchange")
 _LEAVING = describe_call("leaving the program")
 
-# Buffers that MPI may still write to after a death, until it gives up these calls.
+# Buffers that MPI may still write to after the death of a rank; never freed.
 _abandoned: list[Any] = []
 
 
 class Channel:
-    """Carries one topology's calls, of at least two replicas.
+    """The object that makes the collective calls of a topology of several replicas.
 
-    Collective over ``topology.replica_comm``, as are its calls unless they say
-    otherwise.
+    The constructor and the methods are collective over ``topology.replica_comm``,
+    unless a method says otherwise.
     """
 
     closed = Watched[bool]()
-    # Waits for calls that the program has made before, but that other threads, such as
-    # XLA's, still carry out; they come first. None where there are no such.
+    # A function that waits for calls which the program has made before, but which other
+    # threads, such as XLA's, still carry out; None if there are none. Each call of this
+    # channel waits for them first, so that the order of calls is the program's.
     elsewhere = Watched[Callable[[], None] | None]()
-    # This rank's notice to the others, such as a signal that it got: the next header
-    # of a call that waits carries it, and it ends nothing. The notices of all ranks are
-    # the same on all after each call.
+    # A text for the other ranks, such as a signal that this rank has received. The next
+    # header of a blocking call reports it, and the call continues. After each call all
+    # ranks know the same notices, see `noticed`.
     notice = Watched[str]()
 
     def __init__(self, topology: Topology, *, native: bool = True) -> None:
         self.topology = topology
-        # The kernel that sums in this worker's memory, where all its ranks have it; it
-        # reads and writes the state of the calls.
+        # The compiled kernel that sums in this worker's memory, or None if some rank
+        # does not have it. The kernel also holds the state of the calls.
         self.kernel = make_kernel(topology) if native else None
         self.state: Any = CallState() if self.kernel is None else self.kernel
         self.closed, self.elsewhere, self.notice = False, None, ""
         active.channels.add(self)
-        # The call whose data this rank moves now.
+        # The call whose data this rank exchanges now.
         self.exchanging: Call | None = None
         self.position = Position(self.state)
         self.noticed: dict[int, str] = {}
@@ -91,7 +92,7 @@ class Channel:
         self.waiter = Waiter(
             topology, self.failures.look, self.steps, self.arrivals, self.state
         )
-        # Headers between workers, which carry the values of small reductions.
+        # Headers between workers, which also contain the values of small reductions.
         self.wire: WireHeaders | None = None
         if topology.num_workers > 1:
             self.wire = WireHeaders(topology, self._comm, self.steps, self.rings)
@@ -99,20 +100,21 @@ class Channel:
 
     @property
     def num_calls(self) -> int:
-        """Number of headers so far; the same on all ranks at the same point."""
+        """Number of headers posted so far; the same on all ranks at the same point."""
         return int(self.state.num_calls)
 
     @property
     def last_call(self) -> Call | None:
-        """The last call to which all ranks have come."""
+        """The last call for which the headers of all ranks have arrived."""
         last: Call | None = self.state.last_call
         return last
 
     def may_repeat(self) -> bool:
-        """Whether the kernel may make calls alone: nothing is out of the ordinary.
+        """Return whether the kernel may make calls alone, in an ordinary state.
 
-        The flag is lowered before anything is looked at, see `Watched`: what changes
-        meanwhile raises it again, and the next call looks once more.
+        It may not after a failure, or with a notice, a timeline or pending calls. The
+        flag ``attention`` is cleared before these are tested, see `Watched`, so that a
+        change during the tests sets the flag again for the next call.
         """
         state, failures = self.state, self.failures
         state.attention = False
@@ -122,14 +124,15 @@ class Channel:
             state.attention = True
         return not state.attention
 
-    # Calls that wait: a header, then an exchange of data.
+    # Blocking calls: a header, then an exchange of data.
 
     def drive(
         self, steps: WaitSteps, call: Call, timeout_seconds: float | None = None
     ) -> None:
-        """Take an algorithm to its end; `PendingCall` does the same without waiting."""
+        """Run an algorithm to its end; `PendingCall` does the same without waiting."""
         if self.pending:
-            # Their headers came first, and their data use the same places.
+            # End the started calls first: their headers were posted before, and their
+            # data use the same rings.
             self.pending.drain()
         header = next(steps)
         assert isinstance(header, HeaderStep)
@@ -144,12 +147,12 @@ class Channel:
         timeout_seconds: float | None = None,
         carried: HeaderPayload | None = None,
     ) -> None:
-        """Return once every rank has announced the same call.
+        """Post a header, and return once every rank has posted the same header.
 
-        ``timeout_seconds`` is how long to wait for late ranks; ``carried`` travels in
-        the header between workers. Raises CollectiveError on every rank, if any
-        announced something else or left the program; and ReplicaError on every rank
-        that did not fail, if another did.
+        ``timeout_seconds`` is the limit of the wait for late ranks. The values
+        ``carried`` are sent in the header between workers. CollectiveError on every
+        rank, if a rank announced another call or left the program. If a rank reported
+        an error, ReplicaError on all ranks without an error.
         """
         flags = NOTICE if self.notice else 0
         if active.recorder is None:
@@ -167,7 +170,7 @@ class Channel:
             self.failures.settle(call, timeout_seconds, carried)
 
     def _described(self, call: Call) -> dict[str, Any]:
-        """Return what timelines say about a call."""
+        """Return the details of a call that timelines record."""
         about: dict[str, Any] = {"how": call.how} if call.how else {}
         about |= {"call": call.text, "bytes": call.nbytes, "sequence": self.num_calls}
         return about | {"channel": self.arrivals.number}
@@ -180,7 +183,7 @@ class Channel:
         timeout_seconds: float | None = None,
         carried: HeaderPayload | None = None,
     ) -> bool:
-        """Post a header, and wait for those of all ranks; whether all are the same."""
+        """Post a header, wait for all ranks' headers, and return whether all agree."""
         failures = self.failures
         if failures.broken or self.closed or failures.leaving is not None:
             failures.refuse(call)
@@ -199,7 +202,7 @@ class Channel:
             failures.interrupted(call, error)
             raise
 
-    # Headers alone.
+    # Headers without data.
 
     def post(
         self,
@@ -208,23 +211,25 @@ class Channel:
         flags: int = 0,
         carried: HeaderPayload | None = None,
     ) -> None:
-        """Announce a call, or what the flags say; does not wait.
+        """Post the header of a call, with flags; does not wait.
 
-        ``run`` is the position's ``step_fingerprint``, or its ``run_fingerprint`` for a
-        call that waits; ``carried`` travels in the header.
+        ``run`` is the position's ``step_fingerprint``, or for a blocking call its
+        ``run_fingerprint``. The values ``carried`` are sent in the header.
         """
         self.state.num_calls += 1
         if self.wire is None:
-            # An interrupt before a header leaves a rank's ring a place ahead.
+            # Compare the rings' next places, too: they differ if an interrupt ended a
+            # call on one rank after it had taken a place and before its header.
             self.steps.post(run, call.digest ^ self.rings.next, flags)
         else:
-            # Each worker has its own rings; its steps compare them.
+            # The rings of different workers may differ; `WireHeaders` compares them
+            # inside each worker.
             self.wire.post(run, call.digest, flags, carried)
 
     def poll_header(self, call: Call) -> bool | None:
-        """Look whether all ranks have announced the same; None while some are missing.
+        """Return whether all ranks' headers are equal; None while some are missing.
 
-        Not collective.
+        Not collective; does not wait.
         """
         headers = self.headers
         if not headers.agreed() and headers.missing():
@@ -234,7 +239,7 @@ class Channel:
         return headers.agreed()
 
     def wait_header(self, call: Call, timeout_seconds: float | None) -> bool:
-        """Wait for the headers of all ranks; whether all have announced the same."""
+        """Wait for the headers of all ranks, and return whether all are equal."""
         came = self.waiter.wait_header(self.headers, call, timeout_seconds)
         self.state.last_call = call
         return came
@@ -243,17 +248,18 @@ class Channel:
 
     @contextlib.contextmanager
     def moving(self, call: Call) -> Iterator[InterruptibleComm]:
-        """Surround the exchange of data that follows `agree`; gives all replicas.
+        """Return a context manager for the exchange of data that follows `agree`.
 
-        Not collective. An error in it leaves the other ranks in the call: no further
-        call can be made, and the end of this rank ends the job, unless it is an
-        EveryRankError, which becomes a ValueError.
+        Not collective. ``with`` returns an InterruptibleComm of all replicas. After an
+        error inside the block no further call can be made, because the other ranks
+        still wait in this call, and the end of this rank ends the job. The exception is
+        an EveryRankError, which all ranks raise: it becomes a ValueError.
         """
         recorder = active.recorder
         if recorder is not None:
             recorder.enter_data(call.text)
         outer, self.exchanging = self.exchanging, call
-        # The watchdog sees by it that the rank is alive.
+        # This count shows the watchdog that the rank makes progress.
         self.topology.moves += 1
         try:
             yield self.interruptible(self.topology.replica_comm)
@@ -269,9 +275,9 @@ class Channel:
                 recorder.leave_data(call.text)
 
     def interruptible(self, comm: Any) -> InterruptibleComm:
-        """Return a communicator whose calls end where another rank ends all calls.
+        """Return an InterruptibleComm of ``comm``, whose calls other ranks can end.
 
-        Not collective. The same one each time for the same ``comm``.
+        Not collective. Calls with the same ``comm`` return the same object.
         """
         found = self._interruptible.get(comm.handle)
         if found is None:
@@ -284,19 +290,19 @@ class Channel:
         self.waiter.wait_data(message, call)
 
     def step(self, call: Call) -> Waitable:
-        """Tell this worker's ranks that this one has come to the next step of a call.
+        """Post this rank's arrival at the next step of a call, to its worker's ranks.
 
-        Collective over ``topology.worker_comm``. For `wait`: to be done when all have
-        come.
+        Collective over ``topology.worker_comm``. Returns a `Waitable` that waits until
+        all ranks of the worker have arrived at this step.
         """
         self.steps.post(0, call.digest ^ self.rings.next, 0)
         self.topology.moves += 1
         return self.steps
 
     def wait(self, awaited: Waitable, call: Call) -> None:
-        """Wait for a step of a worker's ranks, or a message, in a call.
+        """Wait in a call for a step of the worker's ranks, or for a message.
 
-        Raises CollectiveError if it does not come in time, or a process has died.
+        CollectiveError if it does not arrive in time, or if a rank's process has died.
         """
         agreed = awaited.agreed
         self.topology.moves += 1
@@ -315,23 +321,24 @@ class Channel:
             with self.pending.lock:
                 self.device_group.lane.forget_done()
 
-    # The end.
+    # The end of the program, and of the channel.
 
     def post_leave(self) -> None:
-        """Announce that this rank ends the program; waits for started calls only."""
+        """Announce that this rank ends the program; waits only for started calls."""
         with contextlib.suppress(Exception):
             self.pending.drain()
-        # An interrupt may have taken a place in the rings, which no data follow now.
+        # A call that was interrupted may have taken a place in this rank's ring.
         self.rings.restart()
         self.post(_LEAVING, 0, LEFT)
         now, thread = time.monotonic(), threading.get_ident()
         self.waiter.waiting = Waiting(_LEAVING, now, thread, leaves=True)
 
     def poll_leave(self) -> str | None:
-        """Return what other ranks did instead of leaving; empty where all leave.
+        """Return a text on ranks that made another call instead of leaving the program.
 
-        None while ranks are missing. Not collective until the ranks differ, then
-        collective over ``replica_comm``. CollectiveError if ranks do not come in time.
+        Returns "" if all ranks leave, and None while headers of ranks are missing. Not
+        collective, unless the ranks' headers differ: then collective over
+        ``replica_comm``. CollectiveError if ranks do not arrive in time.
         """
         late, waiting = self.headers.missing(), self.waiter.waiting
         if late:
@@ -350,7 +357,7 @@ class Channel:
             return str(error)
 
     def close(self) -> None:
-        """Free what the channel holds."""
+        """Free the communicator and the memory of this channel."""
         if self.closed:
             return
         self.pending.drain()
@@ -364,7 +371,7 @@ class Channel:
         self._comm.Free()
 
     def abandon(self) -> None:
-        """Let go of what the channel holds on this rank: others have died.
+        """Release this rank's resources of the channel after other ranks have died.
 
         Not collective. A second call does nothing.
         """

@@ -1,4 +1,4 @@
-"""A stand-in for the channel of a strategy that is closed."""
+"""A stand-in for the channel of a closed strategy, which refuses all calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ClosedChannel"]
 
 
 class ClosedChannel:
-    """Refuses the calls of a channel by CollectiveError; nothing is collective."""
+    """A channel whose calls all raise CollectiveError; no method is collective."""
 
     num_calls = told_at = 0
     broken, closed = "", True
@@ -23,39 +23,39 @@ class ClosedChannel:
 
     def __init__(self) -> None:
         self.state = CallState()
-        # ``run`` counts its steps also where nobody compares them.
+        # ``run`` counts its steps even after the strategy is closed.
         self.position = Position(self.state)
         self.pending = PendingCalls(self)
-        # This object refuses the calls of the channel's failures, too.
+        # This object also stands in for the channel's `Failures`.
         self.failures = self
 
     @property
     def topology(self) -> Any:
-        """Refuse: the communicators are gone."""
+        """Raise CollectiveError: the communicators have been freed."""
         self.refuse(describe_call("a call"))
 
     rings = topology
 
     def refuse(self, call: Call) -> NoReturn:
-        """Refuse a call."""
+        """Raise CollectiveError for a call."""
         raise CollectiveError(
             f"expected an open strategy for {call.text}, found one that is closed; "
             "create a new one"
         )
 
     def agree(self, call: Call, timeout_seconds: float | None = None) -> NoReturn:
-        """Refuse a call."""
+        """Raise CollectiveError for a call."""
         self.refuse(call)
 
     def forget_done(self) -> None:
-        """Keep nothing."""
+        """Do nothing, because a closed channel holds no arrays."""
 
     def moving(self, call: Call) -> contextlib.AbstractContextManager[None]:
-        """Surround nothing: there is no call."""
+        """Return a context manager that does nothing."""
         return contextlib.nullcontext()
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Tell nobody: there is nobody left."""
+        """Do nothing, because there are no other ranks to notify."""
 
     def leave(self, what: str, error: BaseException, entered: int) -> None:
-        """Tell nobody: there is nobody left."""
+        """Do nothing, because there are no other ranks to notify."""

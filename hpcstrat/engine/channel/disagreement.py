@@ -1,4 +1,4 @@
-"""Errors that explain how the ranks' headers differ."""
+"""Announcements of ranks whose headers differ, and the errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _Key = TypeVar("_Key")
 
 LEFT = 1
 FAILED = 2
-# In a header only: the rank has something to tell, and goes on, see `Channel.notice`.
+# Only in headers: the rank has a notice, and continues, see `Channel.notice`.
 NOTICE = 4
 
-# Errors that are made of a message alone, as all of ours are.
+# Built-in exceptions that can be constructed from a message alone.
 _COMBINABLE = (
     *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError),
     *(FloatingPointError, IndexError, KeyError, LookupError, MemoryError),
@@ -42,53 +42,53 @@ _COMBINABLE = (
 
 @dataclass(slots=True)
 class Announcement:
-    """One rank's announcement of its call."""
+    """One rank's description of its call, or of its failure, for the other ranks."""
 
     rank: int
     # ``LEFT``, ``FAILED`` or 0.
     flags: int
-    # The call, or what the rank was doing.
+    # The rank's call, or the code in which it failed.
     text: str
-    # The error of a rank that failed.
+    # The error of a rank that failed, as text.
     reason: str = ""
-    # Its class, and the bases of that, as of `_class_names`.
+    # The error's class and its base classes, as returned by `_class_names`.
     classes: tuple[str, ...] = ()
-    # Whether the error only tells of another rank's.
+    # Whether the error only reports an error of another rank.
     secondary: bool = False
-    # File and line of the program.
+    # File name and line number in the program.
     site: str = ""
-    # As `Position.steps`.
+    # The rank's step counts, as in `Position.steps`.
     steps: tuple[int, int, int] = (0, 0, 0)
     # Number of the rank's started calls that have not ended.
     pending: int = 0
     # Number of sections that the rank is in.
     depth: int = 0
-    # Hash of the call; combined with `run_fingerprint` for a call that waits.
+    # Hash of the call, combined with the next place of the rank's ring.
     digest: int = 0
-    # Number that stands for the rank's steps and copies of variables in the record.
+    # Number that represents the rank's steps and its copies of variables.
     run_fingerprint: int = 0
-    # Text that the rank tells the others without ending a call.
+    # A text for the other ranks that does not end the call, see `Channel.notice`.
     notice: str = ""
 
     @property
     def at(self) -> str:
-        """The site in brackets, if it is known."""
+        """The file and line in brackets, or "" if they are not known."""
         return f" ({self.site})" if self.site else ""
 
 
 def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
-    """Return what a rank that failed tells the others.
+    """Return the announcement of a rank that failed.
 
-    Only text and numbers: the error's class may be unknown elsewhere.
+    It has only text and numbers, because other ranks may not have the error's class.
     """
     try:
         reason = f"{type(error).__name__}: {error}"
     except Exception:
-        # The class may be a program's own and faulty.
+        # The error may be of a class of the program whose ``__str__`` raises.
         reason = type(error).__name__
     site, trace = "", error.__traceback__
     while trace is not None:
-        # The last frame of the program that the error passed.
+        # Keep the innermost frame that belongs to the program.
         name = trace.tb_frame.f_code.co_filename
         if is_of_program(name):
             site = f"{os.path.basename(name)}:{trace.tb_lineno}"
@@ -109,19 +109,19 @@ def _class_names(error: BaseException) -> tuple[str, ...]:
 
 
 def _failed(announcements: Sequence[Announcement]) -> list[Announcement]:
-    """Return the announcements of ranks that failed by themselves; else at all."""
+    """Return the ranks whose errors were the first; if none, all ranks that failed."""
     failed = [a for a in announcements if a.flags & FAILED]
     return [a for a in failed if not a.secondary] or failed
 
 
 def same_call(announcements: Sequence[Announcement]) -> bool:
-    """Return whether ranks are in the same call, whatever variables they have."""
+    """Return whether all ranks are in the same call, regardless of their variables."""
     calls = {(a.flags, a.text, a.digest, a.steps) for a in announcements}
     return len(calls) == 1 and not announcements[0].flags
 
 
 def only_fingerprints_differ(announcements: Sequence[Announcement]) -> bool:
-    """Return whether ranks are in the same call, but may have other variables."""
+    """Return whether ranks are in the same call, but with different fingerprints."""
     marks = {a.run_fingerprint for a in announcements}
     return len(marks) > 1 and same_call(announcements)
 
@@ -168,10 +168,10 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
 
 
 class Failure:
-    """A failure, or calls that differ, as all ranks know them.
+    """A failure of ranks, or a difference between their calls, as all ranks know it.
 
-    ``error`` is raised on ranks that have no error of their own; ``announcements`` are
-    of every rank, in order.
+    ``error`` is raised on ranks that have no error of their own. ``announcements`` has
+    the announcement of every rank, in rank order.
     """
 
     def __init__(
@@ -182,20 +182,21 @@ class Failure:
         self._names = causes[0].classes if causes else ()
         self._kind, _ = _common_class(self._names)
         innermost = min(a.depth for a in announcements)
-        # Started calls of which nobody knows whether the others have started them end
-        # with the section that they belong to.
+        # If a rank has several started calls, the ranks do not know which of them the
+        # other ranks have started: then the innermost common section ends, too.
         several = any(a.pending > 1 for a in announcements)
-        # All ranks leave their sections from this depth on. Where only the call failed,
-        # it is greater than any depth: the program may go on inside.
+        # All ranks leave the sections from this depth on. If no rank is in a section of
+        # this depth, only the call has failed, and the program may continue.
         self.level = innermost + (0 if several and innermost else 1)
         self.loses_calls = any(
             a.pending > 1 and a.depth < self.level for a in announcements
         )
 
     def instead_of(self, error: BaseException | None) -> BaseException:
-        """Return what a rank raises, so that one ``except`` decides alike on all.
+        """Return the error that this rank raises, given its own ``error`` or None.
 
-        The rank's own error, if it is of the class of the first rank's that failed.
+        It is the rank's own error if that has the class of the first failed rank's
+        error, so that one ``except`` clause catches the errors of all ranks.
         """
         if error is None:
             return self.error
@@ -212,10 +213,11 @@ class Failure:
 
 
 def _common_class(names: Sequence[str]) -> tuple[Any, type[ReplicaError]]:
-    """Return the nearest class of `_class_names` that other ranks' errors can have.
+    """Return the nearest class that other ranks' errors can have, and their class.
 
-    A common built-in class, or a class of the program that adds no constructor to one;
-    None where there is none. Then ReplicaError as a subclass of it.
+    The first is a common built-in class, or a class of the program that adds no
+    constructor to one; None if ``names`` has no such class. The second is ReplicaError,
+    or a subclass of both ReplicaError and the first class.
     """
     for name in names:
         module, _, path = name.partition(":")
@@ -230,9 +232,9 @@ def _common_class(names: Sequence[str]) -> tuple[Any, type[ReplicaError]]:
 
 @functools.lru_cache(maxsize=1024)
 def _combined(kind: Any) -> type[ReplicaError] | None:
-    """Return ReplicaError as a subclass of an error's class, if that can be.
+    """Return a subclass of ReplicaError and of an error's class; None if impossible.
 
-    One ``except ValueError`` then does the same on every rank.
+    With such a class, ``except ValueError`` catches the error on every rank.
     """
     if kind in (Exception, HpcstratError) or not issubclass(kind, Exception):
         return None
@@ -241,7 +243,7 @@ def _combined(kind: Any) -> type[ReplicaError] | None:
     for base in kind.__mro__:
         if base in _COMBINABLE or base in (Exception, HpcstratError):
             break
-        # A class with one of these may need other arguments than a message.
+        # A class with one of these methods may need other arguments than a message.
         if {"__init__", "__new__", "__str__"} & vars(base).keys():
             return None
         if base.__module__ == "builtins":
@@ -268,11 +270,11 @@ def _calls(announcements: Iterable[Announcement]) -> str:
 
 
 def _steps(announcements: Sequence[Announcement]) -> str:
-    """Tell the ranks' steps where they differ."""
+    """Return a text with the ranks' step counts, or "" if they are equal."""
     groups = _grouped((a.steps, a) for a in announcements)
     if len(groups) == 1:
         return ""
-    # Backwards are of those alone who replicate a module.
+    # Mention backward passes only if a rank has replicated a module.
     trains = any(backwards for _, _, backwards in groups)
     told = "; ".join(
         f"{_ranks(group)}: {runs} of run, {nexts} of next()"

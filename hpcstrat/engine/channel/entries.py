@@ -1,10 +1,11 @@
-"""The decorator of methods that make collective calls, which tells others of errors.
+"""The decorator of entries: it reports errors in collective calls to the other ranks.
 
-If an error ends a call on one rank, the other ranks still wait in it, and the rank's
-next call would be matched with it by mistake. So the rank tells them: if it has posted
-no header of the call, its next header says so; otherwise all calls end, because it does
-not know how far the others are. If two threads make calls at the same time, their order
-may differ from that on other ranks, so the second is refused.
+If an error ends a call on one rank, the other ranks still wait in this call, and would
+match it with the failed rank's next call. To prevent that, the failed rank reports the
+error. If it has not posted a header of the call, it posts a header that says so. If it
+has posted one, it ends all calls of all ranks, because it does not know how far the
+other ranks are. If two threads make calls at the same time, the second call is refused,
+because the order of the two may differ between ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def collective(method: _Method) -> _Method:
-    """Make a method an entry: its object has ``collectives``, whose ranks all call."""
+    """Make a method an entry: all ranks of the object's ``collectives`` call it."""
     what = method.__name__.strip("_")
 
     @functools.wraps(method)
@@ -37,7 +38,7 @@ def collective(method: _Method) -> _Method:
             return method(self, *args, **kwargs)
         if channel.elsewhere is not None:
             channel.elsewhere()
-        # No other thread runs between the look and the assignment.
+        # No other thread can run between the test and the assignment of ``thread``.
         state, thread = channel.state, get_ident()
         outer = state.thread
         if outer not in (0, thread):
@@ -47,7 +48,8 @@ def collective(method: _Method) -> _Method:
             state.what = what
         try:
             if channel.failures.broken and not outer:
-                # Before any data are laid out; otherwise the method raises.
+                # Try to resume before the method uses the rings. If that is not
+                # possible, the method raises CollectiveError at its first call.
                 channel.failures.resume(what)
                 entered = state.num_calls
             return method(self, *args, **kwargs)
@@ -62,7 +64,7 @@ def collective(method: _Method) -> _Method:
 
 
 def _refuse(channel: Any, other: int, what: str) -> NoReturn:
-    """End all calls where another thread is in one, by an error that names both."""
+    """End all calls, and raise an error that names this thread and the other one."""
     failures, state = channel.failures, channel.state
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.current_thread().name
@@ -71,13 +73,14 @@ def _refuse(channel: Any, other: int, what: str) -> NoReturn:
         f"{state.what}"
     )
     failures.broken = failures.broken or text
-    # MPI serves one thread at a time; a wait of the other thread ends now.
+    # Wait until the other thread has left its call: ``broken`` ends its wait, and MPI
+    # may be used by only one thread at a time.
     interrupt: BaseException | None = None
     while state.thread == other:
         try:
             time.sleep(_NAP_SECONDS)
         except BaseException as error:
-            # Not before the other ranks are told.
+            # Raise it later, after the other ranks have been notified.
             interrupt = error
     failures.between_calls = False
     failures.aborts.tell(f"{text} on a rank")

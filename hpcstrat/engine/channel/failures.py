@@ -1,9 +1,10 @@
-"""Failures of calls: errors that all ranks raise, and calls that are given up.
+"""Failures of calls: errors that all ranks raise, and errors that end all calls.
 
-A rank that fails before it has announced its next call says so in that header, and all
-raise there. An error in the midst of a call, or the death of a rank, leaves the other
-ranks there: this rank can make no further call, and tells the others, which raise where
-they wait, see `hpcstrat.engine.channel.abort_messages`.
+If a rank fails before it has posted the header of its next call, it reports the failure
+in this header, and all ranks raise there. If a rank fails after the header of a call,
+or dies, the other ranks still wait in this call. The failed rank can make no further
+call. It sends abort messages to the other ranks, which raise where they wait, see
+`hpcstrat.engine.channel.abort_messages`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _MEETING = describe_call("meeting after ranks had made different numbers of step
 _RESUMING = describe_call("going on after an interrupt of all ranks")
 _ANNOUNCED = "_hpcstrat_announced"
 _NAP_SECONDS = 0.002
-# A rank that was woken waits so long for the launcher to tell it who has died.
+# How long a rank that learns of a death waits for the launcher to report the dead rank.
 _TOLD_SECONDS = 2.0
 
 
 class RankLoss:
-    """A channel's knowledge of ranks that have died; ``comm`` is the channel's own."""
+    """The dead ranks of a channel; ``comm`` is the channel's own communicator."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:
         self._topology = topology
@@ -56,10 +57,10 @@ class RankLoss:
         self.error: RankLostError | None = None
 
     def found(self, error: BaseException, what: str) -> RankLostError | None:
-        """Return the error to raise where one comes of the death of a rank.
+        """Return a RankLostError if ``error`` was caused by the death of a rank.
 
-        None for other errors. Wakes the other ranks, where the topology survives a
-        loss. ``what`` is the call in which this rank was.
+        None for other errors. If the topology survives a loss, interrupt the waits of
+        the other ranks. ``what`` is the call in which this rank was.
         """
         topology, known = self._topology, set[int]()
         if isinstance(error, RankLostError):
@@ -78,21 +79,23 @@ class RankLoss:
         ranks = sorted(known)
         who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
         text = f"expected all ranks in {what}, found that {who} died; {advice}"
-        # Kept without a traceback, whose frames would hold the program's arrays.
+        # Keep another object than the one that is raised, because a traceback would
+        # keep the program's arrays alive.
         self.error = RankLostError(text, ranks)
         return RankLostError(text, ranks)
 
     def wake(self) -> None:
-        """Make every call of MPI an error on all ranks, where a loss is survived.
+        """Make every MPI call fail on all ranks, if the topology survives a loss.
 
-        A rank that waits for a living one would not notice the death.
+        Without this, a rank that waits for a living rank would not notice the death of
+        another rank, and would wait forever.
         """
         if self._topology.survives:
             revoke([self._comm])
             self._topology.revoke()
 
     def again(self, what: str) -> RankLostError:
-        """Return an error of the same ranks, for a call after the one that noticed."""
+        """Return an error for a later call that names the same dead ranks."""
         assert self.error is not None
         ranks = self.error.ranks
         return RankLostError(
@@ -102,27 +105,28 @@ class RankLoss:
         )
 
     def _told(self, knows: bool) -> list[int]:
-        """Return the dead ranks that the launcher knows, which may come a bit later."""
+        """Return the dead ranks that the launcher reports; wait if none are known."""
         deadline = time.monotonic() + _TOLD_SECONDS
         while True:
             found = lost_ranks(self._comm)
             if found or knows or time.monotonic() > deadline:
                 return found
-            # A communicator of this rank alone drives the progress of all.
+            # A probe on COMM_SELF drives the progress of all MPI communication.
             self._topology.mpi.COMM_SELF.Iprobe()
             time.sleep(_NAP_SECONDS)
 
 
 class Failures:
-    """The failures of a channel, on one rank; ``comm`` is the channel's own.
+    """The failures of a channel on one rank; ``comm`` is the channel's communicator.
 
-    Collective over ``topology.replica_comm``, as are its calls unless they say
-    otherwise.
+    The constructor and the methods are collective over ``topology.replica_comm``,
+    unless a method says otherwise.
     """
 
-    # Why no call can be made any more; empty while all is well.
+    # The reason why no call can be made any more; empty if calls can be made.
     broken = Watched[str]()
-    # Why this rank is leaving sections: no call can be made meanwhile.
+    # The failure because of which this rank leaves sections; None if it leaves none. No
+    # call can be made meanwhile.
     leaving = Watched[Failure | None]()
 
     def __init__(self, channel: Any, comm: Any) -> None:
@@ -130,29 +134,31 @@ class Failures:
         self.state = channel.state
         self.broken, self.leaving = "", None
         self._rank: int = comm.rank
-        # Whether the rank was in no call when it broke, so that it can still announce
-        # its own end.
+        # Whether this rank was between two headers when it set ``broken``. Then it may
+        # resume together with the other ranks, see `resume`.
         self.between_calls = False
-        # The number of the last header in which all ranks have learned of an error.
+        # The number of the last header by which all ranks have learned of an error.
         self.told_at = 0
         # Number of sections that this rank is in.
         self.depth = 0
         self.aborts = AbortMessages(channel.topology, comm)
         self.rank_loss = RankLoss(channel.topology, comm)
-        # Whether it looks just now who has left the same call: then no look raises.
+        # True while `resume` finds out whether all ranks have left the same call. Then
+        # `look` does not raise.
         self._resuming = False
-        # Whether ranks have told each other different numbers of steps.
+        # Whether the ranks have announced different numbers of steps.
         self._apart = False
 
-    # Errors that all ranks raise where one has failed, or ranks differ.
+    # Errors that all ranks raise if one has failed, or if their headers differ.
 
     def refuse(self, call: Call) -> None:
-        """Raise why no call can be made, if none can."""
+        """Raise an error with the reason, if no call can be made."""
         if self.broken or self._channel.closed:
             if self.rank_loss.error is not None:
                 raise self.rank_loss.again(call.text)
             if not self._channel.closed:
-                # Others may have to be told yet; an error of MPI tells of dead ones.
+                # Other ranks may still need this rank's abort message. MPI may raise
+                # here if ranks have died.
                 with contextlib.suppress(Exception):
                     self.aborts.look()
             if self.resume(call.text):
@@ -167,10 +173,11 @@ class Failures:
     def settle(
         self, call: Call, timeout_seconds: float | None, carried: Any = None
     ) -> None:
-        """Raise what the ranks' different headers mean.
+        """Raise the error that explains how the ranks' headers differ.
 
-        Where ranks have only something to tell, or only the marks of variables' copies
-        differ, and the copies prove to be equal, all ranks agree once more instead.
+        In two cases all ranks instead post the header of the call once more: if headers
+        differ only because ranks have notices, or if only the fingerprints of the
+        variables' copies differ and a comparison finds that the copies are equal.
         """
         channel = self._channel
         place = 0 if channel.wire is not None else channel.rings.next
@@ -179,7 +186,7 @@ class Failures:
         announcement.run_fingerprint = channel.position.run_fingerprint
         announcements = self._gather(announcement)
         error, check = None, channel.position.copy_check
-        # A header that tells something differs from the others by that alone.
+        # A notice is a flag in the header, which may be the only difference.
         goes_on = any(a.notice for a in announcements) and same_call(announcements)
         if only_fingerprints_differ(announcements):
             goes_on = False
@@ -196,29 +203,30 @@ class Failures:
     ) -> Failure | None:
         """Tell the other ranks that this one failed; the caller then raises ``error``.
 
-        It is this rank's part of the next call of the others. ``leaves`` says whether
-        it leaves a section, not a call only. Returns what all ranks know; None where
-        nobody was told.
+        The report is a header that is compared with the other ranks' next header.
+        ``leaves`` says whether this rank leaves a section; if not, it leaves only a
+        call. Returns the failure as all ranks know it, or None if nothing was sent.
         """
         channel = self._channel
         if self.broken or channel.closed:
             return None
         told = id(self), channel.num_calls
         if not leaves and getattr(error, _ANNOUNCED, None) == told:
-            # On its way up from a call of which all ranks know.
+            # All ranks already know of this error, from the call that raised it.
             return None
         announcement = announce_error(self._rank, what, error)
         agreed = channel.announce(_FAILING, 0, FAILED)
         with contextlib.suppress(Exception):
             setattr(error, _ANNOUNCED, (id(self), channel.num_calls))
-        # Even where all have failed, that may be at different points.
+        # Exchange even if all ranks have failed: they may have failed at different
+        # points of the program.
         failure = self.exchange(announcement)
         if not agreed and not announcement.secondary:
             error.add_note(f"hpcstrat: on the other replicas: {failure.error}")
         return failure
 
     def exchange(self, announcement: Announcement) -> Failure:
-        """Learn from all ranks what they announced, which no call follows."""
+        """Exchange announcements between all ranks; return the resulting failure."""
         announcements = self._gather(announcement)
         return self._conclude(announcements, explain(announcements))
 
@@ -236,14 +244,17 @@ class Failures:
             self.interrupted(channel.last_call or _FAILING, error)
             raise
         if channel.notice is notice:
-            # Else another one has come meanwhile, in a handler of a signal.
+            # The notice was sent. If a signal handler has set another notice meanwhile,
+            # keep that one for the next header.
             channel.notice = ""
         channel.noticed |= {a.rank: a.notice for a in announcements if a.notice}
-        # Hashes begin anew. The steps stay what they are: ranks that have not made
-        # equally many are not at the same point, whatever the program catches.
+        # Below, the fingerprint is reset to that of the steps, on all ranks. The step
+        # counts stay, because ranks that have made different numbers of steps are not
+        # at the same point, even if the program catches the error.
         if len({(a.flags, a.text) for a in announcements}) > 1:
-            # Ranks that were in different calls know it, and so may go on: of those in
-            # a backward, and others, the next backwards belong together.
+            # The ranks were in different calls, and may continue after the error. If
+            # some were in a backward pass, count it on the others, too, so that the
+            # next backward passes of all ranks match.
             most = max(a.steps[2] for a in announcements)
             for one in announcements:
                 one.steps = (*one.steps[:2], most)
@@ -255,7 +266,7 @@ class Failures:
     def _conclude(
         self, announcements: list[Announcement], error: CollectiveError
     ) -> Failure:
-        """Take note of what ends the call; no rank looks at its data any more."""
+        """Store the failure that ends a call; no rank reads the call's data anymore."""
         channel, failure = self._channel, Failure(error, announcements)
         channel.rings.restart()
         leavers = [a.rank for a in announcements if a.flags & LEFT]
@@ -264,18 +275,18 @@ class Failures:
         self.leaving = failure if failure.level <= self.depth else None
         channel.pending.lose(error, all_of_them=self.leaving is not None)
         if failure.loses_calls and not self.broken:
-            # Nobody knows which of them the others have started, or will start.
+            # This rank cannot know which of the calls the other ranks have started.
             self.broken = f"several started calls were under way when {error}"
         self.told_at = channel.num_calls
         setattr(error, _ANNOUNCED, (id(self), channel.num_calls))
         return failure
 
     def meet(self) -> None:
-        """Let ranks that are apart count their steps from 0 again.
+        """Reset the step counts of ranks that have made different numbers of steps.
 
-        Collective after an error that told different numbers of steps, else not. For
-        restores and strategies that begin or end, which put all ranks at the same point
-        of the program.
+        Collective if an earlier error reported different numbers of steps; if not,
+        nothing is sent. Call it when all ranks are at the same point of the program: in
+        a restore, and when another strategy begins or ends.
         """
         if not self._apart:
             return
@@ -288,36 +299,36 @@ class Failures:
             raise
         self._apart = False
 
-    # Calls that this rank, or another one, has left half-made; not collective.
+    # Calls that this rank or another rank has left before their end; not collective.
 
     def leave(self, what: str, error: BaseException, entered: int) -> None:
-        """Let the other ranks know of an error that leaves an entry on this one.
+        """Report an error that leaves an entry on this rank to the other ranks.
 
-        ``entered`` is the channel's ``num_calls`` when it came in.
+        ``entered`` is the channel's ``num_calls`` when the entry began.
         """
         channel = self._channel
         if self.broken or channel.closed:
             return
         if self.leaving is not None:
-            # Until the section ends, every call raises what ends it.
+            # Until the section has been left, every call raises the section's error.
             if isinstance(error, Exception) and error is not self.leaving.error:
                 raise self.leaving.error
             return
         if self.told_at == channel.num_calls > entered:
             return
         if isinstance(error, (StopIteration, OutOfRangeError)):
-            # The end of the data, at which all ranks are.
+            # The end of the dataset, which all ranks reach in the same call.
             return
         if isinstance(error, Exception) and channel.num_calls == entered:
             self.fail(what, error)
         elif not isinstance(error, HpcstratError):
-            # Errors of our own classes are raised on every rank. Data of calls that go
-            # on may lie elsewhere on each from here on.
+            # Errors of the library's own classes are raised on every rank. With pending
+            # calls the ranks cannot resume, because their rings may differ.
             point = None if channel.pending else entered
             self.break_off(f"{what} was left", error, point)
 
     def look_for_death(self, error: BaseException, what: str) -> None:
-        """Raise RankLostError where an error of MPI comes of the death of a rank.
+        """Raise RankLostError if an MPI error was caused by the death of a rank.
 
         ``what`` is the call in which this rank was.
         """
@@ -327,7 +338,7 @@ class Failures:
             raise loss from error
 
     def interrupted(self, call: Call, error: BaseException) -> None:
-        """End all calls: this rank has left one half-made.
+        """End all calls of all ranks, because this rank has left a call before its end.
 
         Raises RankLostError if another rank has died.
         """
@@ -338,17 +349,18 @@ class Failures:
     def break_off(
         self, what: str, error: BaseException, entered: int | None = None
     ) -> None:
-        """End all calls of this rank, and tell the others; does not wait for them.
+        """End all calls of this rank, and send abort messages; does not wait.
 
-        ``entered`` is for a rank that is in no call any more: the ``num_calls`` with
-        which it entered the one that it has left.
+        ``entered`` is given if the rank is between two headers: the ``num_calls`` when
+        it began the entry that the error has left.
         """
         if self.broken:
             return
         self.between_calls = entered is not None
         self.broken = f"{what} by {type(error).__name__} on rank {self._rank}"
         if isinstance(error, CollectiveError):
-            # Such as of a rank that did not come, for which the others wait, too.
+            # Include the message, such as which rank did not arrive in time: the other
+            # ranks wait for this rank, too.
             self.broken += f" ({error})"
         if entered is None:
             self.aborts.tell(self.broken)
@@ -356,9 +368,10 @@ class Failures:
             self.aborts.tell(self.broken, (entered, self._channel.num_calls))
 
     def look(self) -> None:
-        """Look whether another rank has ended all calls; drives MPI's progress.
+        """Raise CollectiveError if another rank has ended all calls.
 
-        Raises CollectiveError if one has, or another thread of this one.
+        It also raises if another thread of this rank has ended them. It drives MPI's
+        progress.
         """
         for_data = self._channel.exchanging is not None
         told = self.aborts.look(self._channel.num_calls, for_data=for_data)
@@ -370,31 +383,36 @@ class Failures:
             )
 
     def resume(self, what: str) -> bool:
-        """Go on where all ranks have left the same call at the same point.
+        """Continue if all ranks have left the same call at the same point.
 
-        Collective where this rank left a call between two headers. ``what`` is what it
-        is about to do; no data are laid out for it yet.
+        Returns whether calls are possible again. Collective if this rank has left a
+        call between two headers. ``what`` names the next call, which must not have
+        copied data into the rings yet.
         """
         if not self.between_calls or not self._all_left(describe_call(what)):
             return False
-        # Until all have come, some may look at data that lie where the next ones go.
+        # Wait for all ranks, because the next data overwrite places that some ranks may
+        # still read.
         self._channel.agree(_RESUMING)
         return True
 
     def _all_left(self, call: Call) -> bool:
-        """Whether all ranks have left the same call at the same point; then go on."""
+        """Return whether all ranks have left the same call at the same point.
+
+        If so, reset the state of this rank, so that calls are possible again.
+        """
         channel, broken, self._resuming = self._channel, self.broken, True
         try:
             met: bool = channel.waiter.wait_header(self.aborts, call)
-            # A rank that has told once is not asked again.
+            # Try only once: each rank sends its abort message only once.
             self.between_calls = False
             if met:
                 self.aborts.forget()
-                # An interrupt before a header may have taken a place.
+                # A call that was left before its header may have taken a place.
                 channel.rings.restart()
                 self.broken = ""
         except BaseException as error:
-            # The others may have gone on, and wait for this rank in the call.
+            # Notify the other ranks, which may have resumed and wait for this rank.
             self.between_calls, self.broken = False, broken
             self.look_for_death(error, call.text)
             self.aborts.tell(broken)

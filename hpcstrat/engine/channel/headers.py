@@ -1,20 +1,22 @@
-"""The records by which a worker's ranks announce a header or a step, in shared memory.
+"""Records in shared memory by which a worker's ranks announce headers and steps.
 
-There are two per rank, used in turn: a rank writes record ``n + 2`` over record ``n``
-only after it has seen the records ``n + 1`` of all ranks, which they write after their
-last look at the records ``n``. A record carries a check word, a hash of integers and so
-the same in every process: one that is seen half-written, as weakly ordered processors
-allow, is not taken for complete.
+Each rank has two records, which it uses in turn. A rank overwrites record ``n`` with
+record ``n + 2`` only after it has seen the records ``n + 1`` of all ranks; each rank
+writes record ``n + 1`` after its last look at the records ``n``. A record contains a
+check word: a hash of its integers, which is the same in every process. A half-written
+record, which a processor with weak memory ordering may show, fails this check.
 
-Records also order memory: what a rank has stored before its record is seen by every
-rank that has seen the record, and what it has loaded before cannot change under it. On
-x86-64 that takes nothing: stores become visible in program order and are not passed by
-earlier loads (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3A,
-section 8.2.2; the C library ends its non-temporal copies with a fence). On other
-processors a full memory barrier stands before each record is written and after the
-records of all have been seen: ``MPI_Win_sync``, which MPI-4.1, sections 12.4 and
-12.5.3, gives this meaning for shared memory. The compiled kernel stores and reads the
-same records as C11's atomics, the tick last with release and first with acquire.
+Records also order memory: if a rank has seen another rank's record, it also sees all
+that the other rank stored before the record. And values that a rank loaded before it
+wrote its record cannot be overwritten by ranks that have seen the record. On x86-64
+this needs no instruction: stores become visible in program order, and loads are not
+reordered after later stores (Intel 64 and IA-32 Architectures Software Developer's
+Manual, volume 3A, section 8.2.2; the C library ends its non-temporal copies with a
+fence). On other processors, a full memory barrier is executed before each record is
+written, and after the records of all ranks have been seen: ``MPI_Win_sync``, which has
+this meaning for shared memory (MPI-4.1, sections 12.4 and 12.5.3). The compiled kernel
+writes and reads the same records by C11 atomics: it stores the tick last, with release
+order, and loads it first, with acquire order.
 """
 
 from __future__ import annotations
@@ -32,23 +34,24 @@ from hpcstrat.engine.topology.topology import RECORD_BYTES, SLOTS_IN_RING, Topol
 
 __all__ = ["KernelHeaders", "SegmentHeaders", "make_kernel"]
 
-# Stands for the start time of a process that cannot be looked up now.
+# The start time of a process that cannot be looked up at the moment.
 _UNKNOWN = "?"
 _RECORD = struct.Struct("=5q24x")
 assert _RECORD.size == RECORD_BYTES
 
 
 class SegmentHeaders:
-    """The headers of one worker's ranks, in its shared segment.
+    """The headers of one worker's ranks, in the worker's shared segment.
 
-    Collective over ``topology.worker_comm``, as is `close`.
+    The constructor and `close` are collective over ``topology.worker_comm``.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._comm = topology.worker_comm
         self._size = self._comm.size
         self._replicas = topology.worker_replicas
-        # Processes of other containers cannot be looked up by their numbers.
+        # Keep only the processes that this rank can look up. It cannot look up those of
+        # other containers, where process IDs are different.
         told = self._comm.allgather(_process_identity(os.getpid()))
         self._processes = {
             rank: (pid, start)
@@ -60,7 +63,7 @@ class SegmentHeaders:
         self._halves = (buffer[:span], buffer[span : 2 * span])
         start = self._comm.rank * RECORD_BYTES
         self._owns = [half[start : start + RECORD_BYTES] for half in self._halves]
-        # Much faster than a comparison of the memory itself.
+        # A copy by ``tobytes`` is compared much faster than the memoryview itself.
         self._reads = [half.tobytes for half in self._halves]
         self._read = self._reads[0]
         self._wanted = b""
@@ -68,7 +71,7 @@ class SegmentHeaders:
         self.tick = 0
 
     def post(self, run: int, digest: int, flags: int) -> None:
-        """Announce this rank's header; does not wait."""
+        """Write this rank's header; does not wait."""
         self.tick = tick = self.tick + 1
         check = hash((tick, run, digest, flags))
         record = _RECORD.pack(tick, run, digest, flags, check)
@@ -79,7 +82,7 @@ class SegmentHeaders:
         self._owns[tick & 1][:] = record
 
     def agreed(self) -> bool:
-        """Whether all ranks have announced the same; False while some are missing."""
+        """Return whether all ranks' headers are equal; False while some are missing."""
         if self._read() != self._wanted:
             return False
         if self._barrier is not None:
@@ -87,20 +90,20 @@ class SegmentHeaders:
         return True
 
     def records(self, tick: int) -> Iterator[tuple[int, ...]]:
-        """Return the records of a tick, of all ranks in their order."""
+        """Return the records with number ``tick`` of all ranks, in rank order."""
         return _RECORD.iter_unpack(self._reads[tick & 1]())
 
     def missing(self) -> list[int]:
-        """Return the ranks whose headers have not come."""
+        """Return the ranks whose headers have not arrived."""
         return [
             self._replicas[rank]
             for rank, (*header, check) in enumerate(self.records(self.tick))
-            # One that is half-written counts as missing.
+            # A half-written header counts as missing.
             if header[0] != self.tick or check != hash(tuple(header))
         ]
 
     def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended, as far as this one can see."""
+        """Return the ranks whose processes have ended, as far as can be looked up."""
         return [
             self._replicas[rank]
             for rank, (pid, start) in self._processes.items()
@@ -108,7 +111,7 @@ class SegmentHeaders:
         ]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the views of the segment, and free the window."""
         del self._reads, self._read
         for view in (*self._owns, *self._halves):
             view.release()
@@ -119,22 +122,22 @@ class SegmentHeaders:
 
 
 class KernelHeaders(SegmentHeaders):
-    """The same, posted and compared by the compiled kernel."""
+    """The headers of a worker's ranks, written and compared by the compiled kernel."""
 
     def __init__(self, topology: Topology, kernel: Any) -> None:
         super().__init__(topology)
         self._kernel = kernel
 
     def post(self, run: int, digest: int, flags: int) -> None:
-        """Announce this rank's header; does not wait."""
+        """Write this rank's header; does not wait."""
         self._kernel.post(run, digest, flags)
 
     def agreed(self) -> bool:
-        """Whether all ranks have announced the same; False while some are missing."""
+        """Return whether all ranks' headers are equal; False while some are missing."""
         return bool(self._kernel.agreed())
 
     def missing(self) -> list[int]:
-        """Return the ranks whose headers have not come."""
+        """Return the ranks whose headers have not arrived."""
         tick = self._kernel.tick
         return [
             self._replicas[rank]
@@ -143,7 +146,7 @@ class KernelHeaders(SegmentHeaders):
         ]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the kernel and the views of the segment."""
         self._kernel.close()
         super().close()
 
@@ -158,7 +161,7 @@ def make_kernel(topology: Topology) -> Any:
     if module is not None and comm.size > 1:
         ring_bytes = topology.slot_bytes * SLOTS_IN_RING
         sizes = segment.common_bytes, segment.part_bytes, ring_bytes
-        # Not in a window of MPI, which may begin anywhere.
+        # The kernel refuses memory that is not aligned, such as an MPI window may be.
         with contextlib.suppress(ValueError):
             kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)
     everywhere = all(comm.allgather(kernel is not None))
@@ -170,7 +173,7 @@ def make_kernel(topology: Topology) -> Any:
 def _memory_barrier(
     mpi: Any, machine: str = platform.machine()
 ) -> tuple[Any, Callable[[], None] | None]:
-    """Return a window, and its call that orders memory; None where nothing has to."""
+    """Return a window and its method that orders memory; None on x86-64."""
     if machine in ("x86_64", "AMD64"):
         return None, None
     window = mpi.Win.Allocate(8, 1, comm=mpi.COMM_SELF)
@@ -179,12 +182,12 @@ def _memory_barrier(
 
 
 def _process_identity(pid: int) -> tuple[int, str]:
-    """Return a process with its start time, which tells a reused number apart."""
+    """Return a process ID with the start time, which differs if the ID is reused."""
     try:
         _, fields = process_stat(pid)
     except (FileNotFoundError, ProcessLookupError):
         return pid, ""
     except OSError:
-        # Such as for want of a file descriptor.
+        # For example, this rank has no free file descriptor.
         return pid, _UNKNOWN
     return pid, "" if fields[STATE] in "ZX" else fields[START]

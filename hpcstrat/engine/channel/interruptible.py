@@ -1,9 +1,9 @@
-"""Calls of MPI in which a rank can be told that another one will not come.
+"""MPI calls that end if another rank has failed, where MPI's own calls would deadlock.
 
-A blocking call of MPI ends when all ranks have made it, or with the process. These are
-the same calls, with the names and meanings that mpi4py gives them, made without
-blocking and awaited as a channel awaits everything: it looks for ranks that have ended
-all calls, and naps where it takes long.
+A blocking MPI call ends only when all ranks have made it, or when the process ends. The
+calls of this module have mpi4py's names and meanings, but they use nonblocking MPI
+calls. The channel waits for these: while it waits, it looks for abort messages of other
+ranks, and sleeps if the wait takes long.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ Over TCP, it sends more than 64 KiB only when the other rank has answered, and t
 answer stands in the queue behind the data of other messages.
 """
 
-# Counts and displacements past 2**31 - 1 are beyond many MPI libraries.
+# Limits of one MPI call, because many MPI libraries do not support counts and
+# displacements past 2**31 - 1.
 _MOST_MESSAGE_BYTES = 64 << 20
 _MOST_GATHERED_BYTES = 1 << 30
 _BYTES_PER_SECOND = 1e9
 _TAG = 13
-# Most sizes of which buffers are kept.
+# Buffers are kept for at most this many different sizes.
 _MOST_SIZES = 8
 
 
 class InterruptibleComm:
-    """A communicator whose calls are awaited by ``wait``, which takes a `Waitable`.
+    """A communicator whose calls wait by the function ``wait`` of a `Waitable`.
 
-    Its calls are collective over the communicator, unless they say otherwise.
+    Methods are collective over the communicator, unless they say otherwise.
     """
 
     def __init__(
@@ -54,14 +55,15 @@ class InterruptibleComm:
         self._wait = wait
         self.rank: int = comm.rank
         self.size: int = comm.size
-        # Memory for what comes, used again: by its size, what nobody uses now.
+        # Free receive buffers that can be reused, by size.
         self._rooms: dict[int, list[Any]] = {}
 
     def _done(self, request: Any, nbytes: int = 0) -> None:
         self._finish(Message(request), nbytes)
 
     def _finish(self, awaited: Waitable, nbytes: int) -> None:
-        # Data that moves takes the processor in any case.
+        # Spin for the expected time of the transfer, because the transfer itself uses
+        # this processor.
         end = time.monotonic() + nbytes / _BYTES_PER_SECOND if nbytes else 0.0
         while not awaited.agreed():
             if time.monotonic() > end:
@@ -74,39 +76,39 @@ class InterruptibleComm:
         self._done(self._comm.Ibarrier())
 
     def Bcast(self, buffer: Any, root: int = 0) -> None:  # noqa: N802
-        """Give all ranks one rank's contiguous array."""
+        """Copy the root's contiguous array into ``buffer`` of all ranks."""
         self._done(self._comm.Ibcast(buffer, root), buffer.nbytes)
 
     def Allreduce(self, send: Any, receive: Any, op: Any) -> None:  # noqa: N802
-        """Combine the arrays of all ranks."""
+        """Combine the arrays of all ranks by an operation of MPI."""
         self._finish(self.Iallreduce(send, receive, op), receive.nbytes)
 
     def Iallreduce(self, send: Any, receive: Any, op: Any) -> Exchange:  # noqa: N802
-        """Start to combine the arrays of all ranks."""
+        """Start to combine the arrays of all ranks by an operation of MPI."""
         return Message(self._comm.Iallreduce(send, receive, op), send, receive)
 
     def Allgatherv(self, send: Any, receive: Any) -> None:  # noqa: N802
-        """Give all ranks the arrays of all; ``receive`` begins with an array."""
+        """Concatenate the arrays of all ranks into the array ``receive[0]``."""
         self._done(self._comm.Iallgatherv(send, receive), receive[0].nbytes)
 
     def Alltoallv(self, send: Any, receive: Any) -> None:  # noqa: N802
-        """Give each rank a part of each rank's array."""
+        """Send part ``r`` of this rank's array to each rank ``r``."""
         self._done(self._comm.Ialltoallv(send, receive), receive[0].nbytes)
 
     def start(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> Exchange:
-        """Start to send arrays of uint8 to ranks, and to receive those of others.
+        """Start to send uint8 arrays to ranks, and to receive arrays from other ranks.
 
-        Not collective. Both ranks know the sizes. Exchanges of two ranks with the same
-        tag are matched in the order in which the ranks start them.
+        Not collective. Sender and receiver must use the same sizes. Exchanges between
+        two ranks with the same tag are matched in the order in which they are started.
         """
         return self._start(sent, received, tag, EAGER_BYTES)
 
     def exchange(
         self, sent: Mapping[int, Any], received: Mapping[int, Any], tag: int
     ) -> None:
-        """Exchange flat arrays of any type, and wait for the end; not collective."""
+        """Exchange flat arrays of any dtype, and wait for the end; not collective."""
         out, into = (
             {rank: array.view(np.uint8) for rank, array in arrays.items()}
             for arrays in (sent, received)
@@ -127,33 +129,36 @@ class InterruptibleComm:
         return exchange
 
     def take_room(self, nbytes: int) -> Any:
-        """Return memory that nothing else uses until `give_room` gets it."""
+        """Return a buffer for this caller alone, until it calls `give_room`."""
         free = self._rooms.get(nbytes)
         return free.pop() if free else np.empty(nbytes, np.uint8)
 
     def give_room(self, room: Any) -> None:
-        """Let others use memory of `take_room` again."""
+        """Return a buffer of `take_room`, so that later calls can reuse it."""
         if room.nbytes not in self._rooms and len(self._rooms) >= _MOST_SIZES:
             self._rooms.clear()
         self._rooms.setdefault(room.nbytes, []).append(room)
 
     def allreduce(self, value: int, op: Any) -> int:
-        """Combine integers."""
+        """Return the integers of all ranks combined by an operation of MPI."""
         found = np.array([value], np.int64)
         self.Allreduce(self.mpi.IN_PLACE, found, op)
         return int(found[0])
 
     def lengths(self, own: Sequence[int]) -> Any:
-        """Return as many integers of each rank, as an array with a row for each."""
+        """Return the integers of all ranks, as an array with one row per rank.
+
+        All ranks must pass the same number of integers.
+        """
         sent = np.array(own, np.int64)
         found = np.empty((self.size, sent.size), np.int64)
         self._done(self._comm.Iallgather(sent, found))
         return found
 
     def gather_in_place(self, whole: Any, sizes: Sequence[int]) -> None:
-        """Give all ranks the part of each in an array of uint8, where it lies.
+        """Send this rank's part of a uint8 array to all ranks, and receive their parts.
 
-        The parts, of ``sizes`` bytes, lie side by side in the order of the ranks.
+        Part ``r`` has ``sizes[r]`` bytes, and the parts are adjacent in rank order.
         """
         if whole.nbytes < _MOST_GATHERED_BYTES:
             self.Allgatherv(self.mpi.IN_PLACE, [whole, sizes, self.mpi.BYTE])
@@ -164,7 +169,7 @@ class InterruptibleComm:
             start += nbytes
 
     def gathered(self, data: bytes) -> list[memoryview]:
-        """Give all ranks the bytes of all."""
+        """Return the bytes of all ranks, in rank order."""
         sizes = self.lengths([len(data)])[:, 0].tolist()
         out = np.empty(sum(sizes), np.uint8)
         byte = self.mpi.BYTE
@@ -176,17 +181,17 @@ class InterruptibleComm:
         return parts
 
     def allgather(self, value: Any) -> list[Any]:
-        """Give all ranks the objects of all."""
+        """Return the objects of all ranks, in rank order."""
         return [pickle.loads(part) for part in self.gathered(pickle.dumps(value, 5))]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Give all ranks one rank's object."""
+        """Return the root's object on all ranks."""
         sends = self.rank == root
         data = self.cast(pickle.dumps(value, 5) if sends else b"", root)
         return value if sends else pickle.loads(data)
 
     def cast(self, data: bytes, root: int) -> Any:
-        """Give all ranks one rank's bytes."""
+        """Return the root's bytes on all ranks."""
         size = np.array([len(data)], np.int64)
         self.Bcast(size, root)
         buffer: Any = np.frombuffer(data, np.uint8)
@@ -196,7 +201,7 @@ class InterruptibleComm:
         return buffer.data
 
     def cast_array(self, flat: Any, root: int) -> None:
-        """Give all ranks one rank's flat array, in pieces of a size that is fast."""
+        """Copy the root's flat array into ``flat`` of all ranks, in pieces."""
         data = flat.view(np.uint8)
         for start in range(0, data.size, PIECE_BYTES):
             self.Bcast(data[start : start + PIECE_BYTES], root)
@@ -204,7 +209,7 @@ class InterruptibleComm:
     def exchange_objects(
         self, sent: Mapping[int, Any], sources: Iterable[int]
     ) -> dict[int, Any]:
-        """Send objects to ranks, and return those of others; not collective."""
+        """Send objects to ranks, and return objects of ``sources``; not collective."""
         data = {r: np.frombuffer(pickle.dumps(v, 5), np.uint8) for r, v in sent.items()}
         sizes = {rank: np.empty(1, np.int64) for rank in sources}
         told = {rank: np.array([array.size]) for rank, array in data.items()}
@@ -214,11 +219,14 @@ class InterruptibleComm:
         return {rank: pickle.loads(array.data) for rank, array in found.items()}
 
     def sendrecv(self, value: Any, dest: int, source: int) -> Any:
-        """Exchange objects with ranks, which make the same call; not collective."""
+        """Send an object to ``dest``, and return the object of ``source``.
+
+        Not collective, but ``dest`` and ``source`` must make matching calls.
+        """
         return self.exchange_objects({dest: value}, [source])[source]
 
     def scatter(self, values: Sequence[Any] | None, root: int = 0) -> Any:
-        """Give each rank an object of one rank's."""
+        """Return this rank's object from the root's list of objects."""
         if self.rank != root:
             return self.exchange_objects({}, [root])[root]
         assert values is not None

@@ -1,4 +1,4 @@
-"""Calls that are started now and awaited later."""
+"""Pending calls: reductions that are started now and awaited later."""
 
 from __future__ import annotations
 
@@ -16,35 +16,37 @@ from hpcstrat.errors import HpcstratError, RankLostError, TopologyError
 __all__ = ["PendingCall", "PendingCalls"]
 
 _PAUSE_SECONDS = 1e-4
-# On the core on which its rank computes: between hosts of one core each both hid as
-# much, and each look costs.
+# The longer pause is for a thread that shares the core on which its rank computes. On
+# hosts with one core both pauses overlapped the same amount of communication, and each
+# look takes time from the computation.
 _SHARED_PAUSE_SECONDS = 1e-3
 
 
 class PendingCall:
-    """A reduction that goes on while the program computes.
+    """A started reduction, which continues while the program computes.
 
-    Several may be under way. They end in the order in which they were started; every
-    call of the strategy takes them further, and a call that waits lets them end first.
+    Several may be under way, and they end in the order in which they were started.
+    Every call of the strategy advances them, and a call that waits ends them first.
 
     Parameters
     ----------
     channel : Channel or None
-        Carries the headers; None where nothing is to be awaited.
+        The channel that posts the header; None for a single replica.
     call : Call
-        The call.
+        The description of the call.
     steps : WaitSteps
         The algorithm.
     result : tree
-        What holds the result at the end.
+        The arrays that contain the result at the end.
     timeout_seconds : float, optional
-        How long the header waits for late ranks.
+        How long to wait for the headers of late ranks.
     join : callable, optional
-        Called in each thread that awaits the result, once it is known: lets the
-        thread's stream on a GPU wait for it.
+        Called at the end in each thread that waits for the result; makes the thread's
+        current CUDA stream wait for the result.
     part : bool
-        Whether it is part of a larger call, such as a backward pass, that no rank goes
-        on with once a part has failed: those not yet announced are then dropped.
+        Whether this call is part of a larger call, such as a backward pass, which no
+        rank continues once a part has failed. Parts that have not posted their headers
+        are then dropped.
     """
 
     def __init__(
@@ -61,19 +63,19 @@ class PendingCall:
         self.call = call
         self.part = part
         self._join = join
-        # Name in timelines that tells this rank's started calls apart.
+        # Name in timelines that identifies this call among the started calls.
         self.mark = ""
         self._channel = channel
         self._steps = steps
         self._result = result
         self._timeout_seconds = timeout_seconds
         self._run = 0 if channel is None else channel.position.step_fingerprint
-        # The part of the call that comes next; says whether it has been passed.
+        # The next stage of the call: a method that returns whether the stage is done.
         self._advance = self._post
         self._awaited: Waitable | None = None
         self._done = channel is None
         self._error: BaseException | None = None
-        # Error of this rank before the header, which then tells the others.
+        # An error of this rank before the header, which the header then reports.
         self._own_error: Exception | None = None
         if channel is None:
             exhaust(steps)
@@ -85,34 +87,34 @@ class PendingCall:
             raise
 
     def test(self) -> bool:
-        """Take the reduction further, and say whether it has ended.
+        """Advance the reduction without waiting, and return whether it has ended.
 
-        Logically collective over the strategy's replicas: when each rank calls it, and
-        how often, does not matter.
+        Logically collective over the strategy's replicas, but each rank may call it at
+        any time and any number of times.
 
         Returns
         -------
         bool
-            Whether `wait` returns, or raises, at once.
+            Whether the reduction has ended, so that `wait` does not block.
         """
         if not self._done:
             self._channel.pending.progress()
         return self._done
 
     def wait(self) -> Any:
-        """Return the result, once all replicas have contributed to it.
+        """Wait until all replicas have contributed, and return the result.
 
-        Collective over the strategy's replicas. A second call returns the same.
+        Collective over the strategy's replicas. A second call returns the same result.
 
         Returns
         -------
         tree
-            As the call that waits would have returned.
+            The result of the reduction, as the blocking call would have returned it.
 
         Raises
         ------
         CollectiveError
-            If another replica made another call. On every replica.
+            On every replica, if another replica made a different call.
         """
         while not self._done:
             try:
@@ -127,16 +129,16 @@ class PendingCall:
         return self._result
 
     def advance(self, waits: bool) -> bool:
-        """Take the reduction further, and say whether it has ended; for the channel.
+        """Advance the reduction, and return whether it has ended; only for the channel.
 
-        Collective over the strategy's replicas. For the library's own modules.
+        Collective over the strategy's replicas. With ``waits``, wait for its end.
         """
         try:
             while not self._done:
                 if not self._advance(waits):
                     return False
         except BaseException as error:
-            # The rank that waits for it raises this, in the same place as the others.
+            # Keep the error: `wait` raises it, at the same point on all ranks.
             try:
                 self._channel.failures.look_for_death(error, self.call.text)
             except RankLostError as loss:
@@ -148,17 +150,14 @@ class PendingCall:
         return True
 
     def _lose(self, error: BaseException) -> None:
-        """End all calls, unless the other ranks know of the error."""
+        """End all calls of all ranks, unless the other ranks know of the error."""
         failures = self._channel.failures
         known = failures.told_at == self._channel.num_calls
         if not isinstance(error, HpcstratError) and not known:
             failures.interrupted(self.call, error)
 
     def end(self, error: BaseException) -> None:
-        """Let `wait` raise an error, for there will be no result; for the channel.
-
-        For the library's own modules.
-        """
+        """Let `wait` raise ``error`` in place of a result; only for the channel."""
         if not self._done:
             self._error = error
             self._done = True
@@ -187,7 +186,8 @@ class PendingCall:
         if agreed is None:
             return False
         if error is not None or not agreed:
-            # All ranks come here, as their headers differ.
+            # All ranks reach this point, because the flag of this rank's header, or
+            # another difference, makes the headers of all ranks unequal.
             told = Announcement(channel.topology.replica_id, 0, call.text)
             if error is not None:
                 told = announce_error(told.rank, call.text, error)
@@ -207,7 +207,7 @@ class PendingCall:
         return True
 
     def __repr__(self) -> str:
-        """Show the call, and whether it is complete."""
+        """Show the call, and whether it is complete or under way."""
         return (
             f"<{type(self).__name__} {self.call.text}, "
             f"{'complete' if self._done else 'under way'}>"
@@ -215,9 +215,9 @@ class PendingCall:
 
 
 class PendingCalls(deque[PendingCall]):
-    """The calls of a channel that have been started and have not ended, in order.
+    """The started calls of a channel that have not ended, in the order of their starts.
 
-    Every call of the channel asks whether there are any: a deque says it at once.
+    It is a deque, so that every call of the channel can test quickly if it is empty.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -225,11 +225,11 @@ class PendingCalls(deque[PendingCall]):
         self._channel = channel
         self._thread: threading.Thread | None = None
         self._started, self._ends = threading.Event(), False
-        # Held by the thread that takes them further: the program's or the progress one.
+        # Held by the thread that advances the calls, main thread or progress thread.
         self.lock = threading.RLock()
 
     def start(self, started: PendingCall) -> None:
-        """Take a call whose end is not awaited; it goes on in every later call.
+        """Add a started call, which every later call of the channel advances.
 
         Collective over ``topology.replica_comm``; does not wait.
         """
@@ -244,20 +244,21 @@ class PendingCalls(deque[PendingCall]):
             self._started.set()
 
     def progress(self) -> None:
-        """Do what can be done for them without waiting; not collective."""
+        """Advance the started calls without waiting; not collective."""
         self.drain(waits=False)
 
     def drain(self, last: PendingCall | None = None, *, waits: bool = True) -> None:
-        """Wait for their end, up to ``last``; their handles keep their errors.
+        """End the started calls in order, up to and including ``last``.
 
-        Collective over ``topology.replica_comm``.
+        Collective over ``topology.replica_comm``. With ``waits=False``, only advance
+        them. Errors are kept in the PendingCall objects, whose `wait` raises them.
         """
         with self.lock:
             while self:
                 first = self[0]
                 if not first.advance(waits):
                     return
-                # An error may have emptied the queue.
+                # An error may have removed calls from this queue.
                 if self and self[0] is first:
                     self.popleft()
                     if active.recorder is not None:
@@ -266,23 +267,24 @@ class PendingCalls(deque[PendingCall]):
                     return
 
     def num_separate(self) -> int:
-        """Return how many there are, all parts of larger calls taken as one."""
+        """Return the number of started calls, counting all parts together as one."""
         return sum(not one.part for one in self) + any(one.part for one in self)
 
     def lose(self, error: BaseException, *, all_of_them: bool) -> None:
-        """Let go of parts that have not been announced, since one failed; or of all."""
+        """End parts without a posted header by ``error``, or all started calls."""
         lost = list(self) if all_of_them else [o for o in list(self)[1:] if o.part]
         for one in lost:
             one.end(error)
             self.remove(one)
 
-    # A thread that takes them further while the program computes.
+    # The progress thread, which advances the started calls while the program computes.
 
     def use_thread(self, enter: Callable[[], object]) -> None:
-        """Take them further in a thread, too, which calls ``enter`` first.
+        """Start a progress thread, which advances the started calls.
 
-        Collective over ``topology.replica_comm``. Raises TopologyError on every rank if
-        MPI was not started for threads on one of them. A second call does nothing.
+        Collective over ``topology.replica_comm``. The thread calls ``enter`` each time
+        before it works. TopologyError on every rank, if MPI was started without
+        THREAD_MULTIPLE on any rank. A second call does not start another thread.
         """
         self._channel.agree(describe_call("use of a progress thread"))
         topology = self._channel.topology
@@ -304,10 +306,10 @@ class PendingCalls(deque[PendingCall]):
             self._thread.start()
 
     def _progress_in_thread(self, enter: Callable[[], object], pause: float) -> None:
-        """Make MPI calls only while a started call is under way.
+        """Advance started calls in a loop; make no MPI calls while there are none.
 
-        The main thread then makes none of its own: a call of the strategy first lets
-        them end.
+        The main thread makes no exchange of its own meanwhile, because each call of the
+        strategy first ends the started calls.
         """
         nap = threading.Event()
         while not self._ends:
@@ -319,7 +321,7 @@ class PendingCalls(deque[PendingCall]):
                 nap.wait(pause)
 
     def end_thread(self) -> None:
-        """End the thread, where there is one; not collective."""
+        """End the progress thread, if there is one; not collective."""
         if self._thread is not None:
             self._ends = True
             self._started.set()

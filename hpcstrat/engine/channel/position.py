@@ -1,7 +1,7 @@
-"""A rank's position in the program: counts of its steps, as headers carry them.
+"""A rank's position in the program: counts of its steps, which headers contain.
 
-A call left out in one step is noticed in the next, since every header says how many
-steps its rank has made.
+If a rank leaves out a call in one step, all ranks notice it in the next step, because
+every header contains the number of steps that its rank has made.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hpcstrat.engine.typing import CopyCheck
 
 __all__ = ["Position"]
 
-# next() and a backward move the mark in headers by these; no number of runs is a
-# multiple of them.
+# Numbers that a next() and a backward pass add to the fingerprint in headers; they are
+# so large that no realistic number of runs has the same effect.
 _NEXT = 0x1E3779B97F4A7C15
 _BACKWARD = 0x2545F4914F6CDD1D
 _MASK = (1 << 63) - 1
 
 
 class Position:
-    """The steps of one channel's rank; all calls are logically collective."""
+    """The step counts of a channel on one rank; all calls are logically collective."""
 
     __slots__ = (
         "_state",
@@ -33,18 +33,18 @@ class Position:
 
     def __init__(self, state: Any = None) -> None:
         self._state = state or CallState()
-        # How often this rank has entered run, has asked for a batch of any data set
-        # that all replicas share, and has begun a backward of a replicated module.
+        # How often this rank has entered ``run``, has requested a batch of a dataset
+        # that all replicas share, and has begun a backward pass of a replicated module.
         self.run_index = self.next_index = self.backward_index = 0
-        # Looks at the copies of variables at each entry into run.
+        # Compares the copies of variables between ranks in calls of ``run``.
         self.copy_check: CopyCheck | None = None
 
     @property
     def run_fingerprint(self) -> int:
-        """The number that headers carry in place of the counts, with ``copy_check``.
+        """The number that represents the step counts and the ``copy_check`` in headers.
 
-        Pending calls carry step_fingerprint alone: when their headers are compared,
-        ranks may be at different points of the program.
+        Headers of pending calls contain ``step_fingerprint`` instead, because the ranks
+        may be at different points of the program when these headers are compared.
         """
         return int(self._state.run_fingerprint)
 
@@ -53,10 +53,10 @@ class Position:
         self._state.run_fingerprint = mark
 
     def enter_run(self) -> None:
-        """Take note that this rank enters ``run``.
+        """Count an entry of this rank into ``run``.
 
-        Raises CollectiveError on every rank, where copies of variables are compared
-        here, and differ.
+        CollectiveError on every rank, if copies of variables are compared in this run
+        and differ.
         """
         self.run_index = index = self.run_index + 1
         check, mark = self.copy_check, self.run_fingerprint
@@ -65,28 +65,28 @@ class Position:
         )
 
     def enter_next(self) -> None:
-        """Take note that this rank asks for a batch."""
+        """Count a request of this rank for a batch."""
         self.next_index += 1
         self.run_fingerprint = self.run_fingerprint + _NEXT & _MASK
 
     def enter_backward(self) -> None:
-        """Take note that this rank begins a backward of a replicated module."""
+        """Count the start of a backward pass of a replicated module on this rank."""
         self.backward_index += 1
         self.run_fingerprint = self.run_fingerprint + _BACKWARD & _MASK
 
     @property
     def steps(self) -> tuple[int, int, int]:
-        """The number of this rank's entries into ``run``, ``next()`` and backwards."""
+        """The counts of this rank's runs, ``next()`` calls and backward passes."""
         return self.run_index, self.next_index, self.backward_index
 
     @steps.setter
     def steps(self, steps: tuple[int, int, int]) -> None:
-        """Set them, where all ranks are at the same call."""
+        """Set the step counts of this rank, when all ranks are in the same call."""
         self.run_index, self.next_index, self.backward_index = steps
         self.run_fingerprint = self.step_fingerprint
 
     @property
     def step_fingerprint(self) -> int:
-        """Stands for the steps that this rank has made."""
+        """The number that represents this rank's step counts alone."""
         further = self.next_index * _NEXT + self.backward_index * _BACKWARD
         return self.run_index + further & _MASK

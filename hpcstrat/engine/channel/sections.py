@@ -1,10 +1,11 @@
-"""Parts of a program that all ranks leave together, with or without an error.
+"""Sections: parts of a program that all ranks leave together, with or without an error.
 
 A strategy with ``on_error="raise"`` makes a section of each ``run``, each merged
-function, and other code of the program between two calls. At its end all ranks agree on
-whether it went well on every one of them. Sections nest. A rank that fails tells how
-many sections it is still in: the others leave theirs down to that number, whatever the
-program catches on the way, and then all ranks are at the same point again.
+function, and other code of the program between two calls. At the end of a section, all
+ranks learn whether any rank has failed in it. Sections can be nested. A rank that fails
+sends the number of sections that it is still in. The other ranks then leave their inner
+sections down to this number, even if the program catches the exception, so that all
+ranks are at the same point again.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ __all__ = ["Section"]
 class Section:
     """A context manager that all ranks leave together.
 
-    Leaving it is collective over ``topology.replica_comm``, and waits
-    ``timeout_seconds`` for late ranks. An exception that is no ``Exception``, such as
-    KeyboardInterrupt, is not told to the others: it is meant to end the program.
+    The exit is collective over ``topology.replica_comm``, and waits for late ranks up
+    to ``timeout_seconds``. An exception that is not a subclass of ``Exception``, such
+    as KeyboardInterrupt, is not reported to the other ranks, because it is meant to end
+    the program.
     """
 
     __slots__ = ("_channel", "_steps", "_timeout_seconds", "_what")
@@ -38,7 +40,7 @@ class Section:
         self._steps = (0, 0, 0)
 
     def __enter__(self) -> None:
-        """Go into the section; not collective."""
+        """Enter the section; not collective."""
         self._channel.failures.depth += 1
         self._steps = self._channel.position.steps
 
@@ -48,23 +50,25 @@ class Section:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raise the error of any rank on all of them."""
+        """Leave the section, and raise the error of any rank on all ranks."""
         channel, failures = self._channel, self._channel.failures
         if channel.elsewhere is not None:
             channel.elsewhere()
         tells = error is None or isinstance(error, Exception)
         try:
             if tells and channel.pending and not failures.broken:
-                # Drain here, while a failure of other ranks still ends this section.
+                # Drain before ``depth`` is reduced, so that a failure of another rank
+                # still ends this section.
                 channel.pending.drain()
         finally:
             failures.depth -= 1
         failure: Failure | None = failures.leaving
         if failure is not None and failure.level > failures.depth:
             failures.leaving = None
-            # Steps made within count no longer: ranks leave from different points.
+            # Restore the step counts of the section's start, because the ranks have
+            # made different numbers of steps in the section.
             channel.position.steps = self._steps
-            # A call that was refused meanwhile may have taken a place.
+            # A call that was refused in the section may have taken a place in the ring.
             channel.rings.restart()
         if not tells:
             return

@@ -1,15 +1,16 @@
-"""The shared memory in which the ranks of a worker lay out their values.
+"""The rings in shared memory into which the ranks of a worker copy their values.
 
-Each rank's part of the segment is a ring: the data of each step takes the next place in
-it. All ranks of a worker take places of equal sizes in equal order, and so know where
-the others' data lies. The compiled kernel takes places by the same rule.
+Each rank's part of the segment is a ring: the data of each step is copied into the next
+place of the ring. All ranks of a worker take places of the same sizes in the same
+order, so that each rank knows where the other ranks' data are. The compiled kernel
+takes places by the same rule.
 
-A place is written while others may still look at those of the two steps before: values
-for step ``n - 1``, and results in the places of step ``n - 2``. Sizes are powers of
-two, and places begin at multiples of their size, so that three places in a row never
-reach over more than three of the four largest places of a ring. Nobody looks at earlier
-places: a rank comes to step ``n - 1`` only after its last look at the place of step
-``n - 3``.
+While a rank writes the place of step ``n``, other ranks may still read the places of
+the two steps before: the values of step ``n - 1``, and the results in the places of
+step ``n - 2``. The three places do not overlap: sizes are powers of two, and places
+begin at multiples of their size, so that three consecutive places touch at most three
+of the four largest places of a ring. No rank reads an earlier place, because a rank
+arrives at step ``n - 1`` only after its last look at the place of step ``n - 3``.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from hpcstrat.engine.typing import Array
 __all__ = ["SharedRings"]
 
 _MOST_ROWS = 512
-# Views of places are kept, see `SharedRings.rows`: there are to be few.
+# Places have at least this size, so that `SharedRings.rows` keeps few different views.
 _SMALLEST_PLACE_BYTES = 32 << 10
 
 
 class SharedRings:
     """The rings of a worker's ranks, in the topology's segment.
 
-    ``state`` knows where the next place begins.
+    ``state.next`` is the offset at which the next place begins.
     """
 
     def __init__(self, topology: Topology, state: Any) -> None:
         segment, comm = topology.segment, topology.worker_comm
         parts = np.frombuffer(segment.buffer, np.uint8, offset=segment.common_bytes)
         parts = parts.reshape(comm.size, segment.part_bytes)
-        # Size of the largest place, and of a ring.
+        # Size of the largest place, and of a ring, in bytes.
         self.slot_bytes = topology.slot_bytes
         self.ring_bytes = topology.slot_bytes * SLOTS_IN_RING
         self._state = state
@@ -50,18 +51,18 @@ class SharedRings:
 
     @property
     def next(self) -> int:
-        """The offset of the next place; the same on all ranks of a worker."""
+        """The offset of the next place in bytes; the same on all ranks of a worker."""
         return int(self._state.next)
 
     def place_bytes(self, nbytes: int) -> int:
-        """Return the size of a place for at most ``slot_bytes``: a power of two."""
+        """Return the size, a power of two, of a place for at most ``slot_bytes``."""
         wanted = max(_SMALLEST_PLACE_BYTES, 1 << (nbytes - 1).bit_length())
         return min(wanted, self.slot_bytes)
 
     def take(self, place_bytes: int) -> int:
-        """Return where the next place begins in each rank's ring, in bytes.
+        """Take the next place, and return its offset in each rank's ring, in bytes.
 
-        Logically collective over ``topology.worker_comm``.
+        Logically collective over ``topology.worker_comm``: sends nothing.
         """
         start = (self.next + place_bytes - 1) // place_bytes * place_bytes
         if start >= self.ring_bytes:
@@ -70,21 +71,21 @@ class SharedRings:
         return start
 
     def restart(self) -> None:
-        """Begin at the start of the rings again, when all places have been left.
+        """Set the next place to the start of the rings, when no place is in use.
 
-        Logically collective over ``topology.worker_comm``: after calls that differed
-        between ranks.
+        Logically collective over ``topology.worker_comm``. Needed after calls that
+        differed between ranks, because their next places may differ.
         """
         self._state.next = 0
 
     def close(self) -> None:
-        """Let go of the memory; not collective."""
+        """Release all views of the shared memory; not collective."""
         self._typed.clear()
         self._rows.clear()
         self._bytes = np.empty((0, 0), np.uint8)
 
     def of(self, dtype: np.dtype[Any]) -> Array:
-        """Return the rings as an array of a type whose size divides 64 bytes.
+        """Return the rings as an array of a dtype whose size divides 64 bytes.
 
         Its shape is (ranks of the worker, elements of a ring).
         """
@@ -94,7 +95,7 @@ class SharedRings:
         return typed
 
     def rows(self, run: Run, place: int) -> list[Array]:
-        """Return each rank's shared memory for the values of a `Run`, in a place."""
+        """Return views of each rank's values of a `Run`, in the place at an offset."""
         key = run.dtype, place, run.start, run.size
         rows = self._rows.get(key)
         if rows is None:
@@ -106,9 +107,9 @@ class SharedRings:
         return rows
 
     def scratch(self, dtype: np.dtype[Any]) -> Array:
-        """Return memory of this rank alone, as long as the largest place.
+        """Return private memory of this rank, as large as the largest place.
 
-        The next caller overwrites it.
+        All callers with the same dtype get the same memory.
         """
         kept = self._scratch.get(dtype)
         if kept is None:

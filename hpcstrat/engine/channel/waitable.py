@@ -1,10 +1,11 @@
-"""Requests and steps for which a collective call waits, in one form.
+"""Requests, steps and headers for which a collective call waits, with one interface.
 
-What moves data in a call is a generator: it works, yields what it waits for, and goes
-on once that has come. `Channel.drive` takes one to its end, and a `PendingCall` as far
-as it comes without waiting. An algorithm, which is a call's whole work, yields `HEADER`
-first: what it does before may fail on one rank, which the header tells the others.
-After the header no rank may fail alone.
+The code that moves the data of a call is a generator: it yields the `Waitable` for
+which it waits, and is resumed once this has arrived. `Channel.drive` runs such a
+generator to its end; a `PendingCall` runs it as far as possible without waiting. The
+generator of a whole call is called an algorithm, and yields `HEADER` first. An error of
+one rank before the header is reported to the other ranks by the header. After the
+header no rank may fail alone, because the other ranks would wait for its data.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ __all__ = [
 
 
 class Waitable(Protocol):
-    """Something that comes from other ranks, or from a device."""
+    """A header, step or request of other ranks, or work of a GPU, to wait for."""
 
     def agreed(self) -> bool:
-        """Whether it has come; False also where ranks have announced different calls.
+        """Return whether it has arrived; False also if ranks announced different calls.
 
-        Never blocks. Drives MPI's progress where that is needed.
+        Never blocks. Drives MPI's progress if needed.
         """
         ...
 
     def missing(self) -> list[int]:
-        """Return the ranks that it waits for; ``[-1]`` where it is not known which."""
+        """Return the ranks that have not arrived; ``[-1]`` if they are not known."""
         return [] if self.agreed() else [-1]
 
 
@@ -47,33 +48,33 @@ WaitSteps = Iterator[Waitable]
 
 
 class HeaderPayload(Protocol):
-    """Values that travel in a header, see `hpcstrat.engine.channel.wire_headers`."""
+    """Values sent in a header, see `hpcstrat.engine.channel.wire_headers`."""
 
-    # Size of the values of each worker.
+    # Size in bytes of the values of each worker.
     nbytes: int
 
     def gather(self) -> None:
-        """Write the sum of the worker's values behind the header."""
+        """Write the sum of this worker's values behind the header of its message."""
         ...
 
     def take(self, step: int) -> None:
-        """Copy what has come in a step to where a later step sends it from."""
+        """Copy the values received in a step into the buffer that later steps send."""
         ...
 
     def finish(self) -> None:
-        """Add up what has come, for this worker's ranks."""
+        """Add the sums of all workers, for this worker's ranks."""
         ...
 
 
 class HeaderStep(Waitable):
-    """Stands for the header of a call, which only the channel can post."""
+    """A stand-in for the header of a call, which only the channel can post."""
 
     def __init__(self, carried: HeaderPayload | None = None) -> None:
-        # Values that travel in the header.
+        # Values to send in the header.
         self.carried = carried
 
     def agreed(self) -> bool:
-        """Refuse: `Channel.agree` awaits it, or a `PendingCall` posts it."""
+        """Raise AssertionError: only the channel can wait for the header."""
         raise AssertionError("an algorithm yields its header once, before all else")
 
 
@@ -82,40 +83,44 @@ HEADER: Final = HeaderStep()
 
 
 def exhaust(steps: WaitSteps) -> None:
-    """Run the call of a single replica to its end; it never has to wait."""
+    """Run the algorithm of a single replica to its end; it never waits."""
     for awaited in steps:
         assert awaited is HEADER
 
 
 class EveryRankError(Exception):
-    """A ValueError in the exchange of data that every rank raises in the same place."""
+    """An error in an exchange of data that every rank raises at the same point.
+
+    `Channel.moving` replaces it by a ValueError.
+    """
 
 
 class Exchange(Waitable):
-    """Nonblocking calls of MPI; ``arrays`` are kept until all of them are complete."""
+    """Nonblocking MPI calls; ``arrays`` are kept alive until all calls are complete."""
 
-    # For `__del__`, where an interrupt ends the initializer.
+    # A default for `__del__`, in case an interrupt ends the constructor.
     requests: Any = ()
 
     def __init__(self, *arrays: Any) -> None:
-        # The owner adds them one by one, as an error may come between them.
+        # The owner appends each request at once, so that an error between two calls
+        # loses none.
         self.requests, self._arrays = [], arrays
 
     def agreed(self) -> bool:
-        """Whether all of them are complete."""
+        """Return whether all requests are complete."""
         requests = self.requests
         if requests and type(requests[0]).Testall(requests):
             self.requests = requests = []
         return not requests
 
     def __del__(self) -> None:
-        # An error may have ended the wait for them.
+        # If an error has ended the wait, MPI may still use the arrays.
         if self.requests:
             keep(self.requests, self._arrays)
 
 
 class Message(Exchange):
-    """One nonblocking call of MPI, by its active request."""
+    """One nonblocking MPI call, given by its active request."""
 
     def __init__(self, request: Any, *arrays: Any) -> None:
         self.requests, self._arrays = [request], arrays

@@ -1,9 +1,10 @@
-"""Waiting for other ranks.
+"""The loop in which a rank waits for other ranks.
 
-A rank spins for a moment, and then naps and drives MPI's progress, so that signals are
-served, and the death of a process is seen. It learns how long to spin: where cores are
-short, the rank that spins may hold the core that the awaited one needs. The watchdog's
-thread reads for what a rank waits, and says who is late.
+A waiting rank spins for a moment. Then it alternates short sleeps with looks that drive
+MPI's progress, so that signals are handled and the death of a process is noticed. The
+spin time is adapted, because with few cores the spinning rank may occupy the core that
+the awaited rank needs. The watchdog's thread reads for which call a rank waits, and
+reports the late ranks.
 """
 
 from __future__ import annotations
@@ -27,32 +28,33 @@ __all__ = ["Spin", "Waiter", "Waiting"]
 
 _QUICK_LOOKS = 20
 _LOOKS_BETWEEN_CLOCKS = 10
-# Looks of the kernel take some 25 ns each.
+# Each look of the kernel takes about 25 ns.
 _KERNEL_LOOKS_PER_SECOND = 4e7
 _MOST_KERNEL_LOOKS = 4000
 _MOST_SPIN_SECONDS = 0.001
 _LEAST_SPIN_SECONDS = 2e-5
 _SHORTEST_NAP_SECONDS = 2e-5
-# A nap makes a wait longer by at most this share of the time waited so far.
+# A sleep is at most this share of the time waited so far.
 _NAP_SHARE = 1 / 32
 _LONGEST_NAP_SECONDS = 0.001
-# Values in a header between workers travel at 1 Gbit/s or more. A rank takes no nap, in
-# which the wire might stand still, while it waits for at most these bytes.
+# Values in a header between workers are sent at 1 Gbit/s or more. For up to 256 KiB of
+# values, a rank does not sleep during the time of the transfer, because the transfer
+# might stop while the rank sleeps.
 _WIRE_BYTES_PER_SECOND = 1.25e8
 _MOST_TRAVELING_BYTES = 256 << 10
 _LIMIT_SECONDS = 1800.0
-# When, before the end, the watchdog looks once more who is late, and how long a rank
-# waits for what it finds.
+# The watchdog looks for late ranks again this long before the limit. A rank waits up to
+# the second time past the limit for the result of this look.
 _LEAD_SECONDS = 8.0
 _VERDICT_SECONDS = 10.0
 
 
 class Spin:
-    """The time of looking before the first nap.
+    """The time for which a rank spins before its first sleep.
 
-    As the Linux kernel's KVM polls for a halted processor
-    (https://docs.kernel.org/virt/kvm/halt-polling.html): longer after a wait that
-    looking on would have covered, shorter after one that was longer than any spin.
+    It is adapted like the halt polling of the Linux kernel's KVM
+    (https://docs.kernel.org/virt/kvm/halt-polling.html): it grows after a wait that a
+    longer spin would have covered, and shrinks after a wait longer than any spin.
     """
 
     __slots__ = ("seconds",)
@@ -61,7 +63,10 @@ class Spin:
         self.seconds = _MOST_SPIN_SECONDS
 
     def learn(self, waited_seconds: float) -> None:
-        """Take note of a wait that took longer than the spin, which it includes."""
+        """Adapt the spin time after a wait that lasted longer than the spin.
+
+        ``waited_seconds`` includes the spin.
+        """
         if waited_seconds < _MOST_SPIN_SECONDS:
             self.seconds = min(2 * self.seconds, _MOST_SPIN_SECONDS)
         else:
@@ -70,44 +75,45 @@ class Spin:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One wait of a rank; times are of the machine's monotonic clock."""
+    """One wait of a rank; times are readings of ``time.monotonic``."""
 
     call: Call
     start: float
     thread: int
-    # Whether it has come to the end of the program.
+    # Whether the rank waits at the end of the program.
     leaves: bool = False
-    # The call's own limit, where it has one.
+    # The call's own time limit, if it has one.
     timeout_seconds: float | None = None
-    # When the watchdog last found out who is late.
+    # Time at which the watchdog last looked for late ranks.
     looked_at: float = -math.inf
-    # The ranks that it found.
+    # The late ranks that the watchdog found.
     late: Sequence[int] = ()
-    # Until when one of them at least had announced that it would be slow.
+    # Time until which at least one late rank had announced that it would be slow.
     patient_until: float = -math.inf
-    # Until when a report may be on its way, which the wait must not cut off.
+    # Time until which the wait must not end, because a report of the watchdog may still
+    # be written.
     held_until: float = -math.inf
 
     def begin(self, slow_until: float = -math.inf) -> float:
-        """Return from when on the seconds of warning and limit count.
+        """Return the time from which warnings and limits are counted.
 
-        Not before any rank's announced slowness is over; ``slow_until`` is the waiting
-        rank's own.
+        It is not before the end of any slowness that late ranks have announced, nor
+        before ``slow_until``, the end of the slowness that the waiting rank announced.
         """
         return max(self.start, self.patient_until, slow_until)
 
     def last_look(self, limit_seconds: float, slow_until: float = -math.inf) -> float:
-        """Return when the watchdog looks once more, some seconds before the end."""
+        """Return when the watchdog looks for the last time, just before the limit."""
         lead = min(_LEAD_SECONDS, limit_seconds / 2)
         return self.begin(slow_until) + limit_seconds - lead
 
 
 class Waiter:
-    """Waits for the other ranks of a channel.
+    """The object by which a channel waits for other ranks.
 
-    ``look`` drives MPI's progress, and raises where another rank has ended all calls;
-    ``steps`` knows the processes of this worker; ``arrivals`` counts the waits;
-    ``state`` tells the kernel how often to look.
+    ``look`` drives MPI's progress, and raises if another rank has ended all calls.
+    ``steps`` knows the processes of this worker, ``arrivals`` records the waits, and
+    ``state.looks`` sets how often the kernel looks before it returns.
     """
 
     def __init__(
@@ -120,23 +126,24 @@ class Waiter:
     ) -> None:
         self._look, self._steps, self._arrivals = look, steps, arrivals
         self._state = state
-        # How long this rank waits, where a call has no limit of its own.
+        # The time limit of waits in calls without a limit of their own.
         self.limit_seconds = _LIMIT_SECONDS
-        # The wait that is under way, once it takes longer than a moment.
+        # The present wait, once it takes longer than the spin.
         self.waiting: Waiting | None = None
-        # Whether a watchdog looks at it.
+        # Whether a watchdog observes ``waiting``.
         self.watched = False
-        # Until when this rank had announced that it would be slow.
+        # Time until which this rank has announced that it is slow.
         self.slow_until = -math.inf
         # Ranks that were missing at the last look.
         self.late: list[int] = []
-        # Interval between looks for dead processes; survivors of a loss are in a hurry.
+        # Interval between looks for dead processes; shorter if the topology survives
+        # the loss of ranks, so that it recovers sooner.
         self._look_seconds = 0.05 if topology.survives else 1.0
         self._spin = Spin()
         self._on_wire = topology.num_workers > 1
-        # A rank that spins keeps the awaited one from running where they share a core.
+        # If ranks share a core, a spinning rank keeps the awaited rank from running.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
-        # Number of looks that a caller may make before it calls `wait`.
+        # Number of times a caller looks before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
         state.looks = self._looks_of_kernel()
 
@@ -149,7 +156,7 @@ class Waiter:
     def wait_header(
         self, awaited: Waitable, call: Call, timeout_seconds: float | None = None
     ) -> bool:
-        """Wait for the headers of late ranks, as `wait` does, and count it."""
+        """Wait for the headers of late ranks, as `wait` does, and record the wait."""
         start = self._arrivals.begin(call.text)
         try:
             self.late = awaited.missing() if self._arrivals.looks_early else []
@@ -158,7 +165,7 @@ class Waiter:
             self._arrivals.end(start, call.text, self.late)
 
     def wait_data(self, awaited: Waitable, call: Call) -> bool:
-        """Wait for data, as `wait` does, and count it."""
+        """Wait for data, as `wait` does, and record the wait."""
         start = time.perf_counter()
         try:
             return self.wait(awaited, call)
@@ -168,11 +175,11 @@ class Waiter:
     def wait(
         self, awaited: Waitable, call: Call, timeout_seconds: float | None = None
     ) -> bool:
-        """Wait for other ranks; return whether all have announced the same.
+        """Wait for other ranks, and return whether all have announced the same call.
 
-        Collective over ``topology.replica_comm``, or over the ranks awaited. The job's
-        own limit stands for ``timeout_seconds``. Raises CollectiveError if a rank does
-        not come in time, or its process has died.
+        Collective over ``topology.replica_comm``, or over the awaited ranks. Without
+        ``timeout_seconds``, the limit is ``limit_seconds``. CollectiveError if a rank
+        does not arrive in time, or if its process has died.
         """
         agreed, start = awaited.agreed, time.monotonic()
         traveling = 0.0
@@ -194,7 +201,7 @@ class Waiter:
             self._state.looks = self._looks_of_kernel()
 
     def _nap(self, awaited: Waitable, waiting: Waiting) -> bool:
-        """Wait, while others may need the processor."""
+        """Wait with sleeps between the looks, so that other processes can run."""
         look_at = waiting.start + self._look_seconds
         while True:
             late = awaited.missing()
@@ -212,9 +219,10 @@ class Waiter:
             time.sleep(min(nap, _LONGEST_NAP_SECONDS))
 
     def check_limit(self, waiting: Waiting) -> None:
-        """End a wait that has taken longer than its limit, by CollectiveError.
+        """Raise CollectiveError if a wait has taken longer than its limit.
 
-        Late ranks may have been slow in agreement: then not before that is over, too.
+        If late ranks have announced that they are slow, the limit counts from the end
+        of that time.
         """
         now, limit = time.monotonic(), self.limit_seconds
         advice = "see what they do, or raise "
