@@ -1,1 +1,1 @@
-"""Sums, gathers and agreements between ranks, on which all that users import stands."""
+"""The library's core: sums, gathers and headers, on which the public modules build."""

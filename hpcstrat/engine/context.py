@@ -1,4 +1,4 @@
-"""The one stack of contexts: which strategy is current, and on which side of it.
+"""The stack of contexts: the current strategy, and replica or cross-replica context.
 
 Threads that do not inherit the context see an empty stack.
 """
@@ -26,10 +26,10 @@ __all__ = [
 
 
 class CurrentStrategy(Replicas, Protocol):
-    """A strategy, as values, variables and its own less common methods see it.
+    """The members of a strategy that values, variables and lower modules may use.
 
-    They all lie below it. `hpcstrat.strategies.Strategy` documents each member, and who
-    must call it.
+    Those modules cannot import the class Strategy, because it imports them.
+    `hpcstrat.strategies.Strategy` documents each member, and who must call it.
     """
 
     @property
@@ -38,7 +38,7 @@ class CurrentStrategy(Replicas, Protocol):
     @property
     def is_default(self) -> bool: ...
 
-    # A `Meetings` with logical replicas; else None.
+    # A `Meetings` object if there are logical replicas; None if not.
     @property
     def meetings(self) -> Any: ...
 
@@ -63,14 +63,14 @@ class CurrentStrategy(Replicas, Protocol):
 
     def variable_class(self, options: VariableOptions) -> Any: ...
 
-    # Variables lie above this module.
+    # `Any`, because the module of variables imports this one.
     def variable_made(self, variable: Any) -> None: ...
 
     def all_or_none(self, variable: Any, what: str) -> AbstractContextManager[None]: ...
 
 
 class ContextEntry:
-    """One level of the stack: the current strategy, and on which side of it we are."""
+    """One level of the stack: the current strategy, and the kind of context."""
 
     __slots__ = ("index", "is_base", "replica_context", "strategy", "updating")
 
@@ -84,51 +84,52 @@ class ContextEntry:
         index: int | None = None,
     ) -> None:
         self.strategy = strategy
-        # The running replica's place among this rank's; None if all or none run.
+        # The index of the running replica among this rank's; None if all or none run.
         self.index = index
-        # Inside `run`; None in cross-replica context.
+        # The replica context inside `run`; None in cross-replica context.
         self.replica_context = replica_context
-        # Inside `extended.update`: variables act on their own component.
+        # True inside `extended.update`, where variables act on their own component.
         self.updating = updating
-        # Set by `experimental_set_strategy`, not by a `with` block.
+        # True if `experimental_set_strategy`, not a `with` block, has set the strategy.
         self.is_base = is_base
 
 
 _stack: ContextVar[ContextEntry | None] = ContextVar("hpcstrat_context", default=None)
 
-# This is no function of its own, because every call uses it.
+# An alias instead of a function, because every call uses it and a function costs time.
 current = _stack.get
 """Return the innermost `ContextEntry`, or None outside everything."""
 
 
 def push(entry: ContextEntry | None) -> Token[ContextEntry | None]:
-    """Enter a level; None leaves everything. Return the argument for `pop`."""
+    """Push a level, or None for an empty stack; return the argument for `pop`."""
     return _stack.set(entry)
 
 
 def pop(token: Token[ContextEntry | None]) -> None:
-    """Leave the level that `push` has entered."""
+    """Restore the stack as it was before a call of `push`, which returned ``token``."""
     _stack.reset(token)
 
 
 def own_index() -> int | None:
-    """Return which of this rank's replicas runs; None in cross-replica context."""
+    """Return the index of the running replica of this rank; None if none runs alone."""
     entry = _stack.get()
     return None if entry is None else entry.index
 
 
 class AnnouncesInitErrors:
-    """Base class of objects made on all replicas in a scope: all learn if one fails.
+    """Base class of objects that all replicas make in a scope, or that fail on all.
 
-    Every error of ``__init__``, also of a wrong argument, is announced to the others.
+    Every error of ``__init__``, such as a wrong argument, is reported to the other
+    replicas, which then raise, too.
     """
 
     __slots__ = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the constructor of a subclass announce its errors."""
+        """Wrap the constructor of a subclass, so that it reports its errors."""
         super().__init_subclass__(**options)
-        # An inherited one announces already.
+        # An inherited constructor is wrapped already.
         if "__init__" in vars(cls):
             cls.__init__ = _announcing(cls.__init__)  # type: ignore[method-assign]
 
@@ -143,8 +144,8 @@ def _announcing(initialize: Callable[..., None]) -> Callable[..., None]:
             if entry is not None:
                 name = getattr(self, "name", None)
                 what = type(self).__name__ + (f" {name!r}" if name else "")
-                # Otherwise the replicas that have made theirs would wait in the next
-                # call.
+                # Without this report, the replicas whose constructors succeeded would
+                # wait in the next call.
                 entry.strategy.collectives.fail(f"creation of {what}", error)
             raise
 
@@ -152,7 +153,7 @@ def _announcing(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def second_strategy(found: Any) -> str:
-    """Return the end of a message about something that another strategy owns."""
+    """Return the end of an error message about an object of another strategy."""
     return (
         f"found it in that of a second strategy object, {found!r}; each call of a "
         "strategy's class makes another one: make it once, and pass it on"

@@ -1,4 +1,4 @@
-"""Opens HDF5 files for reading, also those that this process has open already."""
+"""A function that opens HDF5 files for reading, even if they are open already."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ __all__ = ["open_for_reading"]
 def open_for_reading(path: str) -> Any:
     """Return an open ``h5py.File``; raise the errors of h5py.
 
-    It takes no locks, which file systems of clusters lack, unless the program has the
-    file open with locks: HDF5 opens a file twice only with the same flag for locks.
+    The file is opened without locks, because many file systems of clusters do not
+    support locks. If the program has the file open with locks, it is opened with locks,
+    because HDF5 opens a file twice only with the same flag for locks.
     """
     import h5py
 

@@ -1,4 +1,4 @@
-"""Tables that notebooks show of an object."""
+"""HTML tables by which notebooks show an object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_CHARACTERS = 2000
 
 
 def table(title: str, rows: Mapping[str, Any]) -> str:
-    """Return HTML with a title, and a row for each pair: all of it is escaped."""
+    """Return an HTML table with a title and a row for each pair, with escaped text."""
     cells = "".join(
         f'<tr><th style="text-align: left; vertical-align: top">{escape(name)}</th>'
         f'<td style="text-align: left"><pre style="margin: 0">{escape(_text(value))}'

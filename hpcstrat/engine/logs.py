@@ -1,4 +1,4 @@
-"""Loggers that know their rank, and output that appears once."""
+"""Loggers whose records name the rank, and a print function for rank 0 only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROOT = "hpcstrat"
 
 
 class _Rank:
-    """This process's place in the job, from the launcher, later from a topology."""
+    """Rank, size and host of this process: from the launcher, later from a topology."""
 
     rank = launch_from_environment().rank
     size = launch_from_environment().size
@@ -23,15 +23,15 @@ class _Rank:
 
 
 def _add_place(record: logging.LogRecord) -> bool:
-    """Put rank, size and host on a record, for the formatters of the program, too."""
+    """Add rank, size and host to a record, so that any formatter can use them."""
     record.rank, record.size, record.host = _Rank.rank, _Rank.size, _Rank.host
     return True
 
 
 class _OwnHandler(logging.StreamHandler[TextIO]):
-    """Shows warnings of every rank, and lower levels of rank 0 alone.
+    """A handler for the warnings of every rank, and for lower levels of rank 0 only.
 
-    Drops records that one of the program's handlers gets, whenever it was added.
+    It drops records for which the program has a handler, even if that was added later.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class _OwnHandler(logging.StreamHandler[TextIO]):
         )
         self.addFilter(_add_place)
 
-    # Programs and tests replace the stream, and close what they put there.
+    # Read sys.stderr each time, because programs and tests replace and close it.
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless a handler of the program gets it."""
+        """Write a record, unless a handler of the program receives it."""
         is_for_all = _Rank.rank == 0 or record.levelno >= logging.WARNING
         if is_for_all and not self._others(record):
             super().emit(record)
@@ -67,42 +67,43 @@ _own = _OwnHandler()
 
 
 def set_rank(rank: int, size: int, host: str) -> None:
-    """Tell the loggers which process this is."""
+    """Set the rank, size and host that the loggers show for this process."""
     _Rank.rank, _Rank.size, _Rank.host = rank, size, host
 
 
 def is_first_rank() -> bool:
-    """Whether this is rank 0 of the job."""
+    """Return whether this process is rank 0 of the job."""
     return _Rank.rank == 0
 
 
 def place() -> str:
-    """Return this process's place as text, such as ``rank 1 of 4 on node03``."""
+    """Return this process's rank and host as text, like ``rank 1 of 4 on node03``."""
     return f"rank {_Rank.rank} of {_Rank.size} on {_Rank.host}"
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return a logger whose lines carry rank and host.
+    """Return a logger whose lines show the rank and the host.
 
     Not collective.
 
     Parameters
     ----------
     name : str, optional
-        Name below ``hpcstrat``; None gives the library's own.
+        Name below ``hpcstrat``; None for the logger ``hpcstrat`` itself.
 
     Returns
     -------
     logging.Logger
         Its records have the attributes ``rank``, ``size`` and ``host``, and propagate
-        to the handlers of the program's loggers. Records that find no handler, at this
-        logger, at ``hpcstrat`` or at the root, go to standard error: warnings of every
-        rank, and lower levels of rank 0.
+        to the handlers of the program's loggers. If there is no handler at this logger,
+        at ``hpcstrat`` or at the root, records are written to standard error: warnings
+        of every rank, and lower levels of rank 0.
     """
     root = logging.getLogger(_ROOT)
     root.addHandler(_own)
     logger = root if name is None else root.getChild(name)
-    # A logger passes on the records of its children without asking its own filters.
+    # Add the filter to each logger, because records of child loggers propagate without
+    # passing the filters of their parents.
     logger.addFilter(_add_place)
     return logger
 
@@ -121,5 +122,5 @@ def print_once(*values: Any, **options: Any) -> None:
     """
     if is_first_rank():
         print(*values, **options)
-        # Lines would stay in the buffer, as launchers read pipes.
+        # Flush, because launchers read pipes, for which Python buffers the output.
         (options.get("file") or sys.stdout).flush()

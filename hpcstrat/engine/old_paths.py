@@ -35,7 +35,7 @@ _NEW = {name: f"engine.{name}" for name in _IN_ENGINE} | {
 
 
 class OldPaths:
-    """Finds modules by their old paths, with a DeprecationWarning; see `importlib`."""
+    """An import finder for old module paths, which warns; see `importlib`."""
 
     def find_spec(
         self,
@@ -43,7 +43,7 @@ class OldPaths:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return how to load a module that has another path now; None for others."""
+        """Return a spec that loads a moved module from its new path, or None."""
         package, _, rest = name.partition(".")
         first, *inner = rest.split(".")
         if package != "hpcstrat" or first not in _NEW:
@@ -59,14 +59,14 @@ class OldPaths:
 
 
 class _Alias(Loader):
-    """Loads the module of another path."""
+    """A loader that returns the module of another path."""
 
     def __init__(self, new: str) -> None:
         self._new = new
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._new)
-        # The import system replaces ``module.__spec__`` next, so the right one is kept.
+        # The import system replaces ``module.__spec__`` next, so keep the original.
         self._spec = module.__spec__
         return module
 

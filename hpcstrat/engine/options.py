@@ -27,12 +27,12 @@ __all__ = [
 class _NamedEnum(enum.Enum):
     """An enumeration whose members are also accepted by name, in any case."""
 
-    # Members are singletons; this is much faster than the hash of their names.
+    # Members are singletons, so that this works; hashing their names is much slower.
     __hash__ = object.__hash__
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """Return the member that ``value`` is or names.
+        """Return ``value`` if it is a member, or the member of this name.
 
         Not collective.
 
@@ -54,7 +54,7 @@ class _NamedEnum(enum.Enum):
         if type(value) is cls:
             return value
         if isinstance(value, str):
-            # `__members__` would make a proxy in each of many calls.
+            # Faster than `__members__`, which makes a proxy object in each call.
             member = cls._member_map_.get(value.upper())
             if member is not None:
                 return cast("Self", member)
@@ -66,14 +66,14 @@ class _NamedEnum(enum.Enum):
 
 
 class ReduceOp(_NamedEnum):
-    """The operation that makes one value of several replicas' values."""
+    """The operation that combines the values of several replicas into one value."""
 
     SUM = "SUM"
     MEAN = "MEAN"
 
     @classmethod
     def parse(cls, value: Any) -> ReduceOp:
-        """Return the operation that ``value`` is, names or stands for.
+        """Return the operation for a member, a name or a variable aggregation.
 
         Not collective.
 
@@ -99,7 +99,7 @@ class ReduceOp(_NamedEnum):
 
     @staticmethod
     def from_variable_aggregation(aggregation: Any) -> ReduceOp:
-        """Return the operation that an aggregation stands for.
+        """Return the operation that corresponds to an aggregation.
 
         Not collective.
 
@@ -116,7 +116,7 @@ class ReduceOp(_NamedEnum):
         Raises
         ------
         ValueError
-            For ``NONE`` and ``ONLY_FIRST_REPLICA``, which are no reductions.
+            For ``NONE`` and ``ONLY_FIRST_REPLICA``, which are not reductions.
         """
         parsed = VariableAggregation.parse(aggregation)
         if parsed.name in ReduceOp.__members__:
@@ -139,7 +139,7 @@ class VariableSynchronization(_NamedEnum):
 class VariableAggregation(_NamedEnum):
     """The way in which a variable's values on all replicas are combined.
 
-    `hpcstrat.variables.aggregation_rules` has the rule of each.
+    `hpcstrat.variables.aggregation_rules` defines the rule of each member.
     """
 
     NONE = 0
@@ -150,7 +150,7 @@ class VariableAggregation(_NamedEnum):
 
 @dataclass(frozen=True, slots=True)
 class VariableOptions:
-    """Arguments of a `Variable` by which a strategy chooses its class."""
+    """Arguments of a `Variable` by which a strategy chooses the variable's class."""
 
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
     aggregation: VariableAggregation = VariableAggregation.NONE
@@ -158,7 +158,7 @@ class VariableOptions:
 
 
 class CommunicationImplementation(_NamedEnum):
-    """The collective implementation that is asked for."""
+    """The implementation of collective calls that a program requests."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -175,25 +175,25 @@ class CommunicationOptions:
         Size in bytes of the pieces in which a large buffer is reduced; 0 lets the
         library choose.
     timeout_seconds : float, optional
-        How long a call may wait for late ranks before it raises; None waits until the
-        job's own limit.
+        How long a call may wait for late ranks before it raises an error; None for the
+        limit of the job.
     implementation : CommunicationImplementation or str
         A hint, as in tf.distribute.
     wire_dtype : str, optional
-        ``"float16"`` or ``"bfloat16"``: halves the bytes of float32 between workers, at
-        the price of digits. Each worker's sums travel as numbers of this type with a
-        common scale, are added as they were, and travel back in the same way. Every
-        value ``x`` of a worker, and every sum, is then off by up to
-        ``u |x| + 2**-39 M``, where ``u`` is 2**-11 for float16 and 2**-8 for bfloat16,
-        and ``M`` is the largest absolute value in the same message. Integers, complex
-        numbers, and sums inside a worker, are exact as ever. None sends full
+        ``"float16"`` or ``"bfloat16"``: halves the bytes of float32 that are sent
+        between workers, but loses digits. Each worker's sums are sent as numbers of
+        this type with a common scale, are added in their own type, and are sent back in
+        the same way. The error of every value ``x`` of a worker, and of every sum, is
+        at most ``u |x| + 2**-39 M``, where ``u`` is 2**-11 for float16 and 2**-8 for
+        bfloat16, and ``M`` is the largest absolute value in the same message. Integers,
+        complex numbers, and sums inside a worker are not affected. None sends full
         precision.
 
     Raises
     ------
     ValueError
-        If ``bytes_per_pack`` is negative, ``timeout_seconds`` not positive, or the
-        implementation or the type of the wire unknown.
+        If ``bytes_per_pack`` is negative, ``timeout_seconds`` is not positive, or
+        ``implementation`` or ``wire_dtype`` is unknown.
     """
 
     bytes_per_pack: int = 0
@@ -207,7 +207,7 @@ class CommunicationOptions:
                 "expected wire_dtype 'float16', 'bfloat16' or None, found "
                 f"{self.wire_dtype!r}; pass None for full precision"
             )
-        # Checked here, not at the first sum, which is collective and comes late.
+        # Check it now: the first sum is collective, and may come long after this.
         if self.wire_dtype == "bfloat16" and find_spec("ml_dtypes") is None:
             raise ValueError(
                 "expected the package ml_dtypes for wire_dtype='bfloat16', found "
@@ -230,7 +230,7 @@ class CommunicationOptions:
 def CollectiveHints(  # noqa: N802 - the older name of tf.distribute
     bytes_per_pack: int = 0, timeout_seconds: float | None = None
 ) -> CommunicationOptions:
-    """Return `CommunicationOptions`, under their older name.
+    """Return `CommunicationOptions`; this is the older name of that class.
 
     Not collective.
 
@@ -251,16 +251,16 @@ def CollectiveHints(  # noqa: N802 - the older name of tf.distribute
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of ``Strategy.run``; accepted for tf.distribute's sake.
+    """Options of ``Strategy.run``; accepted because tf.distribute has them.
 
     Parameters
     ----------
     experimental_enable_dynamic_batch_size : bool
-        Acts on TPUs only.
+        Ignored; it has an effect only on TPUs.
     experimental_bucketizing_dynamic_shape : bool
-        Acts on TPUs only.
+        Ignored; it has an effect only on TPUs.
     experimental_xla_options : object, optional
-        Acts on TPUs only.
+        Ignored; it has an effect only on TPUs.
     """
 
     experimental_enable_dynamic_batch_size: bool = True
@@ -269,14 +269,14 @@ class RunOptions:
 
 
 class InputReplicationMode(_NamedEnum):
-    """Whether a worker or each replica has an input pipeline of its own."""
+    """The number of input pipelines: one per worker, or one per replica."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
 
 
 class AutoShardPolicy(_NamedEnum):
-    """The way in which a data set is divided between workers."""
+    """The way in which a dataset is divided between workers."""
 
     OFF = -1
     AUTO = 0
@@ -287,41 +287,42 @@ class AutoShardPolicy(_NamedEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """Options of a distributed data set.
+    """Options of a distributed dataset.
 
     Parameters
     ----------
     experimental_fetch_to_device : bool
         Whether batches are copied to the replica's GPU while it still computes with
-        earlier ones; only with strategies that put variables on GPUs.
+        earlier batches; only with strategies that put variables on GPUs.
     experimental_replication_mode : InputReplicationMode or str
         One pipeline per worker, or one per replica.
     experimental_place_dataset_on_device : bool
-        Whether the pipeline itself runs on the device; needs ``PER_REPLICA`` and no
-        fetching.
+        Whether the pipeline itself runs on the device; requires ``PER_REPLICA`` and
+        ``experimental_fetch_to_device=False``.
     experimental_per_replica_buffer_size : int
-        Batches that a replica holds at once: one is the program's, threads read the
-        others ahead. For a `Dataset` with random access.
+        Number of batches that a replica holds at the same time: the program uses one,
+        and threads read the others ahead. For a `Dataset` with random access.
     independent : bool
-        Allow a strategy of one replica in a job of several ranks: each rank then goes
-        through the whole data set by itself.
+        Allow a strategy of one replica in a job of several ranks: each rank then reads
+        the whole dataset.
     own_rows : bool
-        Whether each replica gets rows of its own part of the data, the same in all
-        epochs, as many of a batch as the part has; the batches have the same rows as
-        without. After ``cache()`` each rank keeps its own rows in memory, one N-th of
-        the data, and reads few others. For a `Dataset` with random access.
+        Whether each replica gets the rows of a batch that are in its own part of the
+        data, as far as possible; the parts are the same in all epochs, and each global
+        batch has the same rows as without this option. After ``cache()`` each rank
+        keeps its part, one N-th of the data, in memory and reads few other rows. For a
+        `Dataset` with random access.
     single_pipeline : bool
-        Whether replica 0 alone runs the iterable, or the input function, and deals to
-        the replicas of all workers. For data that are small, or drawn at random.
+        Whether only replica 0 runs the iterable or the input function, and sends each
+        replica of all workers its part of a batch. For small or random data.
     compare_every : int
         The workers compare every ``compare_every``-th batch of an iterable, beginning
-        with the first; 0 compares none. A hash of the batch travels with the messages
-        that they send in each step anyway.
+        with the first; 0 compares none. The hash of the batch is part of messages that
+        the workers send in each step anyway.
 
     Raises
     ------
     ValueError
-        For one pipeline for all that is one per replica, too, and if ``compare_every``
+        If ``single_pipeline`` is combined with ``PER_REPLICA``, or if ``compare_every``
         is negative.
     """
 
@@ -353,14 +354,14 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """The place of an input function among all input pipelines.
+    """Argument of an input function: its index among all input pipelines.
 
     Parameters
     ----------
     num_input_pipelines : int
         Number of pipelines in the job.
     input_pipeline_id : int
-        Which of them this one is.
+        Index of this pipeline.
     num_replicas_in_sync : int
         Number of replicas of the strategy.
     """
@@ -387,9 +388,9 @@ class InputContext:
         Raises
         ------
         ValueError
-            If the replicas do not divide the global batch size.
+            If the number of replicas does not divide the global batch size.
         """
-        # As in tf.distribute: rounding would change the global batch unnoticed.
+        # Raise, as tf.distribute does: rounding would silently change the global batch.
         if global_batch_size % self.num_replicas_in_sync:
             raise ValueError(
                 f"expected a global batch size that {self.num_replicas_in_sync} "
@@ -405,7 +406,7 @@ class ValueContext:
     Parameters
     ----------
     replica_id_in_sync_group : int
-        Which replica the value is for.
+        The replica for which the value is made.
     num_replicas_in_sync : int
         Number of replicas of the strategy.
     """
@@ -415,7 +416,7 @@ class ValueContext:
 
 
 def check_on_error(on_error: str) -> None:
-    """Refuse an unknown policy; see `Strategy`."""
+    """Raise ValueError for an unknown ``on_error`` policy; see `Strategy`."""
     if on_error not in ("abort", "raise"):
         raise ValueError(
             f"expected on_error 'abort' or 'raise', found {on_error!r}; choose one"

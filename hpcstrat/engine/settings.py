@@ -1,9 +1,9 @@
-"""Settings of the checks and records that are always on: by option, or by environment.
+"""Settings of a strategy, given by the program or by environment variables.
 
-Values that a program gives as `Settings` come first, then the environment
-(``HPCSTRAT_`` and the name in capitals) of replica 0, then the default. Replica 0's
-settings hold for the whole job, as launchers often give other nodes another
-environment.
+A value that the program passes as `Settings` has priority. If there is none, the
+environment variable of replica 0 is used (``HPCSTRAT_`` and the name in capitals), and
+then the default. The settings of replica 0 are used for the whole job, because
+launchers often give the nodes different environments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ __all__ = ["PREFIX", "Settings"]
 PREFIX = "HPCSTRAT_"
 """The names of all variables of the environment begin with this."""
 
-# Variables of our own test suite, of its stand-in for CuPy, and of hpcstrat.testing.
+# Beginnings of variables that are not settings: those of the library's test suite, of
+# its stand-in for CuPy, and of hpcstrat.testing.
 _NOT_SETTINGS = (f"{PREFIX}TEST", f"{PREFIX}STANDIN")
 
 _TRUE = ("1", "true", "yes", "on")
@@ -36,7 +37,7 @@ def _setting(default: Any, *, choices: tuple[str, ...] = (), least: float = 0) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings of a strategy: how it watches over its ranks.
+    """Settings of a strategy: checks, reports, devices and native code.
 
     Parameters
     ----------
@@ -44,80 +45,84 @@ class Settings:
         Whether a thread of each rank reports which ranks are late, and what they do.
         Default: True.
     warn_seconds : float, optional
-        Seconds of waiting until that report. Default: 60.
+        Seconds of waiting until the watchdog's report. Default: 60.
     limit_seconds : float, optional
         Seconds of waiting until the job ends. Default: 1800.
     stack_signal : int, optional
-        Real-time signal, counted from SIGRTMIN, by which another rank of its machine
-        makes a rank that is stuck in C code show its stack; 0 is none. Default: 9.
+        Number of a real-time signal, counted from SIGRTMIN. With it, another rank on
+        the same machine makes a rank that is stuck in C code print its stack. 0 uses no
+        signal. Default: 9.
     divergence : str, optional
-        How mirrored variables, whose copies must be equal, are compared at entries into
-        ``run``: ``"rolling"``, a thousandth of the bytes each time; ``"full"``, also
-        all bytes, every `divergence_interval` times; ``"off"``. Default: ``"rolling"``.
+        How the copies of mirrored variables, which must be equal, are compared at each
+        entry into ``run``: ``"rolling"`` compares a thousandth of the bytes each time;
+        ``"full"`` also compares all bytes every `divergence_interval` entries;
+        ``"off"`` compares nothing. Default: ``"rolling"``.
     divergence_interval : int, optional
         Number of entries into ``run`` from one full comparison to the next.
         Default: 1000.
     divergence_tolerance : float, optional
-        Allowed difference of floating copies, relative to the largest absolute value of
-        the variable. 0 compares bits; another value, which needs messages, turns the
-        rolling comparison off, so that only full ones are left. Default: 0.
+        Allowed difference of floating-point copies, relative to the largest absolute
+        value of the variable. 0 compares bits. With another value, which requires
+        messages, only full comparisons are made, and no rolling ones. Default: 0.
     non_finite : str, optional
-        What optimizers do about combined gradients that are NaN or infinite: ``"off"``;
-        ``"warn"``; ``"raise"`` a NonFiniteError on all replicas; ``"skip"`` the step on
-        all of them, with a warning. Default: ``"off"``.
+        Reaction of optimizers to combined gradients that are NaN or infinite:
+        ``"off"`` does nothing; ``"warn"`` warns; ``"raise"`` raises a NonFiniteError on
+        all replicas; ``"skip"`` skips the step on all replicas, with a warning.
+        Default: ``"off"``.
     summary : str, optional
-        Whether replica 0 reports at the end who was late: ``"on"``; ``"auto"``, if more
-        than a tenth of the time and more than 10 s were lost by waiting for late
-        replicas; ``"off"``. Default: ``"auto"``.
+        Whether replica 0 reports the late replicas at the end: ``"on"``; ``"auto"``, if
+        waiting for late replicas took more than a tenth of the time and more than 10 s;
+        ``"off"``. Default: ``"auto"``.
     summary_signal : str, optional
-        Signal on which each worker's first replica reports who was late so far:
-        ``"usr1"``, ``"usr2"``, ``"none"``. A signal that the program uses itself is
-        left alone. Default: ``"usr2"``.
+        Signal on which each worker's first replica reports the late replicas so far:
+        ``"usr1"``, ``"usr2"``, ``"none"``. If the program handles the signal itself, it
+        is not used. Default: ``"usr2"``.
     timeline : str, optional
-        Folder for a timeline of the whole program; empty for none. Default: empty.
+        Folder for a timeline of the whole program; empty for no timeline. Default:
+        empty.
     timeline_megabytes : int, optional
         Size in MiB at which a rank's file of a timeline ends. Default: 256.
     direct_io : str, optional
-        Whether checkpoints go past the page cache (O_DIRECT): ``"on"``; ``"off"``;
-        ``"auto"`` does so on ext4 and XFS, not on parallel and network file systems.
+        Whether checkpoints bypass the page cache (O_DIRECT): ``"on"``; ``"off"``;
+        ``"auto"``, on ext4 and XFS, but not on parallel and network file systems.
         Default: ``"auto"``.
     nvtx : bool, optional
-        Whether a timeline's ranges are shown to NVIDIA's profilers, where CuPy is
-        installed; also without a timeline. Default: False.
+        Whether a timeline's ranges are shown in NVIDIA's profilers, if CuPy is
+        installed; works without a timeline, too. Default: False.
     device : str, optional
-        Where variables and batches are: ``"gpu"``, on the GPU of each rank; ``"cpu"``;
-        ``"auto"`` leaves them in the library that they come in, and gives each rank its
-        GPU if the program has imported CuPy. Default: ``"auto"``.
+        The memory of variables and batches: ``"gpu"``, the GPU of each rank; ``"cpu"``;
+        ``"auto"`` keeps arrays in the library from which they come, and assigns a GPU
+        to each rank if the program has imported CuPy. Default: ``"auto"``.
     share_gpus : bool, optional
-        Whether several ranks may have the same GPU, which is an error otherwise.
+        Whether several ranks may use the same GPU; if not, that is an error.
         Default: False.
     mpi_reads_gpu : str, optional
-        Whether the MPI library may be given the memory of GPUs: ``"auto"``, where a
-        trial has shown that it can, see ``hpcstrat doctor``; ``"yes"``, which ends the
-        job by a segmentation fault if it cannot; ``"no"``. Default: ``"auto"``.
+        Whether GPU memory may be passed to the MPI library: ``"auto"``, if a test has
+        shown that this works, see ``hpcstrat doctor``; ``"yes"``, which ends the job by
+        a segmentation fault if it does not work; ``"no"``. Default: ``"auto"``.
     nccl : bool, optional
-        Whether NCCL may carry arrays on GPUs. Default: True.
+        Whether NCCL may send arrays on GPUs. Default: True.
     native : bool, optional
         Whether the compiled kernel sums in the memory that the ranks of a machine
-        share, where all of them have it; else NumPy does, with the same bits.
-        ``HPCSTRAT_NATIVE=0`` leaves the update rules of optimizers to NumPy, too.
+        share, if all of them have the kernel. If not, NumPy sums, with the same bits.
+        With ``HPCSTRAT_NATIVE=0`` NumPy also does the update rules of optimizers.
         Default: True.
     math_threads : int, optional
-        With logical replicas, number of threads that BLAS, OpenMP, PyTorch and XLA have
-        in each rank: it changes the bits of a matrix product. Default: 1.
+        With logical replicas, the number of threads of BLAS, OpenMP, PyTorch and XLA in
+        each rank. This number changes the bits of a matrix product. Default: 1.
     step_digests : str, optional
-        Folder for a log of digests of the mirrored variables, one for each entry into
-        ``run``, which ``hpcstrat verify-bits`` compares with that of another run; empty
-        for none. Default: empty.
+        Folder for a log of hashes of the mirrored variables, one hash for each entry
+        into ``run``. ``hpcstrat verify-bits`` compares the logs of two runs. Empty for
+        no log. Default: empty.
     hang_folder : str, optional
-        Folder for the job's file ``hpcstrat-hang-*.jsonl``, written when ranks are late
-        or an error ends the job, and explained by ``hpcstrat hang``; empty for none.
-        Default: ``"."``.
+        Folder for the job's file ``hpcstrat-hang-*.jsonl``, which is written when ranks
+        are late or an error ends the job. ``hpcstrat hang`` explains the file. Empty
+        for no file. Default: ``"."``.
 
     Raises
     ------
     ValueError
-        If a value is out of its range, or unknown.
+        If a value is unknown or out of its range.
     """
 
     watchdog: bool | None = _setting(True)
@@ -148,11 +153,12 @@ class Settings:
             value = getattr(self, field.name)
             if value is not None:
                 checked = _checked(field, value, field.name)
-                # Frozen to others: settings are agreed once, when a strategy is made.
+                # The class is frozen, because the ranks agree on the settings only
+                # once, when a strategy is made.
                 object.__setattr__(self, field.name, checked)
 
     def resolved(self, environment: Mapping[str, str] | None = None) -> Self:
-        """Fill what is None from the environment, or by its default.
+        """Return a copy in which the environment or defaults replace each None.
 
         Not collective. For the library's own modules.
         """
@@ -164,7 +170,7 @@ class Settings:
             if name.startswith(PREFIX) and not name.startswith(_NOT_SETTINGS)
         }
         for name in given:
-            # Otherwise nobody would notice that a misspelled name has no effect.
+            # Raise, because a misspelled name would silently have no effect.
             if name not in fields:
                 raise ValueError(
                     f"expected {PREFIX}* to name a setting, found {name}; "
@@ -180,7 +186,7 @@ class Settings:
         return dataclasses.replace(self, **values)
 
     def differ_from(self, others: Self) -> bool:
-        """Whether a value that is given here differs from another's.
+        """Return whether a value that is not None here differs from that of ``others``.
 
         Not collective. For the library's own modules.
         """
@@ -190,7 +196,7 @@ class Settings:
 
 def _advice(name: str, known: list[str]) -> str:
     ends = [other.removeprefix(PREFIX) for other in known]
-    # The prefix, which all names share, would make every name close.
+    # Compare without the common prefix, which would make all names similar.
     close = difflib.get_close_matches(name.removeprefix(PREFIX), ends, 1, 0.6)
     if close:
         return f"write {PREFIX}{close[0]}, or unset it"
@@ -198,10 +204,10 @@ def _advice(name: str, known: list[str]) -> str:
 
 
 def _parsed(field: Any, text: str, name: str) -> Any:
-    """Return the value of a variable of the environment."""
+    """Return the value of a setting from the text of an environment variable."""
     default, word = field.metadata["default"], text.strip()
     value: Any = word
-    # Before numbers: True is an int, too.
+    # Test for bool before int, because True is an int, too.
     if isinstance(default, bool):
         if word.lower() not in _TRUE + _FALSE:
             raise ValueError(
@@ -220,12 +226,12 @@ def _parsed(field: Any, text: str, name: str) -> Any:
 
 
 def _checked(field: Any, value: Any, name: str) -> Any:
-    """Return the value as its setting's type, if it is in range."""
+    """Return the value in its setting's type, or raise if it is not allowed."""
     default, choices = field.metadata["default"], field.metadata["choices"]
     kind = type(default)
     if kind is float and type(value) is int:
         value = float(value)
-    # Not isinstance, to which True would be a number.
+    # Do not use isinstance, because True is an instance of int.
     if type(value) is not kind:
         raise TypeError(
             f"expected {name} of type {kind.__name__}, found {value!r}; change it"

@@ -1,7 +1,7 @@
-"""Nested structures, by optree.
+"""Functions for nested structures (trees), based on optree.
 
-Lists, tuples, named tuples and mappings are nodes; everything else is a leaf, ``None``,
-sets, arrays, distributed values and variables included.
+Lists, tuples, named tuples and mappings are nodes. Everything else is a leaf, including
+``None``, sets, arrays, distributed values and variables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpcstrat.engine.typing import Tree
 
 __all__ = ["flatten", "is_leaf", "tree_map", "unflatten"]
 
-# Nodes that need not be looked up in the registry of optree.
+# Types that are nodes in any case: a shortcut past optree's registry.
 _NODES = (list, tuple, dict)
 
 
@@ -25,9 +25,10 @@ def is_leaf(tree: Tree) -> bool:
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
-    """Return the leaves in a fixed order, mappings by sorted key, and the structure.
+    """Return the leaves of a tree in a fixed order, and its structure.
 
-    The structure is hashable, and its text the same in every process.
+    Mappings are ordered by key. The structure is hashable, and its text is the same in
+    every process.
     """
     # None is a leaf, as in tf.nest.
     leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
@@ -35,12 +36,12 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
 
 
 def unflatten(structure: Any, leaves: list[Any]) -> Tree:
-    """Rebuild a tree, with the original types of containers, from `flatten`."""
+    """Rebuild a tree from the results of `flatten`, with the original containers."""
     return optree.tree_unflatten(structure, leaves)
 
 
 def tree_map(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Apply a function to every leaf."""
+    """Return a tree of the results of applying a function to every leaf."""
     if is_leaf(tree):
         return function(tree)
     return optree.tree_map(function, tree, none_is_leaf=True)

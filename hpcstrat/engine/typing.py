@@ -1,4 +1,4 @@
-"""Type aliases and protocols; nothing here runs."""
+"""Type aliases and protocols; this module has no code that runs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Tree: TypeAlias = Any
 
 
 class Replicas(Protocol):
-    """A strategy, as modules that only work for its replicas see it.
+    """The members of a strategy that lower modules may use.
 
-    They may lie below the strategies, which import them. `hpcstrat.strategies.Strategy`
-    documents each member, and who must call it.
+    Modules that the strategies import cannot import the class Strategy itself.
+    `hpcstrat.strategies.Strategy` documents each member, and who must call it.
     """
 
     @property
@@ -61,7 +61,7 @@ class Replicas(Protocol):
     @property
     def puts_on_gpu(self) -> bool: ...
 
-    # The classes of these four lie above this module.
+    # `Any`, because the modules of the next five members import this one.
     @property
     def replicas(self) -> Any: ...
 
@@ -77,7 +77,7 @@ class Replicas(Protocol):
     @property
     def split(self) -> Any: ...
 
-    # `Settings` without None, which its fields allow until all ranks have agreed.
+    # `Any` instead of `Settings`, whose fields may be None until all ranks have agreed.
     @property
     def settings(self) -> Any: ...
 
@@ -91,68 +91,70 @@ class Replicas(Protocol):
 
 
 class CopyCheck(Protocol):
-    """A check of variables whose copies all replicas keep equal."""
+    """A check that the copies of variables are equal on all replicas."""
 
     def mark(self, run_index: int, mark: int) -> int:
-        """Return the mark that the headers of calls after an entry into ``run`` carry.
+        """Return the fingerprint for headers of calls after an entry into ``run``.
 
-        It is from 0 to 2**63 - 1, and equal on all replicas only if ``run_index`` is,
-        and the copies that were looked at. ``mark`` is the one before.
+        It is from 0 to 2**63 - 1. It is equal on all replicas only if ``run_index`` and
+        the parts of the copies that were hashed are equal. ``mark`` is the previous
+        fingerprint.
         """
 
     def difference(self, comm: Any) -> CollectiveError | None:
-        """Compare all copies after their hashes differed; collective over ``comm``.
+        """Compare all copies, after fingerprints differed; collective over ``comm``.
 
-        Return the error that all replicas raise; None where the copies are equal.
+        Returns the error that all replicas raise, or None if the copies are equal.
         """
 
 
 @runtime_checkable
 class SupportsCheckpoint(Protocol):
-    """An object whose state is in variables, which a CheckpointManager saves.
+    """An object whose state is in variables, which a CheckpointManager can save.
 
-    Any object with this method can be given to a `CheckpointManager`, by itself or in a
-    dict or list of Variables. The kinds of its variables decide how values are restored
-    on another number of replicas: see `CheckpointManager.restore`.
+    Any object with this method can be passed to a `CheckpointManager`, by itself or in
+    a dict or list of Variables. The kind of each variable determines how its value is
+    restored on another number of replicas: see `CheckpointManager.restore`.
     """
 
     def checkpoint_variables(self) -> dict[str, Any]:
-        """Return the variables that hold the state, by name.
+        """Return the variables that contain the state, by name.
 
-        Not collective, but each replica returns the same names, in the same order.
+        Not collective, but each replica must return the same names in the same order.
 
         Returns
         -------
         dict of str to Variable
-            All that there are now; called at each save and restore. A name may hold
-            ``/``; the file has it below the object's own name.
+            All variables that exist now; the manager calls this method at each save and
+            restore. A name may contain ``/``. In the file, the names are below the name
+            of the object.
         """
 
 
 @runtime_checkable
 class SupportsDeferredCheckpoint(SupportsCheckpoint, Protocol):
-    """An object that makes variables later than it may be restored.
+    """An object that may make some of its variables only after a restore.
 
-    An optimizer, for example, has momentum from the first step on. Such an object must
-    be given to the manager by itself, not in a dict or list of Variables. With a method
-    ``checkpoint_reset(names)`` it can go back to a checkpoint that was saved before it
-    made these variables.
+    For example, an optimizer makes its momentum variables in the first step. Such an
+    object must be passed to the manager by itself, not in a dict or list of Variables.
+    If it has a method ``checkpoint_reset(names)``, it can also be restored from a
+    checkpoint that was saved before it made the variables ``names``.
     """
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state may have.
+        """Return all names under which a file may have saved a variable.
 
         Not collective.
 
         Parameters
         ----------
         name : str
-            As in `checkpoint_variables`.
+            A name of `checkpoint_variables`.
 
         Returns
         -------
         list of str
-            That one and others; the first that a file has is taken.
+            ``name`` and alternative names; the first name that a file has is restored.
         """
 
     def checkpoint_defer(
@@ -165,29 +167,31 @@ class SupportsDeferredCheckpoint(SupportsCheckpoint, Protocol):
     ) -> None:
         """Keep a saved value whose variable does not exist yet.
 
-        Not collective, but all replicas are told of the same values, in one order.
+        Not collective, but it is called for the same values in the same order on all
+        replicas.
 
         Parameters
         ----------
         name : str
-            As `checkpoint_variables` has it later.
+            The name that `checkpoint_variables` will return for the variable.
         value : ndarray
             The saved value.
         strategy : Strategy, optional
-            Whose replicas restore; default: this process alone.
+            The strategy whose replicas restore; default: this process alone.
         is_part : bool
-            Whether it is this replica's part, where each has one, not their total.
+            Whether ``value`` is the part of this replica alone; if not, it is the total
+            over all replicas.
         """
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Continue from the restored values.
+        """Complete a restore, after all values have been restored or kept.
 
         Not collective.
 
         Parameters
         ----------
         num_replicas : int
-            Number of replicas that had parts in the saved values.
+            Number of replicas that saved the values.
         now : int
-            Number of replicas that have restored them.
+            Number of replicas that restored the values.
         """

@@ -1,7 +1,7 @@
 """Distributed values, which have a component for each replica.
 
-Every process holds the components of its own replicas: one, unless there are several
-logical replicas on a rank.
+Every process has the components of its own replicas: one component, unless a rank has
+several logical replicas.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ ONE_OF_MANY = (
 
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
-    """NumPy's operators and functions for an object that stands for an array.
+    """NumPy's operators and functions for an object that acts as an array.
 
-    Subclasses give ``_operand()``, which returns the array.
+    Subclasses implement ``_operand()``, which returns the array.
     """
 
     __slots__ = ()
-    # Compared element by element like an array, but found by identity in dicts.
+    # Hash by identity, so that objects can be keys, although ``==`` is element-wise.
     __hash__ = object.__hash__
 
     def _operand(self) -> Array:
         raise NotImplementedError
 
     def _lasting(self) -> Array | None:
-        """Return the array if it lives as long as this object."""
+        """Return the array if it exists as long as this object."""
         return self._operand()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Convert to a NumPy array; refused where a GPU would have to be waited for."""
+        """Convert to a NumPy array; TypeError for an array on a GPU."""
         array = self._operand()
         if is_device(array):
             raise TypeError(
@@ -74,7 +74,8 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
                 "variable.numpy()"
             )
         if dtype is not None and array.dtype != dtype:
-            # NumPy 2 asks for this: the caller would write into a copy unnoticed.
+            # NumPy 2 requires this error, because the caller might write into the array
+            # without noticing that it is a copy.
             if copy is False:
                 raise ValueError(
                     f"expected an array of {np.dtype(dtype)} without a copy, found "
@@ -86,18 +87,19 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
     ) -> Any:
-        """Apply a NumPy function to the array for which this object stands."""
+        """Apply a ufunc of NumPy to the array of this object."""
         for out in kwargs.get("out", ()):
             if isinstance(out, ArrayOperators):
                 raise _not_written(ufunc, out)
-        # Otherwise NumPy would call these objects again, without end.
+        # Replace these objects by their arrays; if not, NumPy would call this method
+        # again in an endless recursion.
         arrays = [x._operand() if isinstance(x, ArrayOperators) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
 
     def __array_function__(
         self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function of NumPy on the array; the array is read once."""
+        """Apply a function of NumPy to the array of this object."""
         written = [kwargs.get("out")]
         if func in _WRITING:
             written += [*args[:1], *map(kwargs.get, ("dst", "a", "arr"))]
@@ -109,7 +111,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self) -> Any:
-        """The array as libraries on GPUs read it; only there for one on a GPU."""
+        """The CUDA array interface of the array; AttributeError for a host array."""
         array: Any = self._lasting()
         if not is_device(array):
             raise AttributeError("an array in host memory has no CUDA array interface")
@@ -122,12 +124,12 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         """Return a copy of part of the array."""
         part = self._operand()[key]
         is_array = isinstance(part, np.ndarray) or is_device(part)
-        # A view would change with the next update, and could be written.
+        # Copy, because a view would change with the next update and would be writable.
         return part.copy() if is_array else part
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the first dimension."""
-        # A copy: rows of a view would change while a loop updates the variable.
+        """Iterate over the first dimension of the array."""
+        # Copy, because rows of a view would change while a loop updates the variable.
         return iter(self._operand().copy())
 
     def __contains__(self, value: Any) -> bool:
@@ -149,7 +151,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         return operator.index(self._operand())
 
     def __format__(self, specification: str) -> str:
-        """Format the array."""
+        """Format the array by its own rules."""
         return format(self._operand(), specification)
 
 
@@ -162,11 +164,11 @@ def _not_written(function: Any, out: Any) -> TypeError:
 
 
 def _operands(argument: Any) -> Any:
-    """Replace objects that stand for arrays, also in the lists that functions take."""
+    """Replace ArrayOperators objects by their arrays, also inside lists and tuples."""
     if isinstance(argument, ArrayOperators):
         return argument._operand()
-    # Named tuples and other subclasses are left alone: their constructors may not take
-    # a sequence.
+    # Return named tuples and other subclasses unchanged, because their constructors may
+    # not accept a sequence.
     if type(argument) in (list, tuple):
         return type(argument)(map(_operands, argument))
     return argument
@@ -176,9 +178,9 @@ def _operands(argument: Any) -> Any:
 class HostValue:
     """An initial value that stays in host memory, whatever the setting ``device`` says.
 
-    For counters, which the host reads in each step. With ``is_own`` each replica keeps
-    its own value, where it is, on a GPU, too, and nothing is sent; otherwise all take
-    replica 0's.
+    It is meant for counters, which the host reads in each step. With ``is_own``, each
+    replica keeps its own value in the memory where it is, even on a GPU, and nothing is
+    sent. Without ``is_own``, all replicas use replica 0's value.
     """
 
     array: Array
@@ -187,9 +189,9 @@ class HostValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adopted:
-    """An initial value whose memory becomes the component, without a copy.
+    """An initial value whose memory becomes the variable's component, without a copy.
 
-    With ``is_equal`` it is equal on all replicas already, and nothing is sent.
+    With ``is_equal``, the value must be equal on all replicas, and nothing is sent.
     """
 
     array: Array
@@ -197,13 +199,13 @@ class Adopted:
 
 
 class DistributedValues:
-    """One value per replica, of which this process holds those of its own replicas.
+    """A value with one component per replica; a process has those of its own replicas.
 
     Parameters
     ----------
     *parts : object
-        The components of this process's replicas, in their order: one, unless there are
-        logical replicas.
+        The components of this process's replicas, in replica order: one component,
+        unless there are logical replicas.
     """
 
     __slots__ = ("_parts",)
@@ -213,7 +215,7 @@ class DistributedValues:
 
     @property
     def _local(self) -> Any:
-        """The component of the replica that runs."""
+        """The component of the running replica; ValueError if it is not known which."""
         parts = self._parts
         if len(parts) == 1:
             return parts[0]
@@ -228,15 +230,15 @@ class DistributedValues:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components of this process's replicas, in their order."""
+        """The components of this process's replicas, in replica order."""
         return self._parts
 
 
 class PerReplica(ArrayOperators, DistributedValues):
-    """A value that may differ between replicas.
+    """A value whose components may differ between replicas.
 
-    In cross-replica context it has no operators and does not become an array; in
-    replica context it stands for the replica's own part.
+    In cross-replica context it has no operators and cannot be converted to an array. In
+    replica context it acts as the replica's own component.
     """
 
     __slots__ = ()
@@ -263,8 +265,8 @@ class PerReplica(ArrayOperators, DistributedValues):
         return super().__array_ufunc__(ufunc, method, *inputs, **kwargs)
 
     def __format__(self, specification: str) -> str:
-        """Show this replica's component; format it in replica context only."""
-        # Logging a value must not fail in cross-replica context.
+        """Show this replica's component; format it only in replica context."""
+        # Without a format, use ``repr``, so that logging works in any context.
         return super().__format__(specification) if specification else repr(self)
 
     def __repr__(self) -> str:
@@ -280,13 +282,13 @@ class PerReplica(ArrayOperators, DistributedValues):
 
 
 class Mirrored(ArrayOperators, DistributedValues):
-    """A value that is the same on all replicas; acts as its local copy."""
+    """A value that is equal on all replicas, and acts as its local copy."""
 
     __slots__ = ()
 
     @property
     def _local(self) -> Any:
-        """The copy of this process, which serves all its replicas."""
+        """The copy of this process, which all of its replicas use."""
         return self._parts[0]
 
     def _operand(self) -> Array:
@@ -294,7 +296,7 @@ class Mirrored(ArrayOperators, DistributedValues):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the local copy."""
-        # NumPy looks for many special methods.
+        # Refuse special names early, because NumPy looks for many special methods.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(object.__getattribute__(self, "_local"), name)
@@ -313,15 +315,15 @@ def _plain(value: Any) -> Array:
 
 
 def _own(leaf: Any) -> Any:
-    # Variables are distributed values too, but go into functions as they are.
+    # Variables are distributed values, too, but are passed to functions unchanged.
     return leaf._local if type(leaf) in (PerReplica, Mirrored) else leaf
 
 
 def part_of(tree: Tree, index: int, *, variables: bool = False) -> Tree:
     """Replace each distributed value of a tree by the component of a local replica.
 
-    ``index`` counts the replicas of this process. Variables stay as they are, unless
-    ``variables`` asks for theirs.
+    ``index`` is the index of the replica among those of this process. Variables are
+    returned unchanged, unless ``variables`` is true.
     """
 
     def part(leaf: Any) -> Any:
@@ -335,5 +337,5 @@ def part_of(tree: Tree, index: int, *, variables: bool = False) -> Tree:
 
 
 def localize(tree: Tree) -> Tree:
-    """Replace each distributed value, but no variable, by this replica's component."""
+    """Replace each distributed value by this replica's component; keep variables."""
     return tree_map(_own, tree)

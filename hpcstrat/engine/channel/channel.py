@@ -252,8 +252,9 @@ class Channel:
 
         Not collective. ``with`` returns an InterruptibleComm of all replicas. After an
         error inside the block no further call can be made, because the other ranks
-        still wait in this call, and the end of this rank ends the job. The exception is
-        an EveryRankError, which all ranks raise: it becomes a ValueError.
+        still wait in this call, and the end of this rank ends the job. Only an
+        EveryRankError does not end the calls, because all ranks raise it: it becomes a
+        ValueError.
         """
         recorder = active.recorder
         if recorder is not None:

@@ -129,9 +129,9 @@ class PendingCall:
         return self._result
 
     def advance(self, waits: bool) -> bool:
-        """Advance the reduction, and return whether it has ended; only for the channel.
+        """Advance the reduction, or wait for its end; return whether it has ended.
 
-        Collective over the strategy's replicas. With ``waits``, wait for its end.
+        Collective over the strategy's replicas. For the library's own modules.
         """
         try:
             while not self._done:
@@ -157,7 +157,10 @@ class PendingCall:
             failures.interrupted(self.call, error)
 
     def end(self, error: BaseException) -> None:
-        """Let `wait` raise ``error`` in place of a result; only for the channel."""
+        """Let `wait` raise ``error``, because there will be no result.
+
+        For the library's own modules.
+        """
         if not self._done:
             self._error = error
             self._done = True

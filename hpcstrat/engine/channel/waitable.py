@@ -32,7 +32,7 @@ class Waitable(Protocol):
     """A header, step or request of other ranks, or work of a GPU, to wait for."""
 
     def agreed(self) -> bool:
-        """Return whether it has arrived; False also if ranks announced different calls.
+        """Return whether the wait is over; False also if ranks made different calls.
 
         Never blocks. Drives MPI's progress if needed.
         """

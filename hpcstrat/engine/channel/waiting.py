@@ -43,8 +43,8 @@ _LONGEST_NAP_SECONDS = 0.001
 _WIRE_BYTES_PER_SECOND = 1.25e8
 _MOST_TRAVELING_BYTES = 256 << 10
 _LIMIT_SECONDS = 1800.0
-# The watchdog looks for late ranks again this long before the limit. A rank waits up to
-# the second time past the limit for the result of this look.
+# The watchdog looks for late ranks again ``_LEAD_SECONDS`` before the limit. A rank
+# waits for the result of this look up to ``_VERDICT_SECONDS`` past the limit.
 _LEAD_SECONDS = 8.0
 _VERDICT_SECONDS = 10.0
 

@@ -1,9 +1,9 @@
-"""Compiled modules, where they have been built.
+"""Compiled C modules of the library, and functions that load them if they were built.
 
-``kernel.c`` sums in a worker, ``reader.c`` reads rows of files, ``update_rules.c`` has
-the update rules of optimizers. They are built when the package is installed, see
-``packaging/build_kernel.py``. Without a compiler there are none, and NumPy and Python
-do the same: slower, with the same bits.
+``kernel.c`` sums inside a worker, ``reader.c`` reads rows of files, ``update_rules.c``
+has the update rules of optimizers. They are built when the package is installed, see
+``packaging/build_kernel.py``. Without a compiler they are missing. NumPy and Python
+then do the same work, slower, and with the same bits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ VERSION = 4
 _READER_VERSION = 2
 _RULES_VERSION = 1
 
-# Codes of types by kind and size, as in the table of kernel.c.
+# Codes of dtypes, by kind and size: their indices in the table TYPES of elements.h.
 _CODES = {"f4": 0, "f8": 1, "c8": 2, "c16": 3, "f2": 4, "bfloat16": 5}
 _CODES |= {"i1": 6, "u1": 6, "i2": 7, "u2": 7, "i4": 8, "u4": 8, "i8": 9, "u8": 9}
-# Codes of means of integers, which are float64.
+# Codes for means of integers, whose results are float64.
 _MEAN_CODES = {"i1": 10, "u1": 11, "i2": 12, "u2": 13}
 _MEAN_CODES |= {"i4": 14, "u4": 15, "i8": 16, "u8": 17}
 
 
 @functools.cache
 def load() -> Any:
-    """Return the kernel's module; None where it was not built, or from other sources.
+    """Return the kernel's module; None if it was not built, or from another version.
 
     Not collective.
     """
@@ -43,7 +43,7 @@ def load() -> Any:
 
 
 def load_reader() -> ModuleType | None:
-    """Return the module that reads rows of files; None where it was not built.
+    """Return the module that reads rows of files; None if it was not built.
 
     Not collective.
     """
@@ -52,7 +52,7 @@ def load_reader() -> ModuleType | None:
 
 @functools.cache
 def load_update_rules() -> ModuleType | None:
-    """Return the module of update rules; None where it was not built.
+    """Return the module of update rules; None if it was not built.
 
     Not collective.
     """
@@ -64,19 +64,19 @@ def _load(name: str, version: int) -> ModuleType | None:
         found = importlib.import_module(f"{__name__}.{name}")
     except ImportError:
         return None
-    # A build that has failed leaves the one before.
+    # After a failed build, the module of an earlier version may still be there.
     return found if getattr(found, "VERSION", None) == version else None
 
 
 def type_codes(dtypes: Sequence[np.dtype[Any]], *, means: bool) -> bytes | None:
-    """Return the kernel's numbers of types; None where it does not know one.
+    """Return the kernel's codes of dtypes; None if it does not support one of them.
 
-    ``means`` says whether sums are divided.
+    ``means`` says whether the sums are divided for a mean.
     """
     codes, known = [], _CODES | _MEAN_CODES if means else _CODES
     for dtype in dtypes:
         name = f"{dtype.kind}{dtype.itemsize}" if dtype.isnative else ""
-        # Types of other libraries have names only.
+        # Dtypes of other libraries, such as bfloat16, are identified by name.
         code = known.get(dtype.name if dtype.num >= 256 else name)
         if code is None:
             return None

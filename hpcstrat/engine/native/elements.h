@@ -1,5 +1,5 @@
-/* Types of elements: how values are added, divided, converted and copied. The results have the
- * bits of NumPy's. */
+/* Functions that add, divide, convert and copy the elements of each type. The results have the
+ * same bits as NumPy's results. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -27,7 +27,7 @@ typedef void (*scale)(void *, size_t, double);
     }
 ADDER(add_float, float)
 ADDER(add_double, double)
-/* Signed numbers wrap around as unsigned ones do. */
+/* Signed integers are added as unsigned ones: in two's complement the sums have the same bits. */
 ADDER(add_uint8, uint8_t)
 ADDER(add_uint16, uint16_t)
 ADDER(add_uint32, uint32_t)
@@ -41,7 +41,7 @@ static void add_complex128(void *out, const void *a, const void *b, size_t count
     add_double(out, a, b, 2 * count);
 }
 
-/* As NumPy divides: by a power of two a product has the same bits. */
+/* Divide as NumPy does. For a power of two, multiply by its inverse: the bits are the same. */
 #define SCALER(name, type)                                                                         \
     LOOPS static void name(void *values, size_t count, double divisor) {                           \
         type *sums = values;                                                                       \
@@ -57,7 +57,7 @@ static void add_complex128(void *out, const void *a, const void *b, size_t count
 SCALER(scale_float, float)
 SCALER(scale_double, double)
 
-/* As NumPy divides by a complex number whose imaginary part is 0. */
+/* Divide as NumPy divides by a complex number whose imaginary part is 0. */
 #define COMPLEX_SCALER(name, type)                                                                 \
     static void name(void *values, size_t count, double divisor) {                                 \
         type *sums = values, ratio = 0, by = 1 / (type)divisor;                                    \
@@ -106,7 +106,7 @@ LOOPS static void half_to_float(void *out, const void *in, size_t count) {
     }
 }
 
-/* Rounds to nearest, ties to even. */
+/* Round to nearest, ties to even. */
 LOOPS static void float_to_half(void *out, const void *in, size_t count) {
     uint16_t *result = out;
     const uint32_t *values = in;
@@ -141,8 +141,9 @@ LOOPS static void float_to_bfloat16(void *out, const void *in, size_t count) {
     }
 }
 
-/* How values are added: what they are turned into before, and the sums after. Where
- * nothing is turned, `widen` and `narrow` are NULL. */
+/* How values of a type are added. `size` is the size of a value, `wide` of a value as it is added,
+ * `result` of a result. `widen` converts values before the addition and `narrow` converts sums
+ * after it; they are NULL if no conversion is needed. */
 typedef struct {
     size_t size, wide, result;
     binary add;
@@ -150,8 +151,8 @@ typedef struct {
     convert widen, narrow;
 } type;
 
-/* By the code that Python gives, see hpcstrat/engine/native/__init__.py: floats; sums of integers;
- * means of integers. */
+/* The types, indexed by the codes of hpcstrat/engine/native/__init__.py: first floats, then sums of
+ * integers, then means of integers. */
 static const type TYPES[] = {
     {4, 4, 4, add_float, scale_float, NULL, NULL},
     {8, 8, 8, add_double, scale_double, NULL, NULL},
@@ -176,7 +177,8 @@ enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
 enum { LINE = 64 };
 
-/* Copy; past the cache, where a processor can: then the caller ends its stores by FENCE. */
+/* Copy bytes. With `past_cache`, the stores bypass the cache if the processor supports that, and
+ * the caller must execute FENCE afterwards. */
 static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
 #if defined(__x86_64__)
     size_t head = -(uintptr_t)to & (LINE - 1);

@@ -1,9 +1,9 @@
-/* Reads rows of a file into any places of memory, in as few system calls as they need; and
- * undoes the shuffling of bytes that HDF5 does before it compresses.
+/* Functions that read rows of a file into given places of memory, in few system calls, and that
+ * undo the shuffle filter of HDF5.
  *
- * Rows that lie one behind the other in the file, or with small gaps between them, are read by
- * one preadv, each to where it belongs. All of a batch is read without the interpreter lock. No
- * MPI, and nothing of NumPy but its buffers in here.
+ * Rows that are adjacent in the file, or that have small gaps between them, are read by one preadv,
+ * each row into its place. A whole batch is read without the interpreter lock. This module uses
+ * neither MPI nor NumPy, except for buffers of NumPy arrays.
  */
 #define _GNU_SOURCE
 #define Py_LIMITED_API 0x030b0000
@@ -15,7 +15,8 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
-/* Of Linux: so many vectors, and so many bytes, in one call. */
+/* Linux's limits for one call: MOST_VECTORS vectors and MOST_BYTES bytes. Gaps up to MOST_GAP bytes
+ * are read, too. */
 enum { MOST_VECTORS = 1024, MOST_GAP = 4096 };
 static const int64_t MOST_BYTES = 0x7ffff000;
 
@@ -26,7 +27,8 @@ typedef struct {
     char *out;
 } request;
 
-/* Return the row behind the run that begins at one: what may be read at once, and its vectors. */
+/* Fill `vectors` for a run of rows that begins at row `first` and can be read by one call; return
+ * the row after the run. */
 static int64_t run(const request *r, int64_t first, struct iovec *vectors, int *used) {
     static char gap_bytes[MOST_GAP];
     int64_t end = r->offsets[first], total = 0, row = first;
@@ -49,7 +51,7 @@ static int64_t run(const request *r, int64_t first, struct iovec *vectors, int *
     return row;
 }
 
-/* Read all bytes of some vectors; return 1, 0 at the end of the file, or -1 with errno. */
+/* Read all bytes of the vectors; return 1, or 0 at the end of the file, or -1 with errno set. */
 static int fill(int fd, struct iovec *vectors, int count, int64_t offset) {
     while (count) {
         ssize_t got = preadv(fd, vectors, count, offset);
@@ -68,7 +70,7 @@ static int fill(int fd, struct iovec *vectors, int count, int64_t offset) {
     return 1;
 }
 
-/* Read all rows; return how many there are up to the end of the file, or -1 with errno. */
+/* Read all rows; return the number of rows before the end of the file, or -1 with errno set. */
 static int64_t read_all(const request *r, int announces) {
     struct iovec vectors[MOST_VECTORS];
     int count;
@@ -86,7 +88,7 @@ static int64_t read_all(const request *r, int announces) {
     return r->rows;
 }
 
-/* Whether the request stays within its buffers; sets an error where not. */
+/* Return whether the request stays within its buffers; if not, set a Python error. */
 static int is_sound(const request *r, Py_ssize_t out_bytes) {
     int64_t room = r->row_bytes > 0 ? out_bytes / r->row_bytes : 0;
     for (int64_t row = 0; row < r->rows; row++) {
@@ -99,9 +101,10 @@ static int is_sound(const request *r, Py_ssize_t out_bytes) {
     return 1;
 }
 
-/* read_rows(fd, offsets, row_bytes, out, places, announces) -> rows before the end of the file.
- * ``offsets`` and ``places`` (None: one after another) are int64, ``out`` bytes. With
- * ``announces`` the kernel is told of all rows before the first is read. */
+/* read_rows(fd, offsets, row_bytes, out, places, announces) -> number of rows before the end of the
+ * file. ``offsets`` (in the file) and ``places`` (indices of rows in ``out``; None for the order of
+ * the offsets) are int64 arrays. With ``announces``, the operating system is advised of all rows
+ * before the first row is read. */
 static PyObject *read_rows(PyObject *Py_UNUSED(self), PyObject *args) {
     int fd, announces;
     long long row_bytes;
@@ -132,7 +135,7 @@ without_out:
     return result;
 }
 
-/* What GCC vectorizes at -O3 only; a constant size makes it interleave whole vectors. */
+/* GCC vectorizes this loop only at -O3. With a constant `size` it interleaves whole vectors. */
 #if defined(__GNUC__) && !defined(__clang__)
 __attribute__((optimize("O3"), always_inline))
 #endif
@@ -156,8 +159,8 @@ unshuffle_all(const uint8_t *planes, uint8_t *out, int64_t numbers, int size) {
     }
 }
 
-/* unshuffle(planes, out, size): ``planes`` has the first bytes of all numbers of ``size`` bytes,
- * then the second ones, and so on; ``out`` gets the numbers. */
+/* unshuffle(planes, out, size): write numbers of ``size`` bytes into ``out``. ``planes`` has the
+ * first bytes of all numbers, then the second bytes of all numbers, and so on. */
 static PyObject *unshuffle(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *planes_of, *out_of, *result = NULL;
     int size;

@@ -1,9 +1,9 @@
 /* Update rules of optimizers, in one pass over the arrays of a variable.
  *
- * Each rule makes the operations of hpcstrat/optimizers in their order, element by element,
- * and so with NumPy's bits; NumPy goes over the memory once for each operation. Arrays are
- * buffers of float32 or float64, all of the same length; a call with any other arrays
- * changes nothing and returns False. No MPI, and nothing of NumPy in here.
+ * Each rule makes the operations of hpcstrat/optimizers in the same order for each element, so
+ * that the results have NumPy's bits. NumPy itself makes one pass over the memory for each
+ * operation. The arrays must be buffers of float32 or float64, all of the same length; a call
+ * with any other arrays changes nothing and returns False. This module uses neither MPI nor NumPy.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -16,8 +16,9 @@
 
 enum { MOST_ARRAYS = 4, UNLOCKED_FROM = 16 << 10 };
 
-/* Factors of Adam: of both moments and of what is added to them, the root of the second
- * moment's correction, epsilon, the first one's correction, the rate, and what decay leaves. */
+/* Factors of Adam: beta1, 1 - beta1, beta2, 1 - beta2, the square root of the second moment's bias
+ * correction, epsilon, the first moment's bias correction, the learning rate, and the factor of
+ * the variable that weight decay leaves. */
 enum { B1, REST1, B2, REST2, ROOT, EPSILON, BIAS, RATE, KEPT, ADAM_FACTORS };
 enum { NEGATIVE_RATE, MOMENTUM, SGD_FACTORS };
 
@@ -63,7 +64,7 @@ RULES(double, sqrt)
 
 typedef void (*rule)(void *const *, size_t, const double *);
 
-/* Whether buffers are contiguous, of the same float type and length, and lie apart. */
+/* Return whether buffers have the same float type and length, are aligned, and do not overlap. */
 static int fit(const Py_buffer *views, Py_ssize_t count) {
     char kind = views[0].format ? views[0].format[0] : 0;
     if (kind != 'f' && kind != 'd') return 0;
@@ -79,7 +80,7 @@ static int fit(const Py_buffer *views, Py_ssize_t count) {
     return 1;
 }
 
-/* Run a rule of float32 or of float64 on arrays; return whether they are of these. */
+/* Run the rule for float32 or float64 on a tuple of arrays; return False if they do not fit. */
 static PyObject *run(PyObject *arrays, Py_ssize_t count, const rule *rules, const double *factors) {
     if (!PyTuple_Check(arrays) || PyTuple_Size(arrays) != count) {
         PyErr_Format(PyExc_TypeError, "expected a tuple of %zd arrays", count);
@@ -91,7 +92,7 @@ static PyObject *run(PyObject *arrays, Py_ssize_t count, const rule *rules, cons
     int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE;
     while (held < count && !PyObject_GetBuffer(PyTuple_GetItem(arrays, held), views + held, flags))
         data[held] = views[held].buf, held++;
-    /* Arrays with gaps, and those of other libraries' types. */
+    /* Ignore errors: arrays that are not contiguous, or of other libraries, do not fit. */
     PyErr_Clear();
     int fits = held == count && fit(views, count);
     if (fits && views[0].len) {

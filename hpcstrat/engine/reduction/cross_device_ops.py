@@ -62,9 +62,9 @@ class CrossDeviceOps:
             )
 
     def overrides(self, *names: str) -> bool:
-        """Return whether a subclass overrides one of these methods; internal.
+        """Return whether a subclass overrides one of the methods ``names``.
 
-        Without names, return whether it overrides a method that reduces.
+        Without names: one of the methods that reduce. For the library's own modules.
         """
         return any(
             getattr(type(self), name) is not getattr(CrossDeviceOps, name)
@@ -73,7 +73,10 @@ class CrossDeviceOps:
 
     @property
     def collectives(self) -> Any:
-        """The collective calls of the current strategy; for the library's modules."""
+        """The object with the collective calls of the current strategy.
+
+        For the library's own modules.
+        """
         return _current().collectives
 
     @collective
