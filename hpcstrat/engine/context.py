@@ -118,7 +118,7 @@ def own_index() -> int | None:
 
 
 class AnnouncesInitErrors:
-    """Base class of objects that all replicas make in a scope, or that fail on all.
+    """Base class of objects that all replicas make: if one cannot, all raise.
 
     Every error of ``__init__``, such as a wrong argument, is reported to the other
     replicas, which then raise, too.

@@ -116,9 +116,9 @@ def print_once(*values: Any, **options: Any) -> None:
     Parameters
     ----------
     *values : object
-        As for ``print``.
+        Passed to ``print``.
     **options : object
-        As for ``print``.
+        Passed to ``print``.
     """
     if is_first_rank():
         print(*values, **options)

@@ -27,7 +27,7 @@ __all__ = [
 class _NamedEnum(enum.Enum):
     """An enumeration whose members are also accepted by name, in any case."""
 
-    # Members are singletons, so that this works; hashing their names is much slower.
+    # Hash members by identity, because they are singletons: hashing names is slower.
     __hash__ = object.__hash__
 
     @classmethod

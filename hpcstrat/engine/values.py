@@ -255,7 +255,7 @@ class PerReplica(ArrayOperators, DistributedValues):
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any
     ) -> Any:
-        """Refuse arithmetic outside replica context."""
+        """Apply a ufunc in replica context; TypeError in cross-replica context."""
         entry = current()
         if entry is None or entry.replica_context is None:
             raise TypeError(

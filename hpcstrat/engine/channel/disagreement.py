@@ -109,7 +109,7 @@ def _class_names(error: BaseException) -> tuple[str, ...]:
 
 
 def _failed(announcements: Sequence[Announcement]) -> list[Announcement]:
-    """Return the ranks whose errors were the first; if none, all ranks that failed."""
+    """Return the ranks that failed by their own errors; if none, all that failed."""
     failed = [a for a in announcements if a.flags & FAILED]
     return [a for a in failed if not a.secondary] or failed
 

@@ -41,7 +41,7 @@ _MOST_SIZES = 8
 
 
 class InterruptibleComm:
-    """A communicator whose calls wait by the function ``wait`` of a `Waitable`.
+    """A communicator whose calls wait by calling ``wait`` with a `Waitable`.
 
     Methods are collective over the communicator, unless they say otherwise.
     """
