@@ -1,20 +1,21 @@
-"""The headers of ranks on several workers, and the few values that travel in them.
+"""The headers of ranks on several workers, and the few values that are sent in them.
 
 The ranks of a worker compare their records in its shared segment. The first rank of
-each then tells the other workers, by the dissemination of Bruck et al.
-(doi:10.1109/71.642949): in step ``k`` it sends its own header and those of the
-``2**k - 1`` workers after it to the worker ``2**k`` before it, so that ``p`` workers
-know of all others after ``ceil(log2(p))`` messages of each. In one more step in the
-segment the worker's ranks learn how it ended; both steps order memory, see
-`hpcstrat.engine.channel.headers`.
+each worker then exchanges headers with the other workers by the dissemination of Bruck
+et al. (doi:10.1109/71.642949). In step ``k`` it sends one header, on behalf of itself
+and the ``2**k - 1`` workers after it, to the worker ``2**k`` before it. So each of
+``p`` workers knows of all others after ``ceil(log2(p))`` messages. Then one more step
+in the segment reports the result to the worker's ranks. Both steps in the segment order
+memory, see `hpcstrat.engine.channel.headers`.
 
-A message begins with the header, and the values of a small reduction follow, so that it
-costs no other exchange. Values beyond what MPI sends at once go in messages of their
-own, which are received when the header has come, as that says how much follows. A rank
-that gets another header than its own takes none of the values, and sends from there on
-a header that is equal to no other: all learn of it in as many steps. Ranks that are in
-different calls send messages of different lengths; each is received into memory for the
-longest one.
+A message begins with the header. The values of a small reduction follow the header, so
+that they need no exchange of their own. Values beyond the size that MPI sends at once
+are sent in further messages, which are received after the header has arrived, because
+the header contains their size. If a rank receives a header that differs from its own,
+it ignores the values, and sends from then on a header that is equal to no other header.
+So all ranks learn of the difference in the same number of steps. Ranks that are in
+different calls send messages of different lengths; each is received into a buffer for
+the longest message.
 """
 
 from __future__ import annotations
@@ -38,36 +39,41 @@ _HEADER = struct.Struct("=4q")
 HEADER_BYTES = _HEADER.size
 """Size of a header between workers; values begin behind it."""
 
-# No header that a rank announces: sequence numbers are positive.
+# The header that reports a difference. No rank posts such a header for a call, because
+# sequence numbers are positive.
 _DIFFERENT = b"\xff" * HEADER_BYTES
 _TAG = 17
-# Bytes that a wire carries in the time of a message: 10 Gbit/s for 13 us.
+# Bytes that a network sends in the latency of a message: 10 Gbit/s for 13 us.
 _DELAY_BYTES = 16 << 10
-# Larger values are better sent in pieces, so that a wire is busy while ranks add.
+# Values larger than this number times _DELAY_BYTES are sent faster in pieces, because
+# the network is then busy while the ranks add.
 _MOST_DELAYS = 16
 _ALIGNMENT_BYTES = 16
-# Number of bits of a header's last number that are flags; the rest is the size of the
-# values behind it.
+# The lowest 8 bits of a header's last number are flags; its other bits are the size in
+# bytes of the values that follow the header.
 _FLAG_BITS = 8
 
-# Most sizes of values for which requests are kept; a program may have new ones forever.
+# Requests are kept for at most this many different sizes of values, because a program
+# may use new sizes all the time.
 _MOST_KEPT = 256
 
-# Requests of one step: of the header with the values in it, and for the values behind
-# it. They are used again, which takes half of the time.
+# Requests of one step: the send of the header with the first values, the sends of
+# further values, and the receives of further values. They are persistent requests,
+# which take half of the time of new ones.
 _Requests = tuple[Any, Sequence[Any], Sequence[Any]]
 
-# Buffers that MPI may still write to.
+# Objects with buffers to which MPI may still write; never freed.
 _left: list[Any] = []
 
 
 def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
-    """Return the most bytes of values of each worker that a header carries.
+    """Return the largest size in bytes of a worker's values that a header carries.
 
-    A rank gets ``p - 1`` times the values. By parts, see `collectives.exchanged`, it
-    gets ``2 (p - 1) / p`` times, in two more exchanges, each of which takes as long as
-    ``_DELAY_BYTES``: up to this size the header is faster. With ``narrows``, parts, and
-    only they, travel in half as many bytes.
+    By headers, a rank receives ``p - 1`` times the bytes of the values. By parts, see
+    `collectives.exchanged`, it receives ``2 (p - 1) / p`` times the bytes, but in two
+    further exchanges, each of which takes the time of ``_DELAY_BYTES`` bytes. Up to the
+    returned size, headers are faster. ``narrows`` says that parts are sent in half as
+    many bytes, by ``wire_dtype``; values in headers never are.
     """
     delays = float(_MOST_DELAYS)
     if narrows:
@@ -79,9 +85,10 @@ def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
 
 
 class WireHeaders(Waitable):
-    """The headers of one rank of several workers; ``comm`` is its channel's own.
+    """The headers of one rank among several workers.
 
-    Collective over ``topology.replica_comm``.
+    The constructor is collective over ``topology.replica_comm``. ``comm`` is the
+    channel's own communicator.
     """
 
     def __init__(
@@ -95,36 +102,37 @@ class WireHeaders(Waitable):
         me, size = topology.worker_id, len(firsts)
         self.worker, self.num_workers = me, size
         self.room_bytes = room = room_bytes(size)
-        # For each step: receiver, sender, and number of workers whose values travel.
+        # For each step: the ranks to send to and to receive from, and the number of
+        # workers whose values are sent.
         self._peers, self.counts = [], list[int]()
         for distance in (1 << step for step in range((size - 1).bit_length())):
             to, source = firsts[(me - distance) % size], firsts[(me + distance) % size]
             self._peers.append((to, source))
             self.counts.append(min(distance, size - distance))
         counts = self.counts if leads else []
-        # Buffers for sending, with the values of this worker first, and for receiving.
+        # The send buffer, with this worker's values first, and the receive buffers.
         self.out = np.zeros(HEADER_BYTES + max(counts, default=0) * room, np.uint8)
         self.came = [np.zeros(HEADER_BYTES + n * room, np.uint8) for n in counts]
-        # The sum of all.
+        # Memory for the sum of all workers' values.
         self.total = np.zeros(room if leads else 0, np.uint8)
         self._header: Any = self.out.data[:HEADER_BYTES]
-        # Much faster than a comparison of the memory itself.
+        # A copy by ``tobytes`` is compared much faster than the memoryview itself.
         self._reads = [came.data[:HEADER_BYTES].tobytes for came in self.came]
         self._receives = [
             comm.Recv_init(came, source, _TAG)
             for came, (_, source) in zip(self.came, self._peers, strict=False)
         ]
-        # For each size of a worker's values: the requests of each step.
+        # The requests of each step, by the size of a worker's values.
         self._kept: dict[int, list[_Requests]] = {}
         self._requests_for(0)
         self._sequence = 0
-        # The comparison of a header; whether it has ended, whether messages are on
-        # their way, and whether all headers so far are the same.
+        # The running comparison of a header, as a generator; whether it has ended,
+        # whether messages are under way, and whether all headers so far are equal.
         self._steps: Iterator[None] = iter(())
         self._done, self._travels, self._same = True, False, True
 
     def _requests_for(self, nbytes: int) -> list[_Requests]:
-        """Return the requests of all steps, for values of a size."""
+        """Return the requests of all steps for ``nbytes`` of values per worker."""
         found = self._kept.get(nbytes)
         if found is None:
             found, make = [], self._comm
@@ -151,35 +159,37 @@ class WireHeaders(Waitable):
     def post(
         self, run: int, digest: int, flags: int, load: HeaderPayload | None
     ) -> None:
-        """Announce this rank's header, and values; does not wait."""
+        """Post this rank's header, with the values of ``load``; does not wait."""
         self._sequence = sequence = self._sequence + 1
         nbytes = 0 if load is None else load.nbytes
         own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
         self._done, self._same = False, True
-        # A flag has all ranks agree once more, on the same values.
+        # With a flag, the values are not added now (``finishes`` is false), because all
+        # ranks post the call's header again, with the same values.
         if self.alone:
             self._steps = self._compare_across(own, load, finishes=not flags)
             next(self._steps, None)
         else:
             self._steps = self._compare_in_worker(own, load, finishes=not flags)
-            # Each worker has its own rings, whose places its own ranks compare.
+            # Compare the rings' next places only inside the worker, because each worker
+            # has its own rings.
             self._segment.post(run, digest ^ self._rings.next, flags)
 
     def agreed(self) -> bool:
-        """Whether all ranks have announced the same; False while some are missing."""
+        """Return whether all ranks' headers are equal; False while some are missing."""
         if not self._done:
             next(self._steps, None)
         return self._done and self._same
 
     def missing(self) -> list[int]:
-        """Return ``[-1]`` while ranks are missing: it is not known which."""
+        """Return ``[-1]`` while headers are missing: their ranks are not known."""
         self.agreed()
         return [] if self._done else [-1]
 
     def close(self) -> None:
         """Free the requests; not collective."""
         if self._travels:
-            # Left in the midst of a header: a message may still come.
+            # An error has ended the comparison of a header: a message may still arrive.
             _left.append(self)
             return
         self._forget()
@@ -190,7 +200,7 @@ class WireHeaders(Waitable):
     def _compare_across(
         self, own: bytes, load: HeaderPayload | None, *, finishes: bool
     ) -> Iterator[None]:
-        """Tell the other workers; goes as far as can be without waiting, and yields."""
+        """Exchange headers with the other workers; yield whenever it has to wait."""
         if load is not None:
             load.gather()
         if len(self._kept) > _MOST_KEPT:
@@ -203,13 +213,14 @@ class WireHeaders(Waitable):
             sent.Start()
             receive.Start()
             behind = _started(sends)
-            # The next message is laid out in the memory that this one is sent from.
+            # Wait for the send, too, because the next message uses the same buffer.
             while not (receive.Test() and sent.Test()):
                 yield
             header = self._reads[step]()
             if not self._same or header != own:
-                # This rank sends another header from here on. It still receives the
-                # values behind the header that came: the next one would get them.
+                # From now on this rank sends a header that reports the difference. It
+                # must still receive the values that follow the received header, because
+                # the receives of the next call would get them.
                 self._same, load, requests = False, None, self._requests_for(0)
                 self._header[:] = _DIFFERENT
                 nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)
@@ -227,7 +238,7 @@ class WireHeaders(Waitable):
     def _compare_in_worker(
         self, own: bytes, load: HeaderPayload | None, *, finishes: bool
     ) -> Iterator[None]:
-        """Do the same as one of several ranks of a worker, of which the first tells."""
+        """Compare headers inside the worker and, on its first rank, between workers."""
         yield from self._compare_inside()
         if self._receives:
             if not self._same:
@@ -238,11 +249,11 @@ class WireHeaders(Waitable):
         self._done = True
 
     def _compare_inside(self) -> Iterator[None]:
-        """Wait for the worker's ranks, and take note where they differ."""
+        """Compare headers inside the worker; set ``_same`` to False if they differ."""
         segment = self._segment
         while not segment.agreed():
             if not segment.missing():
-                # They may have come between the two looks.
+                # Compare again, because ranks may have arrived between the two calls.
                 self._same = self._same and segment.agreed()
                 return
             yield
