@@ -1,8 +1,9 @@
-"""Reduction of a few values between workers, which travel in the header of the call.
+"""Reduction of a few values between workers, which are sent in the header of the call.
 
-Each worker's sum is made by its first rank; all workers get the sums of all others, and
-add them in the order of the workers: the bits are those of a reduction inside each
-worker and then by parts between them, see `hpcstrat.engine.collectives.shared_memory`.
+The first rank of each worker adds the values of its worker. Each worker receives the
+sums of all other workers, and adds them in the order of the workers. The result has the
+same bits as a reduction inside each worker and then by parts between the workers, see
+`hpcstrat.engine.collectives.shared_memory`.
 """
 
 from __future__ import annotations
@@ -23,34 +24,34 @@ __all__ = ["IN_HEADER", "HeaderSum", "fits_header", "header_bytes"]
 IN_HEADER = "in the header of the call"
 """Says in words how it is done, as `Choice.how`."""
 
-# Long doubles begin at multiples of this.
+# The size of values in a header is a multiple of this, the alignment of long doubles.
 _ALIGNMENT_BYTES = 16
 
-# For each array: its index, the place for its values, the place of its sum, and whether
-# it has the type in which it is added.
+# For each array: its index, a view for its values, a view of its sum, and whether it
+# has the dtype in which it is added.
 _Views = list[tuple[int, Array, Array, bool]]
 
 
 def header_bytes(piece: Piece) -> int:
-    """Return how many bytes of each worker a piece takes in a header."""
+    """Return the number of bytes per worker of a piece's values in a header."""
     used = max((run.start + run.size) * run.dtype.itemsize for run in piece)
     return used + -used % _ALIGNMENT_BYTES
 
 
 def fits_header(piece: Piece, channel: Channel) -> bool:
-    """Whether a header carries a piece; the same on every rank."""
+    """Return whether a header can carry a piece's values; the same on every rank."""
     if channel.wire is None:
         return False
-    # The ranks of a worker lay out their values in its memory.
+    # The values must also fit a place, in which the ranks of a worker exchange them.
     most = min(channel.wire.room_bytes, channel.topology.slot_bytes)
     return header_bytes(piece) <= most
 
 
 class HeaderSum(Plan):
-    """The sum of one piece, in which every array lies whole.
+    """The plan of a sum of one piece, which contains all arrays as a whole.
 
-    To run it is collective over ``topology.replica_comm``. Between the workers it is a
-    `HeaderPayload`.
+    `run` and `steps` are collective over ``topology.replica_comm``. The object is also
+    the `HeaderPayload` of the headers between the workers.
     """
 
     def __init__(
@@ -61,16 +62,19 @@ class HeaderSum(Plan):
         self._rings, self._headers, self._piece = channel.rings, channel.wire, piece
         self._rank = channel.topology.worker_comm.rank
         self.nbytes = header_bytes(piece)
-        # For each step: where to, and from where, values that are sent on are copied.
+        # For each step of the header: destination and source of the received values
+        # that later steps send on.
         self._copies: list[tuple[Array, Array]] = []
-        # For each run: this worker's values, and those of all in their order.
+        # For each run: this worker's values, and the list of all workers' values in the
+        # order of the workers.
         self._blocks: list[tuple[Array, list[Array]]] = []
         if self._rank == 0:
             self._make_blocks(self.nbytes)
         # For each run: the values of the worker's ranks, and the sum of all workers.
         self._rows: list[list[Array]] = []
         self._totals: list[Array] = []
-        # Made once where this rank is alone, as its values always lie in one place.
+        # Made only once for a worker of one rank, whose values are always at the same
+        # address; None for other workers.
         self._views: _Views | None = None
         if channel.wire.alone:
             self._totals = [_part(channel.wire.total, run) for run in piece]
@@ -82,12 +86,12 @@ class HeaderSum(Plan):
         blocks = _cut(headers.out, largest, nbytes)
         steps = zip(headers.counts, headers.came, strict=True)
         for step, (count, came) in enumerate(steps):
-            # Not all is sent on.
+            # Later steps send on only the first of the received values.
             used = nbytes * max(0, min(count, largest - (1 << step)))
             behind = headers.out[HEADER_BYTES + (nbytes << step) :]
             self._copies.append((behind[:used], came[HEADER_BYTES:][:used]))
             blocks[1 << step :] = _cut(came, count, nbytes)
-        # They are those of this worker, the one after it, and so on.
+        # ``blocks`` begin with this worker's values, then the next worker's, and so on.
         me, size = headers.worker, headers.num_workers
         in_order = [blocks[(worker - me) % size] for worker in range(size)]
         for run in self._piece:
@@ -105,17 +109,17 @@ class HeaderSum(Plan):
         return views
 
     def _in_next_place(self) -> _Views:
-        """Return the views of the next place in the worker's memory."""
+        """Take the next place in the worker's memory, and return its views."""
         place = self._rings.take(self._rings.place_bytes(self.nbytes))
         self._rows = [self._rings.rows(run, place) for run in self._piece]
-        # The place of the first rank, which nobody else has looked at.
+        # Write the sums into the first rank's place, whose values no other rank reads.
         self._totals = [rows[0] for rows in self._rows]
         return self._make_views([rows[self._rank] for rows in self._rows])
 
     def steps(
         self, arrays: Sequence[Array], results: Sequence[Array], *, waits: bool = False
     ) -> WaitSteps:
-        """Do as `Plan.steps`."""
+        """Reduce arrays step by step, by one header; see `Plan.steps`."""
         del waits
         views = self._views or self._in_next_place()
         for index, part, _, same in views:
@@ -133,13 +137,13 @@ class HeaderSum(Plan):
     # Methods that the header calls, on the first rank of a worker.
 
     def gather(self) -> None:
-        """Write the sum of the worker's values behind the header."""
-        # There are no rows where the values of a single rank lie there already.
+        """Write the sum of this worker's values behind the header of its message."""
+        # For a worker of one rank there are no rows: its values are already there.
         for rows, (own, _) in zip(self._rows, self._blocks, strict=False):
             add_in_order(rows, own)
 
     def take(self, step: int) -> None:
-        """Copy what has come in a step to where a later step sends it from."""
+        """Copy the values received in a step into the buffer that later steps send."""
         out, came = self._copies[step]
         out[...] = came
 
@@ -151,7 +155,7 @@ class HeaderSum(Plan):
 
 
 def _cut(message: Array, count: int, nbytes: int) -> list[Array]:
-    """Return the values of each worker in a message."""
+    """Return views of the values of each worker in a message."""
     starts = range(HEADER_BYTES, HEADER_BYTES + count * nbytes, nbytes)
     return [message[start : start + nbytes] for start in starts]
 
