@@ -1,14 +1,14 @@
 /* Sums over the ranks of one worker, through memory that they share.
  *
- * A `Kernel` knows the shared segment: two records per rank, used in turn, and behind them
- * a ring for each rank. A `Sum` is one kind of call: it lays this rank's values out in the
- * ring, posts the header, adds the values of all ranks in the order of the ranks, and
- * writes the results, piece by piece; the next piece is laid out while this one is added.
+ * A `Kernel` refers to the shared segment: two records per rank, used in turn, and after the
+ * records a ring for each rank. A `Sum` is one kind of call: it copies this rank's values into
+ * the ring, posts the header, adds the values of all ranks in rank order, and writes the results,
+ * piece by piece. The next piece is copied into the ring while the present one is added.
  *
- * Every wait is bounded. What a call returns says how far it came; Python then waits with its
- * own means, which serve signals and see dead processes, and calls `go_on`. Places and records
- * are those of hpcstrat/engine/channel/shared_rings.py and hpcstrat/engine/channel/headers.py. No
- * MPI in here.
+ * Every wait is bounded. The return code of a call says for what it waits. Python then waits by
+ * its own loop, which handles signals and notices dead processes, and calls `go_on`. Places and
+ * records are those of hpcstrat/engine/channel/shared_rings.py and
+ * hpcstrat/engine/channel/headers.py. This file does not use MPI.
  */
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
@@ -31,21 +31,23 @@ enum { CHUNK = 8 << 10, UNLOCKED_FROM = 16 << 10 };
 
 /* ---- Copies --------------------------------------------------------------------------- */
 
-/* Which copies go past the cache. Which is fastest depends on where the ranks' cores lie, which
- * may change: each rank tries them, now and then again, and takes the one that was fastest. What
- * other ranks see is the same in any case. */
+/* Forms of a call: whether copies into places, and copies of results, bypass the cache. Which form
+ * is fastest depends on the cores of the ranks, which may change. So each rank tries all forms, and
+ * repeats that from time to time, and uses the fastest form. Other ranks see the same values with
+ * each form. */
 enum { PLAIN, STREAM_PLACES, STREAM_RESULTS, NUM_FORMS = 4, STREAM_FROM = 64 << 10 };
 enum { BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6, LONG_FROM = 8 << 20 };
 
 typedef struct {
     double seconds[NUM_FORMS];
-    /* How many calls, and odd ones in a row; how often this has called for new trials. */
+    /* Number of calls, and of odd calls in a row; how often this has requested new trials. */
     unsigned calls, odd, patience;
     int last;
 } trials;
 
-/* A trial takes two calls, as the first pays for where the one before has left the lines;
- * of a `lengthy` one that is little. At first all are tried, twice where they are short. */
+/* Return the number of calls in which all forms are tried at first. A trial of a form takes two
+ * calls, because the time of the first depends on where the form before left the cache lines; for
+ * a `lengthy` call this effect is small, and one call is enough. Short calls have two trials. */
 static unsigned first_trials(int lengthy) { return lengthy ? NUM_FORMS : 4 * NUM_FORMS; }
 
 static int next_form(trials *of, int lengthy) {
@@ -55,19 +57,19 @@ static int next_form(trials *of, int lengthy) {
         if (of->seconds[form] < of->seconds[best]) best = form;
     if (of->calls++ < first_trials(lengthy)) return (int)(turn / each) % NUM_FORMS;
     unsigned other = (best + 1 + round % (NUM_FORMS - 1)) % NUM_FORMS;
-    /* Those that were much slower are seldom tried again. */
+    /* Forms that were much slower are seldom tried again. */
     int tried = of->seconds[other] < 2 * of->seconds[best] || round % 16 < NUM_FORMS;
     return (int)(tried && round && turn < each ? other : best);
 }
 
-/* Take note of how long a call has taken; return whether that has changed for good. */
+/* Record the time of a call; return whether the times have changed permanently. */
 static int learn(trials *of, int form, double seconds, int lengthy) {
     double *known = of->seconds + form;
     int counts = form == of->last || lengthy, begins = of->calls <= first_trials(lengthy);
     of->last = form;
     if (*known == 0 || (begins && seconds < *known)) *known = seconds;
     if (!counts || begins) return 0;
-    /* One odd call may have other reasons; several in a row show a change. */
+    /* One odd time may have other causes; several in a row show a change. */
     int odd = seconds > 1.2 * *known || seconds < *known / 1.2;
     of->odd = odd ? of->odd + 1 : 0;
     *known += (seconds - *known) / (odd ? 32 : 8);
@@ -88,7 +90,7 @@ typedef struct {
     _Atomic uint64_t tick;
     _Atomic int64_t run;
     _Atomic uint64_t digest, flags;
-    /* How often this rank wants copies to have been tried; not compared. */
+    /* Number of rounds of trials that this rank requests; not compared between ranks. */
     _Atomic uint64_t trials;
     char unused[24];
 } record;
@@ -99,24 +101,24 @@ enum { NUM_SLOTS = 64 };
 
 typedef struct {
     PyObject_HEAD
-    /* What Python reads and writes, see hpcstrat/engine/channel/call_state.py. */
+    /* Members that Python reads and writes, see hpcstrat/engine/channel/call_state.py. */
     char attention;
     int looks;
     long long run_fingerprint, num_calls;
     unsigned long thread;
     PyObject *what, *last_call;
     size_t next;
-    /* What this rank has announced. */
+    /* The values of this rank's last header or step. */
     uint64_t tick, digest, flags;
     int64_t run;
     record *records;
     char *rings;
     size_t room, ring;
     int rank, size;
-    /* How often trials have begun anew, on all ranks alike, and how often they should. */
+    /* Number of rounds of trials so far, equal on all ranks, and the number this rank requests. */
     uint64_t num_trials, wanted_trials;
     Py_buffer segment;
-    /* Sums that `repeat` finds, by the shape of an array, or the number of arrays. */
+    /* Hash table of the sums for `repeat`, by the shape of an array, or the number of arrays. */
     sum *repeated[NUM_SLOTS];
 } kernel;
 
@@ -128,11 +130,12 @@ static void post(kernel *k, int64_t run, uint64_t digest, uint64_t flags) {
     atomic_store_explicit(&own->digest, digest, memory_order_relaxed);
     atomic_store_explicit(&own->flags, flags, memory_order_relaxed);
     atomic_store_explicit(&own->trials, k->wanted_trials, memory_order_relaxed);
-    /* All that was stored before is seen by whoever sees the tick. */
+    /* A rank that reads this tick sees all earlier stores of this rank. */
     atomic_store_explicit(&own->tick, k->tick, memory_order_release);
 }
 
-/* Say whether all have announced the same: DONE, STEP_AWAITED, or DIFFERS. */
+/* Compare the records of all ranks with this rank's: return DONE if they are equal, STEP_AWAITED
+ * if some are missing, or DIFFERS. */
 static int look(const kernel *k) {
     record *all = k->records + (k->tick & 1) * (size_t)k->size;
     for (int rank = 0; rank < k->size; rank++)
@@ -146,12 +149,12 @@ static int look(const kernel *k) {
     return DONE;
 }
 
-/* Whether a call may begin: nothing is out of the ordinary, and no other thread is in one. */
+/* Return whether a call may begin: `attention` is not set, and no other thread is in a call. */
 static int is_free(const kernel *k) {
     return !k->attention && (!k->thread || k->thread == PyThread_get_thread_ident());
 }
 
-/* Begin to try all copies anew, where any rank wants to: then the cores have moved. */
+/* Begin a new round of trials if any rank requests it, because ranks have moved to other cores. */
 static void agree_on_trials(kernel *k) {
     record *all = k->records + (k->tick & 1) * (size_t)k->size;
     uint64_t most = 0;
@@ -178,14 +181,14 @@ static int is_open(const kernel *k) {
 
 /* ---- A sum ---------------------------------------------------------------------------- */
 
-/* How far the arrays have been gone through: which of them comes next, in the order of the
- * types, how many of its elements are done, and how many of its type are left. */
+/* A position in the arrays, in the order of their types: the next array, how many of its elements
+ * are done, and how many elements of its type are left. */
 typedef struct {
     int bucket, array;
     size_t done, left;
 } cursor;
 
-/* An array of a call: which it is, its elements, where they lie, and where its result. */
+/* An array of a call: its index, its number of elements, its memory, and that of its result. */
 typedef struct {
     int array;
     size_t count;
@@ -207,7 +210,7 @@ struct sum {
     kernel *kernel;
     int num_arrays, num_buckets, scattered;
     uint64_t digest;
-    /* For `repeat`, see `sum_keep`; the next sum in its slot. */
+    /* Objects for `repeat`, see `sum_keep`; the next sum in the same slot. */
     PyObject *kept[NUM_KEPT];
     sum *following, **slot;
     int listed;
@@ -216,20 +219,25 @@ struct sum {
     bucket *buckets;
     /* The arrays, in the order of the types. */
     entry *entries;
-    /* Lists of arrays without memory, like those of a call, and like their results. */
+    /* Lists of arrays without memory of their own, with the shapes and dtypes of a call's arrays,
+     * and of their results. */
     PyObject *likes, *result_likes;
-    /* The call; what makes large results, or None. */
+    /* The Call object; the function that allocates large results, or None. */
     PyObject *call, *allocate;
-    /* How often arrays have been looked at; what a call keeps alive. */
+    /* How often `find` has read arrays; the objects that a call under way keeps alive. */
     unsigned number;
     PyObject *arrays, *results;
     cursor laid, added, copied;
-    /* The place of rank 0, and the next one; the others' follow at equal distances. */
+    /* Rank 0's place of this piece, and of the next; the places of the other ranks follow at
+     * multiples of `stride`. */
     char *place, *after;
     size_t stride;
-    /* Whether own values are read where they are; which copies stream. */
+    /* `near`: own values are read from the source array, not from the place; `form`: the copies
+     * that bypass the cache; `follows`: there is a next piece; `in_place`: results overwrite
+     * sources. */
     int near, form, follows, in_place;
-    /* Of calls into other memory, and in place; `lap` bytes have been summed in this lap. */
+    /* Trials of calls into other memory, and of calls in place. `lap`: the number of bytes summed
+     * in the present lap, see `begin_lap`. */
     trials kinds[2];
     uint64_t num_trials;
     enum { IDLE, IN_HEADER, IN_STEP } state;
@@ -238,7 +246,7 @@ struct sum {
     size_t lap;
 };
 
-/* Return the next place of rank 0: see `SharedRings.take`. */
+/* Take the next place, and return its address for rank 0: see `SharedRings.take`. */
 static char *take(sum *s) {
     kernel *k = s->kernel;
     size_t start = (k->next + s->place_bytes - 1) / s->place_bytes * s->place_bytes;
@@ -256,7 +264,7 @@ static cursor start_of(const sum *s) {
     return begin;
 }
 
-/* Take the next elements of one array, `most` at most; return how many. */
+/* Advance the cursor over at most `most` elements of one array; return their number. */
 static size_t span(const sum *s, cursor *c, size_t most, int *array, size_t *first) {
     while (c->done == s->entries[c->array].count) c->array++, c->done = 0;
     size_t count = s->entries[c->array].count - c->done;
@@ -266,8 +274,9 @@ static size_t span(const sum *s, cursor *c, size_t most, int *array, size_t *fir
     return count;
 }
 
-/* Take the next run of a piece, elements of one type: how many; 0 at the end of the piece.
- * `used` is where it begins in the piece, in bytes. As hpcstrat/engine/arrays/packing.py cuts. */
+/* Return the number of elements of the next run of a piece, all of one type; 0 at the end of the
+ * piece. `used` is the offset in bytes at which the run begins in the piece. Runs are the same as
+ * those of hpcstrat/engine/arrays/packing.py. */
 static size_t run_of(const sum *s, cursor *c, size_t *used, const type **of) {
     *used = (*used + LINE - 1) & ~(size_t)(LINE - 1);
     while (c->bucket < s->num_buckets && !c->left) {
@@ -281,7 +290,7 @@ static size_t run_of(const sum *s, cursor *c, size_t *used, const type **of) {
     return room < c->left ? room : c->left;
 }
 
-/* Copy the next piece of own values into a place. */
+/* Copy the next piece of this rank's values into its place. */
 static void lay_out(sum *s, char *place) {
     char *own = at(s, s->kernel->rank, place);
     size_t used = 0, count, first, size;
@@ -300,7 +309,8 @@ static void lay_out(sum *s, char *place) {
     if (s->form & STREAM_PLACES) FENCE();
 }
 
-/* Add a span of all ranks' places, `offset` bytes into them, in the order of the ranks. */
+/* Add a span of elements over all ranks' places, in rank order. The span begins `offset` bytes into
+ * each place. `straight`: the sums are written directly to `out`. */
 static void add_span(const sum *s, const type *of, const char *near, size_t offset, char *out,
                      int straight, size_t count) {
     kernel *k = s->kernel;
@@ -310,7 +320,8 @@ static void add_span(const sum *s, const type *of, const char *near, size_t offs
         part = count - i < most ? count - i : most;
         char *into = straight ? out + i * of->wide : total;
         const char *first = s->place + offset, *second = at(s, 1, first);
-        /* Own values are nearer where they came from; and a result may lie over them. */
+        /* Read own values from their source, which is more likely in this core's cache. The result
+         * may overwrite them. */
         if (near && k->rank)
             second = near + i * of->wide;
         else if (near)
@@ -327,7 +338,7 @@ static void add_span(const sum *s, const type *of, const char *near, size_t offs
     }
 }
 
-/* Add the next piece of all ranks, straight into the results. */
+/* Add the next piece over all ranks, directly into the results. */
 static void add_piece(sum *s) {
     size_t used = 0, count, first, size;
     const type *of;
@@ -346,14 +357,14 @@ static void add_piece(sum *s) {
     if (s->form & STREAM_RESULTS) FENCE();
 }
 
-/* Return where a rank's segment of a run begins, in whole cache lines. */
+/* Return the first element of a rank's segment of a run; segments are whole cache lines. */
 static size_t segment(const sum *s, const type *of, size_t size, int rank) {
     size_t line = LINE / of->wide, share = line * (size_t)s->kernel->size;
     size_t start = (size + share - 1) / share * line * (size_t)rank;
     return start < size ? start : size;
 }
 
-/* Add this rank's segments of the next piece, into its own place. */
+/* Add this rank's segment of each run of the next piece, into its own place. */
 static void add_segments(sum *s) {
     int rank = s->kernel->rank, array;
     size_t used = 0, size, first;
@@ -364,7 +375,8 @@ static void add_segments(sum *s) {
         char *own = at(s, rank, s->place + offset);
         type plain = *of;
         plain.narrow = NULL;
-        /* Of a chunk all terms are read before the sums are written over one of them. */
+        /* The sums may overwrite own values: `add_span` reads all terms of a chunk before it writes
+         * the sums of this chunk. */
         if (low < high) add_span(s, &plain, NULL, offset, own, 0, high - low);
         used += size * of->wide;
         for (size_t left = size; left; left -= span(s, &s->added, left, &array, &first)) {
@@ -373,7 +385,7 @@ static void add_segments(sum *s) {
     if (s->form & STREAM_RESULTS) FENCE();
 }
 
-/* Copy the sums of a piece out of the places of the ranks that have added them. */
+/* Copy the sums of a piece into the results, each segment from the place of its rank. */
 static void copy_out(sum *s) {
     size_t used = 0, first, size;
     const type *of;
@@ -401,7 +413,7 @@ static void copy_out(sum *s) {
     if (s->form & STREAM_RESULTS) FENCE();
 }
 
-/* Whether pieces are left to lay out. */
+/* Return whether there are pieces that have not been copied into a place. */
 static int has_more(const sum *s) {
     cursor probe = s->laid;
     const type *of;
@@ -411,7 +423,8 @@ static int has_more(const sum *s) {
 
 static trials *trials_of(sum *s) { return s->nbytes < STREAM_FROM ? NULL : s->kinds + s->in_place; }
 
-/* Long calls are timed in laps, so that a slow form that is tried delays no whole call. */
+/* Begin to time a call, or a part of a long call, called a lap. Each lap of a long call may use
+ * another form, so that the trial of a slow form does not slow down the whole call. */
 static void begin_lap(sum *s) {
     trials *of = trials_of(s);
     s->form = of ? next_form(of, s->nbytes >= LONG_FROM) : PLAIN;
@@ -424,7 +437,7 @@ static void end_lap(sum *s) {
         s->kernel->wanted_trials = s->kernel->num_trials + 1;
 }
 
-/* Lay out the first piece: before the header. */
+/* Begin a call: copy the first piece into this rank's place, before the header is posted. */
 static void begin(sum *s) {
     s->laid = s->added = s->copied = start_of(s);
     if (s->num_trials != s->kernel->num_trials) {
@@ -439,7 +452,7 @@ static void begin(sum *s) {
     s->follows = 0, s->state = IN_HEADER;
 }
 
-/* Do all that can be done after the header: return DONE, or what is waited for. */
+/* Continue a call after its header as far as possible: return DONE, or another return code. */
 static int advance(sum *s, long looks) {
     kernel *k = s->kernel;
     for (;;) {
@@ -483,7 +496,7 @@ static int advance(sum *s, long looks) {
     return DONE;
 }
 
-/* ---- What Python sees ----------------------------------------------------------------- */
+/* ---- The interface to Python ---------------------------------------------------------- */
 
 static int is_like(PyObject *value, PyObject *expected, int flags) {
     if (!PyArray_CheckExact(value)) return 0;
@@ -493,12 +506,13 @@ static int is_like(PyObject *value, PyObject *expected, int flags) {
            PyArray_EquivTypes(PyArray_DESCR(array), PyArray_DESCR(like));
 }
 
-/* Return an item of a list of arrays, or the only array itself; a borrowed reference. */
+/* Return array `i` of a list, or the value itself if it is a single array; a borrowed reference. */
 static PyObject *item(PyObject *value, int i) {
     return PyList_CheckExact(value) ? PyList_GetItem(value, i) : value;
 }
 
-/* Find where arrays lie, if all are of the right kinds, and without gaps. */
+/* Store the addresses of arrays, or of results (`writes`); return 0 if an array has not the
+ * expected shape or dtype, or is not contiguous. */
 static int find(sum *s, PyObject *values, int writes) {
     if (PyList_CheckExact(values) ? PyList_Size(values) != s->num_arrays : s->num_arrays != 1)
         return 0;
@@ -538,7 +552,7 @@ static int compare_extents(const void *one, const void *other) {
     return (a > b) - (a < b);
 }
 
-/* Whether each result is the memory of its own array, or lies apart from all others. */
+/* Return whether each result is the memory of its own array, or overlaps with no array. */
 static int lie_apart(const sum *s) {
     size_t n = (size_t)s->num_arrays, found = 0;
     extent few[2], *extents = n > 1 ? PyMem_Malloc(2 * n * sizeof *extents) : few;
@@ -555,7 +569,7 @@ static int lie_apart(const sum *s) {
         }
     }
     qsort(extents, found, sizeof *extents, compare_extents);
-    /* Where all before it end, and those of them that are written. */
+    /* The end of all extents before this one, and of the written ones among them. */
     uintptr_t end = 0, written = 0;
     int apart = 1;
     for (size_t i = 0; i < found; i++) {
@@ -567,7 +581,7 @@ static int lie_apart(const sum *s) {
     return apart;
 }
 
-/* Return new arrays for the results: a list where `listed`, else one. */
+/* Return new arrays for the results: a list if `listed` is true, else a single array. */
 static PyObject *make_results(const sum *s, int listed) {
     int small = s->allocate == Py_None;
     PyObject *results = small ? PyList_New(s->num_arrays) : PyObject_CallNoArgs(s->allocate);
@@ -582,10 +596,11 @@ static PyObject *make_results(const sum *s, int listed) {
     return one;
 }
 
-/* Lay out the first piece of arrays that have been found, if the results are as expected; for a
- * `whole` call only if all lie apart, and a call may begin. Return whether they do; -1 with an
- * error. While results are made, Python may run other threads, which may use this sum: so what
- * they could change is looked at afterwards. From there to the header no Python runs. */
+/* Begin a call for arrays that `find` has accepted, if the results are as expected. A `whole` call
+ * also requires that no arrays overlap, and that a call may begin. Return 1 if the call has begun,
+ * 0 if not, or -1 with an error. While the results are allocated, Python may run other threads,
+ * which may use this sum: so their possible changes are checked afterwards. From then to the header
+ * no Python code runs. */
 static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
     kernel *k = s->kernel;
     if (!is_open(k)) return -1;
@@ -596,7 +611,7 @@ static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
     let_go(s);
     PyObject *kept = NULL,
              *into = results == Py_None ? make_results(s, listed) : Py_NewRef(results);
-    /* The arrays themselves: their lists may change meanwhile. */
+    /* Keep references to the arrays themselves, because the lists may change during the call. */
     if (into && listed)
         kept = Py_BuildValue("NN", PyList_GetSlice(arrays, 0, s->num_arrays),
                              PyList_GetSlice(into, 0, s->num_arrays));
@@ -618,7 +633,8 @@ static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
     return 1;
 }
 
-/* start(arrays, results): before the header. Whether the arrays are as expected. */
+/* start(arrays, results): begin a call, before its header. Return False if the arrays or results
+ * are not as expected. */
 static PyObject *sum_start(PyObject *self, PyObject *args) {
     sum *s = (sum *)self;
     PyObject *arrays, *results;
@@ -627,7 +643,7 @@ static PyObject *sum_start(PyObject *self, PyObject *args) {
     return started < 0 ? NULL : PyBool_FromLong(started);
 }
 
-/* Note that this thread is in a call; return which was before. */
+/* Store that this thread is in a call; return the thread that was stored before. */
 static unsigned long enter(kernel *k, PyObject *what) {
     unsigned long outer = k->thread;
     if (!outer) put(&k->what, what);
@@ -635,8 +651,8 @@ static unsigned long enter(kernel *k, PyObject *what) {
     return outer;
 }
 
-/* Other threads may run while much is moved, or others are late: they see that this one is in a
- * call. */
+/* Continue a call. The interpreter lock is released for large arrays, or if ranks are late. Other
+ * threads then see that this thread is in a call. */
 static int go_on(sum *s, long looks) {
     int found = s->nbytes < UNLOCKED_FROM ? advance(s, looks < 100 ? looks : 100) : 0;
     if (s->state != IDLE && (s->nbytes >= UNLOCKED_FROM || (found && looks > 100))) {
@@ -649,7 +665,7 @@ static int go_on(sum *s, long looks) {
     return found;
 }
 
-/* go_on(looks): after the header. */
+/* go_on(looks): continue a call after its header; return DONE or another return code. */
 static PyObject *sum_go_on(PyObject *self, PyObject *looks) {
     sum *s = (sum *)self;
     long most = PyLong_AsLong(looks);
@@ -658,7 +674,7 @@ static PyObject *sum_go_on(PyObject *self, PyObject *looks) {
     return PyLong_FromLong(go_on(s, most));
 }
 
-/* Give the results away, and let go of the arrays. */
+/* take_results(): return the results, and release the arrays. */
 static PyObject *sum_take_results(PyObject *self, PyObject *Py_UNUSED(none)) {
     sum *s = (sum *)self;
     if (!s->results) return PyErr_Format(PyExc_RuntimeError, "no call has been made");
@@ -667,7 +683,7 @@ static PyObject *sum_take_results(PyObject *self, PyObject *Py_UNUSED(none)) {
     return results;
 }
 
-/* Make a whole call of arrays that have been found; see `sum_reduce`. */
+/* Make a whole call for arrays that `find` has accepted; see `sum_reduce`. */
 static PyObject *reduce(sum *s, PyObject *arrays, PyObject *results) {
     kernel *k = s->kernel;
     int started = start(s, arrays, results, 1);
@@ -681,9 +697,9 @@ static PyObject *reduce(sum *s, PyObject *arrays, PyObject *results) {
     return sum_take_results((PyObject *)s, NULL);
 }
 
-/* reduce(arrays, results): start, the header, and go_on. Return the results, which are new where
- * None is given; what is awaited, as a number; or None, if the arrays are not as expected, or do
- * not lie apart, or no call may begin: then nothing has been done. */
+/* reduce(arrays, results): make a whole call: start, the header, and go_on. Return the results (new
+ * arrays if `results` is None), or a return code if the call has to wait. Return None, without
+ * having done anything, if the arrays are not as expected, or overlap, or if no call may begin. */
 static PyObject *sum_reduce(PyObject *self, PyObject *args) {
     sum *s = (sum *)self;
     PyObject *arrays, *results;
@@ -692,7 +708,7 @@ static PyObject *sum_reduce(PyObject *self, PyObject *args) {
     return reduce(s, arrays, results);
 }
 
-/* Calls of which kind begin at a slot: by the shape of an array, or the number of arrays. */
+/* Return the slot of `value` in the hash table: by its shape, or by the number of its arrays. */
 static sum **slot_of(kernel *k, PyObject *value) {
     uint64_t hash = 1;
     if (PyList_CheckExact(value)) {
@@ -705,7 +721,7 @@ static sum **slot_of(kernel *k, PyObject *value) {
     return k->repeated + (hash >> 7) % NUM_SLOTS;
 }
 
-/* keep(repeat, what, names, listed, wait, leave): let a `repeat` find this sum. */
+/* keep(repeat, what, names, listed, wait, leave): add this sum to the hash table of `repeat`. */
 static PyObject *sum_keep(PyObject *self, PyObject *args) {
     sum *s = (sum *)self;
     PyObject *kept[NUM_KEPT];
@@ -721,7 +737,8 @@ static PyObject *sum_keep(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Let Python wait for what has not come; an error on the way is one of `what`. */
+/* Let Python wait for missing ranks, and return the results. An error is reported to the other
+ * ranks as an error of the call `what`. */
 static PyObject *wait(sum *s, PyObject *what, PyObject *awaited) {
     kernel *k = s->kernel;
     long long before = k->num_calls - 1;
@@ -741,9 +758,9 @@ static PyObject *wait(sum *s, PyObject *what, PyObject *awaited) {
     return found;
 }
 
-/* repeat(what, op, value, out): make a call by the sum that is kept for such ones. Return the
- * results; or None, if there is none, or it does not serve: then nothing has been done, and the
- * usual way is to be taken, which raises what is wrong. */
+/* repeat(what, op, value, out): make a call by the sum that `sum_keep` has added for its kind.
+ * Return the results. Return None, without having done anything, if there is no such sum, or if it
+ * cannot make the call: then Python code must make the call, and raises an error if one is due. */
 static PyObject *repeat(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 4) return PyErr_Format(PyExc_TypeError, "expected 4 arguments");
     PyObject *what = args[0], *value = args[2];
@@ -787,7 +804,7 @@ static size_t power_of_two(size_t nbytes) {
     return power;
 }
 
-/* Sort the arrays by type, in the order in which the types appear. */
+/* Group the arrays by type, in the order in which the types appear. */
 static void sort(sum *s, const char *codes) {
     int taken = 0;
     for (int i = 0; i < s->num_arrays; i++) {
@@ -808,7 +825,7 @@ static void sort(sum *s, const char *codes) {
     }
 }
 
-/* Whether a list holds `count` arrays. */
+/* Return whether a list contains exactly `count` arrays. */
 static int holds_arrays(PyObject *list, Py_ssize_t count) {
     int holds = PyList_Size(list) == count;
     for (Py_ssize_t i = 0; holds && i < count; i++) holds = PyArray_Check(PyList_GetItem(list, i));
@@ -851,7 +868,8 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
     s->likes = Py_NewRef(likes), s->result_likes = Py_NewRef(result_likes);
     s->call = Py_NewRef(call), s->allocate = Py_NewRef(allocate), s->digest = digest;
     sort(s, codes);
-    /* Of a single piece no more than it needs; each run may leave a part of a line. */
+    /* For a call of a single piece, take only as much as it needs; the end of each run may leave a
+     * part of a cache line unused. */
     size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
     s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
     s->stride = k->room;
@@ -868,7 +886,7 @@ static PyObject *kernel_post(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* repeater(): return a `repeat`, which finds the sums that are kept for it. */
+/* repeater(): return a function `repeat` with the sums that `sum_keep` adds for it. */
 static PyObject *kernel_repeater(PyObject *self, PyObject *Py_UNUSED(none)) {
     static PyMethodDef method = {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL,
                                  NULL};
