@@ -1,4 +1,4 @@
-"""Data sets: chains of methods as in tf.data, with random access where it can be."""
+"""Data sets: chains of methods as in tf.data, with random access where possible."""
 
 from __future__ import annotations
 
@@ -40,38 +40,40 @@ _AUTOTUNE = -1
 
 
 class Dataset:
-    """Examples, or batches of them, made by a chain of methods as in tf.data.
+    """Examples, or batches of examples, made by a chain of methods as in tf.data.
 
-    Iterating it by itself gives its elements, as one process would train on them; each
-    ``iter()`` is the next epoch. `Strategy.experimental_distribute_dataset` divides
-    global batches between replicas.
+    A loop over the data set yields its elements as one process would train on them;
+    each ``iter()`` starts the next epoch. `Strategy.experimental_distribute_dataset`
+    divides its global batches between replicas.
 
-    Rows of arrays, files and sequences have random access: every replica reads only
-    its own rows, and an iteration goes on from any checkpoint. These methods give it
-    up: ``filter``, ``interleave``, ``flat_map``, ``take_while``, ``rebatch``,
-    ``unbatch``, ``from_generator``, ``ignore_errors``, sampling and choosing, and
-    shuffling or mixing of batches.
+    Rows of arrays, files and sequences have random access: every replica reads only its
+    own rows, and an iteration can continue from any checkpoint. These methods give up
+    random access: ``filter``, ``interleave``, ``flat_map``, ``take_while``,
+    ``rebatch``, ``unbatch``, ``from_generator``, ``ignore_errors``, sampling and
+    choosing, and shuffling or mixing of batches.
 
     Parameters
     ----------
     source : array, nested structure of arrays, sequence, path, h5py.File or Group
-        One row per example. An HDF5 file or group gives a mapping of its datasets, a
-        sequence of tuples or mappings of arrays elements of that structure.
+        One row per example. An HDF5 file or group becomes a mapping of its datasets;
+        the items of a sequence keep their structure of tuples or mappings.
     batch_size : int, optional
-        Examples in a global batch; default: single examples, to be batched by `batch`.
+        Number of examples in a global batch; default: no batches, until `batch` is
+        called.
     shuffle : bool
-        Whether each epoch has an order of its own, drawn from ``(seed, epoch)``.
+        Whether to shuffle each epoch in its own order, which ``(seed, epoch)``
+        determines.
     seed : int
-        Key of the order.
+        Seed of the order.
     drop_remainder : bool
         Whether to leave out a last batch that is not full.
 
     Raises
     ------
     ValueError
-        If the batch size is not positive, or the columns do not fit together.
+        If the batch size is not positive, or if columns differ in their number of rows.
     FileNotFoundError
-        If there is no such file.
+        If the file does not exist.
 
     Examples
     --------
@@ -90,10 +92,11 @@ class Dataset:
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        # How it was made; for the library's own modules.
+        # How this data set was made; only the library's own modules read this
+        # attribute.
         self.lineage: Lineage
         if isinstance(source, Lineage):
-            # A data set that a method of this class has made.
+            # A method of this class makes a new data set from a lineage.
             self.lineage = source
         else:
             stage: Stage
@@ -110,26 +113,26 @@ class Dataset:
         self._epoch = 0
 
     def _then(self, make: Callable[..., Stage], *others: Dataset) -> Dataset:
-        """Return a data set of the stage that a function makes of the stages."""
+        """Apply ``make`` to the data sets' last stages, and return a new data set."""
         return Dataset(self.lineage.then(make, *(each.lineage for each in others)))
 
     @property
     def seed(self) -> int:
-        """Key of the order of shuffled elements."""
+        """Seed of the order of shuffled elements."""
         return self.lineage.seed
 
     # Sources
 
     @classmethod
     def from_tensor_slices(cls, tensors: Tree) -> Dataset:
-        """Return the rows of arrays.
+        """Return a data set whose elements are the rows of arrays.
 
         Not collective.
 
         Parameters
         ----------
         tensors : array, or nested structure of arrays
-            Their first dimensions are equal; lists become arrays.
+            Arrays with equal first dimensions; lists become arrays.
 
         Returns
         -------
@@ -139,13 +142,13 @@ class Dataset:
         Raises
         ------
         ValueError
-            For scalars, and for first dimensions that differ.
+            If an array is a scalar, or if first dimensions differ.
         """
         return cls(Lineage(SourceRows(Columns.of_slices(as_element(tensors)))))
 
     @classmethod
     def from_tensors(cls, tensors: Tree) -> Dataset:
-        """Return one element.
+        """Return a data set of one element.
 
         Not collective.
 
@@ -157,7 +160,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Its cardinality is 1.
+            A data set of cardinality 1.
         """
         return cls(Lineage(OneRow(as_element(tensors))))
 
@@ -169,29 +172,30 @@ class Dataset:
         output_signature: Tree = None,
         args: tuple[Any, ...] = (),
     ) -> Dataset:
-        """Return the elements of an iterable that a function makes for each epoch.
+        """Return the elements of the iterable that a function returns for each epoch.
 
-        Not collective. It must give the same on every worker, unless the data set is
-        sharded.
+        Not collective. The function must return the same elements on every worker,
+        unless the data set is sharded.
 
         Parameters
         ----------
         generator : callable
             Returns an iterable of elements.
         output_signature : nested structure of ArraySpec, optional
-            The spec that elements must have; default: no check.
+            Shapes and dtypes that elements must have; default: no check.
         args : tuple
             Arguments of the function.
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
 
         Raises
         ------
         TypeError
-            If it cannot be called; when iterated, for elements of another signature.
+            If ``generator`` is not callable; during iteration, if an element does not
+            match ``output_signature``.
         """
         return cls(Lineage(streams.generated(generator, args, output_signature)))
 
@@ -206,21 +210,23 @@ class Dataset:
     ) -> Dataset:
         """Return the rows of HDF5, NetCDF-4, NumPy, Parquet files or Zarr stores.
 
-        Not collective. Rows have random access, over all files. All files must have
-        the same columns; numbers of rows may differ.
+        Not collective. Rows have random access across all files. All files must have
+        the same columns, but may have different numbers of rows.
 
-        The columns of NetCDF-4 files are the fields along one dimension, without
-        coordinates and bounds, decoded by CF 1.11 (sections 2.5.1 and 8.1).
+        The columns of NetCDF-4 files are the variables along one dimension, without
+        coordinates and bounds, decoded as in CF 1.11 (sections 2.5.1 and 8.1).
 
         Parameters
         ----------
         paths : str, path, or sequence of them
-            Also patterns, such as ``data/*.h5``; a folder means its ``*.parquet``.
+            Paths or patterns, such as ``data/*.h5``; a folder stands for its
+            ``*.parquet`` files.
         columns : str or sequence of str, optional
             Names, or patterns, such as ``fields/*``; default: all. A single name gives
             bare arrays, else elements are mappings, nested as groups are.
         dimension : str, optional
-            Dimension of rows in NetCDF-4; default: the unlimited or most common one.
+            NetCDF-4 dimension along which rows lie; default: the unlimited or most
+            common one.
         decode : bool
             Whether to apply fill values, scale and offset of NetCDF-4.
 
@@ -232,12 +238,12 @@ class Dataset:
         Raises
         ------
         FileNotFoundError
-            If nothing matches.
+            If no file matches.
         ValueError
-            If a file cannot be read, or its columns do not fit together, or to those of
-            the other files; when iterated, if a file has changed.
+            If a file cannot be read, or if columns do not match within a file or
+            between files; during iteration, if a file has changed.
         ImportError
-            If ``zarr`` or ``pyarrow`` is needed, and not installed.
+            If ``zarr`` or ``pyarrow`` is needed but not installed.
         """
         make = functools.partial(
             FileRows, columns=columns, dimension=dimension, decode=decode
@@ -246,7 +252,7 @@ class Dataset:
 
     @classmethod
     def range(cls, *args: int) -> Dataset:
-        """Return integers, int64.
+        """Return a data set of integers (int64), as Python's ``range`` counts.
 
         Not collective.
 
@@ -258,7 +264,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Scalars.
+            One scalar for each integer.
         """
         return cls(Lineage(stages.range_of(*args)))
 
@@ -266,23 +272,24 @@ class Dataset:
     def list_files(
         cls, file_pattern: Any, shuffle: bool = True, seed: int | None = None
     ) -> Dataset:
-        """Return the names of files.
+        """Return a data set of the names of matching files.
 
         Not collective.
 
         Parameters
         ----------
         file_pattern : str or sequence of str
-            Patterns may have ``*``, ``?`` and ``[]``.
+            Paths, or patterns with ``*``, ``?`` and ``[]``.
         shuffle : bool
-            Whether each epoch has an order of its own; else they are sorted.
+            Whether each epoch has its own random order; if not, names are sorted.
         seed : int, optional
-            Key of the order; default 0.
+            Seed of the order; default 0.
 
         Returns
         -------
         Dataset
-            Texts; policy FILE divides them between workers.
+            One string for each file; auto-shard policy FILE divides the files between
+            workers.
 
         Raises
         ------
@@ -302,12 +309,13 @@ class Dataset:
         Parameters
         ----------
         filenames : str, path, or sequence of them
-            Read as UTF-8, one after another.
+            Files to read as UTF-8, one after another.
 
         Returns
         -------
         Dataset
-            Texts without ends of lines; policy FILE divides the files.
+            One string for each line, without its line end; auto-shard policy FILE
+            divides the files between workers.
         """
         files = [os.fspath(name) for name in np.atleast_1d(filenames)]
         return cls(Lineage.of_files(files, streams.text_lines))
@@ -329,18 +337,19 @@ class Dataset:
         Parameters
         ----------
         map_func : callable
-            Takes an element, or the parts of one that is a tuple; after `batch`, a
-            whole global batch, of which it must keep the number of rows.
+            Function of an element (items of a tuple become arguments). After `batch`,
+            the argument is a whole global batch, and the result must have as many rows.
         num_parallel_calls, deterministic : optional
-            Ignored: the order is kept, and threads that read ahead call the function.
+            Ignored: results stay in order, and threads that read ahead call the
+            function.
         seed : int, optional
-            Gives the function an argument ``rng``, a `numpy.random.Generator` that the
-            seed, the epoch and the element's number determine.
+            If given, the function gets an argument ``rng``, a `numpy.random.Generator`
+            that the seed, the epoch and the element's number determine.
 
         Returns
         -------
         Dataset
-            It has the same cardinality.
+            A data set of the same cardinality.
         """
         return self._then(lambda s: stages.map_elements(s, map_func, seed))
 
@@ -355,33 +364,35 @@ class Dataset:
     ) -> Dataset:
         """Return the elements in random order.
 
-        Not collective. The order is computed from the seed, the epoch and the place,
-        and takes no memory that grows with the number of rows.
+        Not collective. For rows with random access, the order is computed from seed,
+        epoch and place, so that its memory does not grow with the number of rows.
 
         Parameters
         ----------
         buffer_size : int, optional
-            As in tf.data: element v comes at place ``v - (buffer_size - 1)`` at the
-            earliest; default: all elements.
+            Size of the shuffle buffer, as in tf.data: element v moves no further
+            forward than to place ``v - (buffer_size - 1)``; default: all elements.
         seed : int, optional
-            Key of the order; default 0, as all ranks must have the same.
+            Seed of the order; default 0, because all ranks must use the same seed.
         reshuffle_each_iteration : bool
-            Whether each epoch has an order of its own.
+            Whether each epoch has its own order.
         blocks : int, optional
-            Instead, permute blocks of so many rows, which files read in one go, and mix
-            the rows of ``window`` blocks: neighbors in a file often share a batch.
+            Instead, permute blocks of this many rows, and mix the rows of ``window``
+            blocks. A file reads a block at once, but neighboring rows often share a
+            batch.
         window : int
-            Number of blocks that are mixed.
+            Number of blocks whose rows are mixed.
 
         Returns
         -------
         Dataset
-            It has the same cardinality.
+            A data set of the same cardinality.
 
         Raises
         ------
         ValueError
-            For sizes below 1, and for a data set without an end and no buffer size.
+            If a size is below 1, if a data set without an end has no ``buffer_size``,
+            or if ``blocks`` is given without random access.
         """
         seed, again = int(seed or 0), bool(reshuffle_each_iteration)
         size = None if buffer_size is None else checked_size(buffer_size)
@@ -402,14 +413,14 @@ class Dataset:
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset:
-        """Return successive elements, stacked.
+        """Stack successive elements into global batches.
 
         Not collective.
 
         Parameters
         ----------
         batch_size : int
-            Elements in a global batch.
+            Number of elements in a global batch.
         drop_remainder : bool
             Whether to leave out a last batch that is not full.
         num_parallel_calls, deterministic : optional
@@ -418,12 +429,12 @@ class Dataset:
         Returns
         -------
         Dataset
-            Arrays with one dimension more.
+            Batches, whose arrays have one more dimension.
 
         Raises
         ------
         ValueError
-            For a size below 1; when iterated, for elements of different shapes.
+            If the size is below 1; during iteration, if elements have different shapes.
         """
         size = checked_size(batch_size)
         return self._then(lambda s: stages.batch(s, size, drop_remainder))
@@ -435,30 +446,32 @@ class Dataset:
         padding_values: Tree = None,
         drop_remainder: bool = False,
     ) -> Dataset:
-        """Return successive elements, filled up at their ends to one shape and stacked.
+        """Pad successive elements at their ends to one shape, and stack them.
 
         Not collective.
 
         Parameters
         ----------
         batch_size : int
-            Elements in a global batch.
+            Number of elements in a global batch.
         padded_shapes : nested structure of shapes, optional
-            None or -1 in one: the longest of the batch, as is the default.
+            Shapes to pad to. None or -1 in a shape means the longest of the batch,
+            which is the default for all dimensions.
         padding_values : nested structure of scalars, optional
-            Default: 0, or the empty text.
+            Values to pad with; default: 0, or the empty string.
         drop_remainder : bool
             Whether to leave out a last batch that is not full.
 
         Returns
         -------
         Dataset
-            Arrays with one dimension more.
+            Batches, whose arrays have one more dimension.
 
         Raises
         ------
         ValueError
-            For a size below 1; when iterated, for arrays longer than their shape.
+            If the size is below 1; during iteration, if an array is longer than its
+            shape.
         """
         size = checked_size(batch_size)
         return self._then(
@@ -468,25 +481,25 @@ class Dataset:
         )
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Return the elements several times.
+        """Repeat the elements ``count`` times.
 
-        Not collective. Each time is an epoch of its own for `shuffle`.
+        Not collective. For `shuffle`, each repetition is a new epoch.
 
         Parameters
         ----------
         count : int, optional
-            Number of times; default, and -1: without an end.
+            Number of repetitions; default and -1: repeat without an end.
 
         Returns
         -------
         Dataset
-            It has ``count`` times the cardinality.
+            A data set of ``count`` times the cardinality.
         """
         times = -1 if count is None else max(int(count), -1)
         return self._then(lambda s: stages.repeat(s, times))
 
     def take(self, count: int) -> Dataset:
-        """Return the first elements.
+        """Return a data set of the first ``count`` elements.
 
         Not collective.
 
@@ -498,12 +511,12 @@ class Dataset:
         Returns
         -------
         Dataset
-            At most so many elements.
+            At most ``count`` elements.
         """
         return self._then(lambda s: stages.take(s, int(count)))
 
     def skip(self, count: int) -> Dataset:
-        """Return all but the first elements.
+        """Return a data set without the first ``count`` elements.
 
         Not collective.
 
@@ -515,20 +528,20 @@ class Dataset:
         Returns
         -------
         Dataset
-            The others.
+            The remaining elements.
         """
         return self._then(lambda s: stages.skip(s, int(count)))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
-        """Return every ``num_shards``-th element.
+        """Return every ``num_shards``-th element, beginning with element ``index``.
 
         Not collective.
 
         Parameters
         ----------
         num_shards : int
-            Number of parts; `SHARD_HINT` here, and for the index: one for each worker,
-            with policy HINT.
+            Number of parts. With `SHARD_HINT` for this and for ``index``, each worker
+            gets one part (auto-shard policy HINT).
         index : int
             Number of the part, from 0.
 
@@ -540,21 +553,23 @@ class Dataset:
         Raises
         ------
         ValueError
-            For an index that is no part; when iterated, for a hint without policy HINT.
+            If no part has the number ``index``; during iteration, if `SHARD_HINT` is
+            used without policy HINT.
         """
         if num_shards == SHARD_HINT and index == SHARD_HINT:
             return Dataset(self.lineage.hint())
         return Dataset(self.lineage.shard(num_shards, index))
 
     def cache(self, filename: str = "") -> Dataset:
-        """Return the elements of the first epoch, kept in memory as they are read.
+        """Keep the first epoch's elements in memory, and return them in each epoch.
 
-        Not collective. A shuffle before it is so frozen; shuffle after it.
+        Not collective. A `shuffle` before `cache` has the same order in all epochs;
+        call `shuffle` after `cache`.
 
         Parameters
         ----------
         filename : str
-            Must be empty: files of a cache are not supported.
+            Must be empty, because caches in files are not supported.
 
         Returns
         -------
@@ -564,7 +579,7 @@ class Dataset:
         Raises
         ------
         ValueError
-            For a file.
+            If ``filename`` is not empty.
         """
         if filename:
             raise ValueError(
@@ -574,20 +589,20 @@ class Dataset:
         return self._then(stages.cache)
 
     def prefetch(self, buffer_size: int) -> Dataset:
-        """Return the same elements, read ahead by threads.
+        """Return the same elements, which threads read ahead.
 
         Not collective.
 
         Parameters
         ----------
         buffer_size : int
-            Elements read ahead, with random access batches; -1 (AUTOTUNE): two; 0:
-            none. Rows of arrays on GPUs are not read ahead.
+            Number of elements to read ahead (with random access: of batches); -1
+            (AUTOTUNE) means two, and 0 none. Rows of arrays on GPUs are not read ahead.
 
         Returns
         -------
         Dataset
-            It has the same cardinality.
+            A data set of the same cardinality.
         """
         ahead = 2 if buffer_size == _AUTOTUNE else int(buffer_size)
         if ahead < 0:
@@ -599,31 +614,31 @@ class Dataset:
         return made
 
     def enumerate(self, start: int = 0) -> Dataset:
-        """Return pairs of a number, int64, and an element.
+        """Return pairs of an element's number (int64) and the element.
 
         Not collective.
 
         Parameters
         ----------
         start : int
-            The first number.
+            Number of the first element.
 
         Returns
         -------
         Dataset
-            It has the same cardinality.
+            A data set of the same cardinality.
         """
         return self._then(lambda s: stages.enumerate_elements(s, int(start)))
 
     def concatenate(self, dataset: Dataset) -> Dataset:
-        """Return these elements, and then those of another data set.
+        """Return the elements of this data set, and then the elements of another one.
 
         Not collective.
 
         Parameters
         ----------
         dataset : Dataset
-            The other one.
+            The data set to append.
 
         Returns
         -------
@@ -633,25 +648,25 @@ class Dataset:
         Raises
         ------
         TypeError
-            Where elements differ in structure or dtype.
+            If elements differ in structure or dtype.
         """
         return self._then(stages.concatenate, dataset)
 
     @staticmethod
     def zip(*datasets: Any) -> Dataset:
-        """Return elements of several data sets side by side.
+        """Combine one element of each of several data sets into one element.
 
         Not collective.
 
         Parameters
         ----------
         *datasets : Dataset, or one nested structure of them
-            As many elements as the shortest has.
+            Data sets; the result has as many elements as the shortest of them.
 
         Returns
         -------
         Dataset
-            Its elements have that structure.
+            A data set whose elements have the structure of ``datasets``.
         """
         given: Any = datasets[0] if len(datasets) == 1 else datasets
         (first, *others), structure = flatten(given)
@@ -661,39 +676,39 @@ class Dataset:
         )
         return made
 
-    # Methods that give a stream
+    # Methods that return a stream, without random access
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """Return the elements for which a function is true.
 
-        Not collective. Each worker then goes through all elements.
+        Not collective. Each worker then reads all elements.
 
         Parameters
         ----------
         predicate : callable
-            Takes an element, or the parts of one that is a tuple.
+            Function of an element (items of a tuple become arguments).
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
         """
         return self._then(lambda s: streams.selected(s, predicate))
 
     def take_while(self, predicate: Callable[..., Any]) -> Dataset:
-        """Return the elements up to the first for which a function is false.
+        """Return the elements before the first one for which a function is false.
 
         Not collective.
 
         Parameters
         ----------
         predicate : callable
-            Takes an element, or the parts of one that is a tuple.
+            Function of an element (items of a tuple become arguments).
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
         """
         return self._then(lambda s: streams.taken_while(s, predicate))
 
@@ -705,30 +720,30 @@ class Dataset:
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset:
-        """Return blocks of elements of several data sets in turn, in tf.data's order.
+        """Make a data set of each element, and return blocks of their elements in turn.
 
         Not collective.
 
         Parameters
         ----------
         map_func : callable
-            Makes a data set of each element.
+            Function that returns a data set for an element.
         cycle_length : int, optional
             Number of data sets that are open at once; default 2.
         block_length : int
-            Elements taken from one before the next one's turn.
+            Number of elements from one data set before the next data set's turn.
         num_parallel_calls, deterministic : optional
-            Ignored: the order is that of one thread.
+            Ignored: the order is tf.data's order with one thread.
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
 
         Raises
         ------
         ValueError
-            For lengths below 1.
+            If a length is below 1.
         """
         cycle = 2 if cycle_length in (None, _AUTOTUNE) else checked_size(cycle_length)
         block = checked_size(block_length)
@@ -741,66 +756,66 @@ class Dataset:
         return made
 
     def flat_map(self, map_func: Callable[..., Any]) -> Dataset:
-        """Return the elements of the data sets that a function makes, one by one.
+        """Make a data set of each element, and return their elements one by one.
 
         Not collective.
 
         Parameters
         ----------
         map_func : callable
-            Makes a data set of each element.
+            Function that returns a data set for an element.
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
         """
         return self.interleave(map_func, 1, 1)
 
     def unbatch(self) -> Dataset:
-        """Return the rows of all batches.
+        """Split batches into their rows, and return the rows as elements.
 
         Not collective.
 
         Returns
         -------
         Dataset
-            Its elements have one dimension less.
+            A data set whose arrays have one dimension less.
         """
         return self._then(batch_streams.unbatched)
 
     def rebatch(
         self, batch_size: int | Sequence[int], drop_remainder: bool = False
     ) -> Dataset:
-        """Return all rows in batches of other sizes.
+        """Return the rows of all batches in batches of other sizes.
 
         Not collective.
 
         Parameters
         ----------
         batch_size : int or sequence of int
-            Several come in turn.
+            Number of rows in a batch; several sizes are used in turn.
         drop_remainder : bool
             Whether to leave out a last batch that is not full.
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
 
         Raises
         ------
         ValueError
-            For sizes below 1.
+            If a size is below 1.
         """
         sizes = stages.sizes_of_batches(batch_size)
         return self._then(lambda s: batch_streams.rebatched(s, sizes, drop_remainder))
 
     def pack(self, length: int, padding_value: Any = 0) -> Dataset:
-        """Return sequences of any lengths packed into rows of one length, in order.
+        """Pack sequences of any length into rows of one length, in order.
 
-        Not collective. A row is filled with whole sequences until the next one does not
-        fit.
+        Not collective. A row is filled with whole sequences until the next sequence
+        does not fit.
 
         Parameters
         ----------
@@ -812,14 +827,14 @@ class Dataset:
         Returns
         -------
         Dataset
-            Its elements are mappings: ``values`` in the elements' structure,
-            ``segments``, int32 (1 for the first sequence of the row and so on, 0 for
-            the padding), and ``positions``, int32, in each sequence.
+            Elements are mappings: ``values`` in the sequences' structure, ``segments``,
+            int32 (1 for the first sequence of the row and so on, 0 for the padding),
+            and ``positions``, int32 (the place within each sequence, from 0).
 
         Raises
         ------
         ValueError
-            For a length below 1; when iterated, for a sequence that is longer.
+            If the length is below 1; during iteration, if a sequence is longer than it.
         """
         size = checked_size(length)
         return self._then(lambda s: batch_streams.packed(s, size, padding_value))
@@ -843,29 +858,33 @@ class Dataset:
         Parameters
         ----------
         element_length_func : callable
-            Takes an element, or the parts of one that is a tuple; returns its length.
+            Function that returns an element's length (items of a tuple become
+            arguments).
         bucket_boundaries : sequence of int
-            Increasing; a bucket has the lengths from one boundary to below the next.
+            Increasing lengths; a bucket has the lengths from one boundary to below the
+            next.
         bucket_batch_sizes : sequence of int
-            One more than boundaries.
+            Batch size of each bucket; there is one more bucket than boundaries.
         padded_shapes, padding_values : optional
             See `padded_batch`.
         pad_to_bucket_boundary : bool
             Whether to pad to one below the bucket's upper boundary.
         no_padding : bool
-            Whether the elements of a bucket have one shape already.
+            Whether to stack without padding, because a bucket's elements have one
+            shape.
         drop_remainder : bool
-            Whether to leave out batches that are not full at the end.
+            Whether to leave out the batches that are not full when the data end.
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
 
         Raises
         ------
         ValueError
-            For boundaries that do not increase, and another number of sizes.
+            If boundaries do not increase, or if the number of sizes does not fit to
+            them.
         """
         sizes = [checked_size(size) for size in bucket_batch_sizes]
         return self._then(
@@ -883,7 +902,7 @@ class Dataset:
         )
 
     def ignore_errors(self, log_warning: bool = False) -> Dataset:
-        """Return the elements whose making does not raise.
+        """Leave out the elements that cannot be made because of an error.
 
         Not collective.
 
@@ -895,7 +914,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
         """
         return self._then(lambda s: streams.kept_errors_out(s, log_warning))
 
@@ -905,23 +924,23 @@ class Dataset:
         choice_dataset: Dataset,
         stop_on_empty_dataset: bool = True,
     ) -> Dataset:
-        """Return elements of several data sets, each time of the one that is named.
+        """Return elements of several data sets, which a data set of numbers chooses.
 
         Not collective.
 
         Parameters
         ----------
         datasets : sequence of Dataset
-            Their elements have one structure.
+            Data sets whose elements have one structure.
         choice_dataset : Dataset
-            Its elements are the numbers of data sets.
+            Data set whose elements are numbers of data sets, from 0.
         stop_on_empty_dataset : bool
-            Whether to end with the first that ends; else it is passed over.
+            Whether to end when a chosen data set has ended; if not, skip that choice.
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
         """
         return choice_dataset._then(
             lambda c, *s: streams.chosen(s, c, stop_on_empty_dataset), *datasets
@@ -934,30 +953,30 @@ class Dataset:
         seed: int | None = None,
         stop_on_empty_dataset: bool = False,
     ) -> Dataset:
-        """Return elements of several data sets, drawn by weights.
+        """Return elements of several data sets, each from a data set drawn by weights.
 
         Not collective.
 
         Parameters
         ----------
         datasets : sequence of Dataset
-            Their elements have one structure.
+            Data sets whose elements have one structure.
         weights : sequence of float, optional
-            Weight of each; default: equal.
+            Weight of each data set; default: equal weights.
         seed : int, optional
-            Key of the draws; default 0.
+            Seed of the draws; default 0.
         stop_on_empty_dataset : bool
-            Whether to end with the first that ends; else the others go on.
+            Whether to end when a drawn data set has ended; if not, the others continue.
 
         Returns
         -------
         Dataset
-            Its cardinality is unknown.
+            A data set of unknown cardinality.
 
         Raises
         ------
         ValueError
-            For weights that are negative, or not one for each.
+            If a weight is negative, or if there is not one weight for each data set.
         """
         key = 0 if seed is None else int(seed)
         return datasets[0]._then(
@@ -968,14 +987,14 @@ class Dataset:
     # Other methods
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
-        """Return the result of a function of the data set.
+        """Call a function with this data set, and return its result.
 
         Not collective.
 
         Parameters
         ----------
         transformation_func : callable
-            Takes the data set, returns one.
+            Function that takes this data set and returns a data set.
 
         Returns
         -------
@@ -985,14 +1004,14 @@ class Dataset:
         return transformation_func(self)
 
     def with_options(self, options: Any) -> Dataset:
-        """Return the same elements with options.
+        """Return a data set of the same elements with other options.
 
         Not collective.
 
         Parameters
         ----------
         options : DatasetOptions
-            Or any object with ``auto_shard_policy``, by itself or in its
+            Options, or any object that has ``auto_shard_policy`` itself or in its
             ``experimental_distribute``.
 
         Returns
@@ -1003,7 +1022,7 @@ class Dataset:
         return Dataset(self.lineage.with_options(options))
 
     def options(self) -> DatasetOptions:
-        """Return the options.
+        """Return the options of this data set.
 
         Not collective.
 
@@ -1022,7 +1041,7 @@ class Dataset:
         Returns
         -------
         int
-            -1 where there is no end, -2 where they must be gone through to be counted.
+            -1 if there is no end, -2 if only an iteration can count the elements.
         """
         return self.stage.cardinality
 
@@ -1030,12 +1049,12 @@ class Dataset:
     def element_spec(self) -> Tree:
         """Shapes and dtypes of the arrays of an element, as ArraySpec.
 
-        Functions of `map` are called with the first elements to find out.
+        To learn them, functions of `map` are called with the first elements.
         """
         return self.lineage.spec()
 
     def reduce(self, initial_state: Any, reduce_func: Callable[..., Any]) -> Any:
-        """Combine all elements by a function.
+        """Combine all elements with a function.
 
         Not collective.
 
@@ -1044,7 +1063,7 @@ class Dataset:
         initial_state : object
             The first state.
         reduce_func : callable
-            Takes the state and an element, returns the next state.
+            Function that takes the state and an element, and returns the next state.
 
         Returns
         -------
@@ -1055,7 +1074,7 @@ class Dataset:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next iteration, from 0; it can be set."""
+        """Number of the next iteration's epoch, from 0; can be set."""
         return self._epoch
 
     @epoch.setter
@@ -1063,7 +1082,7 @@ class Dataset:
         self._epoch = int(value)
 
     def as_numpy_iterator(self) -> Iterator[Tree]:
-        """Return ``iter`` of the data set: elements are arrays anyway.
+        """Return ``iter`` of the data set, because elements are arrays already.
 
         Not collective.
 
@@ -1075,7 +1094,7 @@ class Dataset:
         return iter(self)
 
     def __iter__(self) -> Iterator[Tree]:
-        """Give the elements of the next epoch."""
+        """Return an iterator over the elements of the next epoch."""
         epoch, self._epoch = self._epoch, self._epoch + 1
         stage = self.stage
         if self.ahead and isinstance(stage, Batched) and not stage.is_on_gpu():
@@ -1087,7 +1106,7 @@ class Dataset:
         return map(writable, stage.iterate(epoch))
 
     def __len__(self) -> int:
-        """Return the number of elements; raises TypeError where it is not known."""
+        """Return the number of elements; raise TypeError if unknown or infinite."""
         if self.stage.cardinality < 0:
             what = "no end" if self.stage.cardinality == INFINITE else "unknown length"
             raise TypeError(
@@ -1097,15 +1116,15 @@ class Dataset:
         return self.stage.cardinality
 
     def __bool__(self) -> bool:
-        """Return True, also for a data set without elements."""
+        """Return True, even for a data set without elements."""
         return True
 
     def __repr__(self) -> str:
-        """Describe the chain, for people and for the comparison between ranks."""
+        """Describe the chain of methods, for people and for comparing ranks."""
         return f"<Dataset of {self.stage.describe()}>"
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks; no function of the program is called."""
+        """Return a table for notebooks, without calling functions of the program."""
         rows = {
             "elements": in_words(self.cardinality()),
             "examples": in_words(self.num_rows),
@@ -1115,14 +1134,14 @@ class Dataset:
         return table("Dataset", rows)
 
     def describe(self) -> str:
-        """Describe the chain, on which ranks must agree.
+        """Describe the chain of methods; the text must be equal on all ranks.
 
         Not collective.
 
         Returns
         -------
         str
-            Sizes, orders and types, through the whole chain.
+            Sizes, orders and types of the whole chain.
         """
         return f"a data set of {self.stage.describe()}"
 
@@ -1135,39 +1154,39 @@ class Dataset:
 
     @property
     def ahead(self) -> int:
-        """Batches to read ahead; for the library's own modules."""
+        """Number of batches to read ahead; for the library's own modules."""
         return self.lineage.ahead
 
     @property
     def num_rows(self) -> int:
-        """Number of examples of an epoch: -1 without an end, -2 if it is not known."""
+        """Number of examples in an epoch; -1 if it has no end, -2 if unknown."""
         return self.stage.num_rows
 
     @property
     def batch_size(self) -> int | None:
-        """Examples in a global batch; None where it is not known."""
+        """Number of examples in a global batch; None if unknown."""
         return self.stage.batch_size
 
     @property
     def drop_remainder(self) -> bool:
-        """Whether a last batch that is not full is left out."""
+        """Whether the last batch is left out if it is not full."""
         return self.stage.drop_remainder
 
     def rows(self, epoch: int, start: int, stop: int) -> Array | slice:
-        """Return the rows at places of an epoch; for the library's own modules."""
+        """Return row numbers at places of an epoch; for the library's own modules."""
         shuffled = shuffled_rows(self.stage)
         places = slice(start, stop)
         return places if shuffled is None else shuffled.rows(places, epoch)
 
     def order(self, epoch: int) -> Array | None:
-        """Return the order of an epoch's rows.
+        """Return the row numbers of an epoch in their order.
 
         Not collective; the same on every rank.
 
         Parameters
         ----------
         epoch : int
-            From 0.
+            Number of the epoch, from 0.
 
         Returns
         -------
@@ -1180,7 +1199,7 @@ class Dataset:
         return shuffled.rows(slice(0, shuffled.cardinality), epoch)
 
     def keep_old_order(self, epoch: int) -> None:
-        """Give an epoch order version 1; for the library's own modules."""
+        """Use order version 1 for an epoch; for the library's own modules."""
         shuffled = shuffled_rows(self.stage)
         if shuffled is not None:
             shuffled.keep_exact(epoch, self.seed)
@@ -1192,11 +1211,11 @@ class Dataset:
 
     @property
     def files(self) -> list[str] | None:
-        """Names of the files that a stream reads; None if it reads none."""
+        """Names of the files that the data set reads; None if it reads no files."""
         return self.lineage.files()
 
     def shard_files(self, num_shards: int, index: int) -> Dataset:
-        """Return the chain over every ``num_shards``-th file.
+        """Return this data set over every ``num_shards``-th file only.
 
         Not collective.
 
@@ -1220,15 +1239,16 @@ class Dataset:
         return Dataset(self.lineage.shard_files(num_shards, index))
 
     def shard_by_hint(self, num_shards: int, index: int) -> Dataset:
-        """Replace `SHARD_HINT`, if it is there; for the library's own modules."""
+        """Replace `SHARD_HINT` if the chain has it; for the library's own modules."""
         found = self.lineage.shard_by_hint(num_shards, index)
         return self if found is self.lineage else Dataset(found)
 
     def auto_shard(self, num_workers: int, index: int) -> Dataset:
-        """Return a worker's part, by the auto-shard policy.
+        """Return one worker's part of the data set, by the auto-shard policy.
 
-        Not collective. By DATA, and by AUTO without files, each worker has every
-        ``num_workers``-th element. (A strategy cuts each global batch instead.)
+        Not collective. With policy DATA, and with AUTO if there are no files, each
+        worker gets every ``num_workers``-th element. (A strategy cuts each global batch
+        instead.)
 
         Parameters
         ----------
@@ -1245,7 +1265,7 @@ class Dataset:
         Raises
         ------
         ValueError
-            For policy FILE without files.
+            If the policy is FILE and the data set reads no files.
         """
         ways = {
             AutoShardPolicy.FILE: self.shard_files,
@@ -1271,32 +1291,34 @@ def mix(
     *,
     seed: int = 0,
 ) -> Dataset:
-    """Return the elements of several data sets, mixed by weights, without an end.
+    """Mix the elements of several data sets by weights, without an end.
 
-    Not collective. It keeps random access, unlike `Dataset.sample_from_datasets`. Each
-    row of a data set comes exactly once in each of that data set's epochs.
+    Not collective. The result has random access, unlike the result of
+    `Dataset.sample_from_datasets`. In each of its own epochs, a data set contributes
+    each row exactly once.
 
     Parameters
     ----------
     datasets : sequence of Dataset
-        Their elements have one structure, random access, and are not yet batches.
+        Data sets with random access, not yet batched, whose elements have one
+        structure.
     weights : sequence of float, optional
-        Shares of the elements, to 1/4096; default: equal.
+        Shares of the elements, rounded to 1/4096; default: equal shares.
     seed : int
-        Key of the order in which they alternate.
+        Seed of the order in which the data sets alternate.
 
     Returns
     -------
     Dataset
-        It has no end.
+        A data set without an end.
 
     Raises
     ------
     ValueError
-        For a data set without random access or elements, and for weights that are not
-        positive, one for each.
+        If a data set has no random access or no elements, or if there is not one
+        positive weight for each data set.
     TypeError
-        Where elements differ in structure or dtype.
+        If elements differ in structure or dtype.
     """
     for dataset in datasets:
         if not isinstance(dataset.stage, Rows) or not dataset.stage.cardinality:
