@@ -1,4 +1,4 @@
-"""The tasks of a job, read from the environment; pure parsing, no MPI."""
+"""The tasks of a job, parsed from the environment without MPI."""
 
 from hpcstrat.cluster_resolver.batch_job import BatchJob, batch_job_from_environment
 from hpcstrat.cluster_resolver.clouds import (

@@ -1,4 +1,4 @@
-"""Tasks on the nodes that a scheduler has given to a job."""
+"""Tasks on the nodes that a scheduler has allocated to a job."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The nodes of a job; and for each rank its node, and its number there."""
+    """The nodes of a job, and for each rank its node and its number on this node."""
 
     rank: int
     nodes: Sequence[str]
     places: Sequence[tuple[int, int]]
-    # GPUs of this rank's node; None where the scheduler does not say: then
-    # CUDA_VISIBLE_DEVICES counts.
+    # Number of GPUs of this rank's node. None means that the scheduler does not tell;
+    # then CUDA_VISIBLE_DEVICES counts.
     gpus_on_node: int | None = None
 
 
 def block_places(counts: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the places of ranks that fill one node after the other."""
+    """Return (node, number on the node) for ranks that fill one node after another."""
     return [(node, i) for node, count in enumerate(counts) for i in range(count)]
 
 
 class AllocationClusterResolver(ClusterResolver):
-    """All ranks of a job, node by node; subclasses find the `Placement`."""
+    """A resolver of all ranks of a job; subclasses find the `Placement` of ranks."""
 
     def __init__(
         self,
@@ -79,10 +79,11 @@ class AllocationClusterResolver(ClusterResolver):
         text = self._variables.get(_GPUS, "")
         visible = [name for name in text.split(",") if name]
         if per_node is None:
-            # Fewer GPUs than tasks: the launcher has given each task its own.
+            # If fewer GPUs than tasks are visible, the launcher has assigned each task
+            # its own.
             per_node = len(visible) if len(visible) >= count else len(visible) * count
-        # A list of another length is this task's own, made by srun --gpus-per-task, or
-        # by another resolver.
+        # A list of another length has this task's own GPUs only; it is set by srun
+        # --gpus-per-task, or by another resolver.
         whole = not visible or len(visible) == per_node
         if per_task is None:
             share = per_node // count
@@ -101,14 +102,15 @@ class AllocationClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Return the tasks and their addresses.
 
-        Not collective. Sets ``CUDA_VISIBLE_DEVICES`` with ``auto_set_gpu``.
+        Not collective. With ``auto_set_gpu``, this method sets
+        ``CUDA_VISIBLE_DEVICES``.
 
         Returns
         -------
         ClusterSpec
-            Ranks in the order of ``jobs``.
+            Tasks of the jobs, whose ranks have the order of ``jobs``.
         """
-        # The variable is set here, as in tf.distribute, and never emptied.
+        # Set the variable in this method, as tf.distribute does, and never empty it.
         if self._auto_set_gpu and self._own_gpus:
             self._variables[_GPUS] = self._own_gpus
         cluster, first = {}, 0
@@ -125,7 +127,7 @@ class AllocationClusterResolver(ClusterResolver):
         Returns
         -------
         str, int
-            Job, and number in it.
+            Job of this process, and its number in the job.
         """
         first = 0
         for job, count in self._jobs.items():

@@ -1,4 +1,4 @@
-"""The batch job that this process is in: when it ends, and how it is queued again."""
+"""The batch job of this process: when the job ends, and how it is queued again."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 __all__ = ["BatchJob", "batch_job_from_environment"]
 
 _SECONDS = 60.0
-# `flux job timeleft` prints this for a job without a limit.
+# `flux job timeleft` prints this number for a job without a time limit.
 _FLUX_UNLIMITED = (1 << 32) - 1
 _MONTHS = "JanFebMarAprMayJunJulAugSepOctNovDec"
-# Thu Nov 26 17:31:02 2026, as ctime(3) writes it, in local time.
+# A date as ctime(3) writes it, in local time, such as Thu Nov 26 17:31:02 2026.
 _CTIME = re.compile(r"\w{3} (\w{3}) +(\d+) (\d+):(\d+):(\d+) (\d{4})")
 
 
@@ -29,22 +29,23 @@ class BatchJob:
     scheduler : str
         ``Slurm``, ``PBS``, ``Flux``, ``LSF`` or ``SGE``.
     job_id : str
-        The scheduler's name of the job; the same after it was queued again.
+        The scheduler's name of the job; stays the same after the job was queued again.
     """
 
     scheduler: str
     job_id: str
 
     def end(self) -> float | None:
-        """Return when the scheduler means to end the job.
+        """Return the time at which the scheduler will end the job.
 
-        Not collective. Asks the scheduler's own command, which may take a while.
+        Not collective. This method runs a command of the scheduler, which may take a
+        while.
 
         Returns
         -------
         float or None
-            In seconds since the epoch; None without a limit, or where the command does
-            not answer, such as in a container.
+            Time in seconds since the epoch (1970); None if there is no limit, or if the
+            command fails, such as in a container.
         """
         try:
             return _SCHEDULERS[self.scheduler].end(self.job_id)
@@ -52,15 +53,16 @@ class BatchJob:
             return None
 
     def requeue(self) -> None:
-        """Ask the scheduler to start the job once more; it ends this one meanwhile.
+        """Ask the scheduler to end this job and to queue it again.
 
         Not collective.
 
         Raises
         ------
         RuntimeError
-            If the scheduler refuses, with its message. PBS allows it to operators only,
-            and Flux to no one: there, a script submits itself again.
+            If the scheduler refuses; the error has its message. PBS allows only
+            operators to requeue jobs, and Flux nobody; on these two, a script submits
+            itself again.
         """
         command = _SCHEDULERS[self.scheduler].requeue
         if not command:
@@ -82,7 +84,7 @@ class BatchJob:
 def batch_job_from_environment(
     environment: Mapping[str, str] | None = None,
 ) -> BatchJob | None:
-    """Return the batch job that this process is in.
+    """Return the batch job in which this process runs.
 
     Not collective.
 
@@ -94,21 +96,22 @@ def batch_job_from_environment(
     Returns
     -------
     BatchJob or None
-        The innermost one; None outside of a job.
+        The innermost job; None outside of a job.
     """
     env = os.environ if environment is None else environment
     for name, scheduler in _SCHEDULERS.items():
         found = [env[variable] for variable in scheduler.job if env.get(variable)]
         if len(found) == len(scheduler.job) or (scheduler.any_of and found):
-            # Tasks of an array are jobs of their own.
+            # Each task of a job array counts as its own job.
             return BatchJob(name, found[0] + scheduler.task(env))
     return None
 
 
 def output_of(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Return the output of a scheduler's command, in English, whose dates are parsed.
+    """Return the output of a scheduler's command, in English for parsing dates.
 
-    OSError or subprocess.SubprocessError where it fails, or takes a minute.
+    Raises OSError or subprocess.SubprocessError if the command fails, or takes longer
+    than a minute.
     """
     return subprocess.run(
         command,
@@ -121,7 +124,7 @@ def output_of(command: Sequence[str], env: Mapping[str, str] | None = None) -> s
 
 
 def _seconds(text: str) -> float:
-    """Return a duration of PBS or SGE, such as 01:30:00, or 5400."""
+    """Return the seconds of a duration of PBS or SGE, such as 01:30:00 or 5400."""
     seconds = 0.0
     for part in text.split(":"):
         seconds = 60 * seconds + float(part)
@@ -129,7 +132,8 @@ def _seconds(text: str) -> float:
 
 
 def _slurm_end(job: str) -> float | None:
-    # A job without a limit has no number there; versions before 23 set no variable.
+    # Without a limit, the variable is not a number; Slurm before version 23 does not
+    # set it.
     said = os.environ.get("SLURM_JOB_END_TIME", "")
     if not said.isdecimal():
         words = ["squeue", "--noheader", "--jobs", job, "--format=%e"]
@@ -156,14 +160,14 @@ def _pbs_end(job: str) -> float | None:
 
 def _flux_end(job: str) -> float | None:
     del job
-    # Without the job: the command knows which one it is in, also in a batch script.
+    # Pass no job: the command finds the job in which it runs, also in a batch script.
     left = int(output_of(["flux", "job", "timeleft"]))
     return None if left == _FLUX_UNLIMITED else time.time() + left
 
 
 def _lsf_end(job: str) -> float | None:
-    # For example 1:58 L: hours and minutes to a limit. With E or X they are an
-    # estimate.
+    # For example, 1:58 L has hours and minutes until a limit. With E or X instead of L,
+    # the time is an estimate.
     said = output_of(["bjobs", "-noheader", "-o", "time_left", job])
     found = re.match(r"\s*(\d+):(\d+) L\b", said)
     return time.time() + 60 * _seconds(f"{found[1]}:{found[2]}") if found else None
@@ -201,7 +205,7 @@ def _sge_task(env: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _SchedulerVariables:
-    """The variables that identify a job of a scheduler, and the commands to ask it."""
+    """The variables that identify a scheduler's job, and the scheduler's commands."""
 
     job: tuple[str, ...]
     end: Callable[[str], float | None]
@@ -210,9 +214,9 @@ class _SchedulerVariables:
     any_of: bool = False
 
 
-# The innermost scheduler comes first: Flux runs inside of jobs of the others.
+# The innermost scheduler is first: Flux runs inside of jobs of the other schedulers.
 _SCHEDULERS = {
-    # Flux does not set the first variable in a batch script.
+    # Flux does not set FLUX_JOB_ID in a batch script.
     "Flux": _SchedulerVariables(
         ("FLUX_JOB_ID", "FLUX_ENCLOSING_ID"), _flux_end, any_of=True
     ),
@@ -221,7 +225,7 @@ _SCHEDULERS = {
     ),
     "PBS": _SchedulerVariables(("PBS_JOBID",), _pbs_end),
     "LSF": _SchedulerVariables(("LSB_JOBID",), _lsf_end, ("brequeue",), _lsf_task),
-    # Other schedulers set JOB_ID, too.
+    # SGE needs two variables, because other schedulers set JOB_ID, too.
     "SGE": _SchedulerVariables(
         ("JOB_ID", "SGE_TASK_ID"), _sge_end, ("qmod", "-rj"), _sge_task
     ),

@@ -1,7 +1,7 @@
-"""Resolvers of tf.distribute for clouds, whose machines MPI knows by its launcher.
+"""Resolvers of tf.distribute for clouds, which hpcstrat does not support.
 
-The names exist so that programs which ask for them by ``isinstance`` run; all raise
-NotImplementedError when they are made.
+The classes exist so that programs can use them in ``isinstance``. Their constructors
+raise NotImplementedError, because MPI's launcher already knows the machines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class _Cloud(ClusterResolver):
-    """A resolver that cannot be made; ``found`` and ``advice`` are for the message."""
+    """A resolver whose constructor raises an error with ``found`` and ``advice``."""
 
     found = ""
     advice = ""
@@ -37,7 +37,7 @@ class _Cloud(ClusterResolver):
 
 
 class GCEClusterResolver(_Cloud):
-    """Machines of Google Compute Engine: an error that says what to do instead."""
+    """Not supported: Google Compute Engine. The error has an alternative."""
 
     found = "which asks Google for the machines of an instance group"
     advice = (
@@ -47,7 +47,7 @@ class GCEClusterResolver(_Cloud):
 
 
 class KubernetesClusterResolver(_Cloud):
-    """Pods of Kubernetes: an error that says what to do instead."""
+    """Not supported: pods of Kubernetes. The error has an alternative."""
 
     found = "which asks Kubernetes for its pods"
     advice = (
@@ -57,7 +57,7 @@ class KubernetesClusterResolver(_Cloud):
 
 
 class TPUClusterResolver(_Cloud):
-    """TPUs: an error that says what to do instead."""
+    """Not supported: TPUs. The error has an alternative."""
 
     found = "and no TPU is supported"
     advice = "use MultiWorkerMirroredStrategy, which needs no resolver, on CPUs or GPUs"

@@ -14,17 +14,17 @@ __all__ = ["FluxClusterResolver"]
 
 
 class FluxClusterResolver(AllocationClusterResolver):
-    """The tasks that ``flux run`` has started, wherever it has put them.
+    """The tasks that ``flux run`` has started, in any placement on the nodes.
 
-    The environment has only this task's own numbers; the command ``flux job`` tells the
-    nodes and the places of all tasks. Parameters and attributes are those of
-    `SlurmClusterResolver`, without ``tasks_per_node``; by default ``gpus_per_node`` is
-    the number of GPUs that Flux has given to the job on this node.
+    The environment has only this task's own numbers; the command ``flux job`` prints
+    the nodes and places of all tasks. Parameters and attributes are the same as of
+    `SlurmClusterResolver`, without ``tasks_per_node``. By default, ``gpus_per_node`` is
+    the number of GPUs that Flux has allocated to the job on this node.
 
     Raises
     ------
     RuntimeError
-        Outside of a Flux job, or where the command ``flux`` does not answer.
+        Outside of a Flux job, or if the command ``flux`` fails.
     """
 
     def _find_placement(self, env: Mapping[str, str]) -> Placement:
@@ -55,9 +55,10 @@ def _ask(env: Mapping[str, str], *words: str) -> str:
 
 
 def _places(task_map: list[list[int]]) -> list[tuple[int, int]]:
-    """Return each rank's node, and its number there.
+    """Return each rank's node, and the rank's number on this node.
 
-    A map consists of blocks (first node, nodes, tasks of each, repeats): Flux RFC 34.
+    A task map has blocks (first node, number of nodes, tasks per node, repeats), as in
+    Flux RFC 34.
     """
     places: list[tuple[int, int]] = []
     counts: dict[int, int] = {}
@@ -71,7 +72,7 @@ def _places(task_map: list[list[int]]) -> list[tuple[int, int]]:
 
 
 def _gpus(parts: list[dict[str, object]]) -> list[int]:
-    """Return the number of GPUs of each node of the job: Flux RFC 20."""
+    """Return the number of GPUs of each node of the job, from Flux RFC 20's format."""
     found: dict[int, int] = {}
     for part in parts:
         children = part["children"]
@@ -82,6 +83,6 @@ def _gpus(parts: list[dict[str, object]]) -> list[int]:
 
 
 def _ids(text: str) -> list[int]:
-    """Return the numbers of a set of Flux's, such as 0-3,7."""
+    """Return the numbers in a set in Flux's notation, such as 0-3,7."""
     names = expand_node_list(f"[{text}]") if text else []
     return [int(name) for name in names]

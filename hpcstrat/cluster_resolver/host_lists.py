@@ -1,4 +1,4 @@
-"""Ranks of PBS, LSF and Grid Engine, which give a job a list of hosts."""
+"""Ranks in jobs of PBS, LSF and Grid Engine, which provide a list of a job's hosts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ __all__ = ["LSFClusterResolver", "PBSClusterResolver", "SGEClusterResolver"]
 class HostListClusterResolver(AllocationClusterResolver):
     """The ranks that an MPI launcher has started on the hosts of a scheduler's list.
 
-    The list has the number of slots of each host. Ranks fill the hosts in its order, by
-    slots, or the same number on each; a rank on another host is an error.
+    The list has the number of slots of each host. Ranks fill the hosts in the order of
+    the list: either all slots of a host, or the same number of ranks on each host. If
+    this rank is on another host than expected, an error is raised.
     """
 
     _scheduler = ""
@@ -61,7 +62,7 @@ class HostListClusterResolver(AllocationClusterResolver):
         hosts, counts = self._lay_out(slots, launch)
         places = block_places(counts)
         expected = hosts[places[launch.rank][0]]
-        # Computed places that differ from the true ones would give wrong addresses.
+        # Check this rank's host, because wrong places would lead to wrong addresses.
         if expected.partition(".")[0] != self._host.partition(".")[0]:
             raise RuntimeError(
                 f"expected rank {launch.rank} on host {expected}, as the list of "
@@ -72,7 +73,7 @@ class HostListClusterResolver(AllocationClusterResolver):
 
     @abstractmethod
     def _slots(self, env: Mapping[str, str]) -> dict[str, int]:
-        """Return the hosts in the order of ranks, with their slots."""
+        """Return the number of slots of each host, in the order of ranks."""
 
     def _variable(self, env: Mapping[str, str], name: str) -> str:
         if not env.get(name):
@@ -83,7 +84,7 @@ class HostListClusterResolver(AllocationClusterResolver):
         return env[name]
 
     def _lines(self, env: Mapping[str, str], name: str) -> list[list[str]]:
-        """Return the words of each line of the file that a variable names."""
+        """Return the words of each line of the file whose path is in a variable."""
         path = self._variable(env, name)
         try:
             with open(path, encoding="utf-8") as file:
@@ -98,7 +99,7 @@ class HostListClusterResolver(AllocationClusterResolver):
     def _lay_out(
         self, slots: Mapping[str, int], launch: Launch
     ) -> tuple[list[str], list[int]]:
-        """Return the hosts that have ranks, and how many each has."""
+        """Return the hosts that have ranks, and the number of ranks on each."""
         hosts, counts = list(slots), list(slots.values())
         local = launch.local_size
         if sum(counts) == launch.size:
@@ -122,23 +123,23 @@ class HostListClusterResolver(AllocationClusterResolver):
 class PBSClusterResolver(HostListClusterResolver):
     """The ranks that an MPI launcher has started in a job of PBS (``PBS_NODEFILE``).
 
-    Works for PBS Pro, OpenPBS and Torque. The file has a line for each rank that was
-    asked for: ``-l select=2:mpiprocs=4`` gives each of two hosts four.
+    Works for PBS Pro, OpenPBS and Torque. The file has a line for each requested rank:
+    with ``-l select=2:mpiprocs=4``, four lines for each of two hosts.
 
     Parameters
     ----------
     jobs : mapping of str to int, optional
         Number of tasks of each job, in the order of ranks; default: all are workers.
     port_base : int
-        Port of the first task of each host; the others follow.
+        Port of the first task of each host; the host's other tasks have the next ports.
     gpus_per_node : int, optional
         Default: the number that ``CUDA_VISIBLE_DEVICES`` lists; 0 without it.
     gpus_per_task : int, optional
         Default: the host's GPUs divided by its tasks.
     host : str, optional
-        Name of this host, to check the place of the rank; default: its own.
+        Name of this host, to check the rank's place; default: the system's host name.
     auto_set_gpu : bool
-        Whether `cluster_spec` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, where
+        Whether `cluster_spec` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, if
         there are any.
     rpc_layer : str
         Protocol of addresses.
@@ -156,21 +157,22 @@ class PBSClusterResolver(HostListClusterResolver):
     ------
     RuntimeError
         Outside of a job of the scheduler, in a process that no launcher has started, or
-        if the ranks are not where the list of hosts says.
+        if this rank is not on the host that the list implies.
     """
 
     _scheduler = "PBS"
 
     def _slots(self, env: Mapping[str, str]) -> dict[str, int]:
-        # The lines of a host need not follow each other; its ranks do.
+        # Count the lines of each host: they may be apart, but a host's ranks are
+        # successive.
         return dict(Counter(words[0] for words in self._lines(env, "PBS_NODEFILE")))
 
 
 class LSFClusterResolver(HostListClusterResolver):
     """The ranks that an MPI launcher has started in a job of LSF (``LSB_MCPU_HOSTS``).
 
-    Parameters, attributes and errors are those of `PBSClusterResolver`. Under ``jsrun``
-    the first host, from which a job is launched, has no ranks.
+    Parameters, attributes and errors are the same as of `PBSClusterResolver`. Under
+    ``jsrun``, the first host has no ranks, because it only launches the job.
     """
 
     _scheduler = "LSF"
@@ -191,15 +193,16 @@ class LSFClusterResolver(HostListClusterResolver):
 class SGEClusterResolver(HostListClusterResolver):
     """The ranks that an MPI launcher has started in a job of SGE (``PE_HOSTFILE``).
 
-    Works for Son of Grid Engine, Univa and Altair Grid Engine, and others of that
-    family; the job asks for a parallel environment (``qsub -pe NAME SLOTS``).
-    Parameters, attributes and errors are those of `PBSClusterResolver`.
+    Works for Son of Grid Engine, Univa and Altair Grid Engine, and related schedulers;
+    the job must request a parallel environment (``qsub -pe NAME SLOTS``). Parameters,
+    attributes and errors are the same as of `PBSClusterResolver`.
     """
 
     _scheduler = "SGE"
 
     def _slots(self, env: Mapping[str, str]) -> dict[str, int]:
-        # Host, slots, queue and cores; see sge_pe(5). A host may have several queues.
+        # A line has host, slots, queue and cores, see sge_pe(5). A host with several
+        # queues has several lines.
         slots: dict[str, int] = {}
         for host, number, *_ in self._lines(env, "PE_HOSTFILE"):
             slots[host] = slots.get(host, 0) + int(number)

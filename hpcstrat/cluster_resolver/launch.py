@@ -1,4 +1,4 @@
-"""The launcher's description of this process, from the environment; no MPI."""
+"""The launcher's description of this process, read from the environment without MPI."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hpcstrat.cluster_resolver.node_list import expand_tasks_per_node
 
 __all__ = ["Launch", "launch_from_environment"]
 
-# Variables that each launcher gives to every process that it starts: its name, and the
-# variables of rank, number of ranks, rank on the host, number of ranks there.
+# For each launcher: its name, and the environment variables that it sets for the rank,
+# the number of ranks, the rank on the host, and the number of ranks on the host.
 _OPEN_MPI = "OMPI_COMM_WORLD_"
 _MPIEXEC = "mpiexec of MPICH"
 _SLURM_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 _FLUX, _JSRUN = "FLUX_TASK_RANK", "JSM_NAMESPACE_"
-# The order matters: ranks that mpirun starts in a Slurm job see Slurm's variables, too.
+# The order matters, because ranks of mpirun in a Slurm job also see Slurm's variables.
 _LAUNCHERS = (
     (
         "mpirun of Open MPI",
@@ -34,7 +34,7 @@ _LAUNCHERS = (
         (f"{_JSRUN}LOCAL_RANK",),
         (f"{_JSRUN}LOCAL_SIZE",),
     ),
-    # Cray's PALS, mpiexec beside PBS, gives the last ones.
+    # PALS, Cray's mpiexec for PBS, sets PMI_LOCAL_RANK and PMI_LOCAL_SIZE.
     (
         _MPIEXEC,
         "PMI_RANK",
@@ -51,7 +51,7 @@ _LAUNCHERS = (
         (_SLURM_TASKS,),
     ),
 )
-# srun and flux run speak MPICH's protocol, too, but give none of these.
+# srun and flux run also speak MPICH's protocol, but set none of these variables.
 _MPIEXEC_SIGNS = ("HYDI_CONTROL_FD", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
@@ -62,15 +62,15 @@ class Launch:
     Parameters
     ----------
     launcher : str
-        Name of the launcher; empty where there was none.
+        Name of the launcher; empty if there was no launcher.
     rank : int
-        This process's rank, as the launcher counts.
+        Rank of this process, as the launcher counts.
     size : int
         Number of processes that the launcher started.
     local_rank : int, optional
-        Rank among the processes of this host; None where the launcher does not say.
+        Rank among the processes of this host; None if unknown.
     local_size : int, optional
-        Number of processes on this host; None where the launcher does not say.
+        Number of processes on this host; None if unknown.
     """
 
     launcher: str = ""
@@ -81,7 +81,7 @@ class Launch:
 
 
 def launch_from_environment(environment: Mapping[str, str] | None = None) -> Launch:
-    """Read the launcher's rank and size.
+    """Read the rank and the number of ranks that the launcher has set.
 
     Not collective.
 
@@ -93,7 +93,7 @@ def launch_from_environment(environment: Mapping[str, str] | None = None) -> Lau
     Returns
     -------
     Launch
-        From the first launcher whose variables for rank and size are numbers.
+        Description by the first launcher whose variables for rank and size are numbers.
     """
     env = os.environ if environment is None else environment
     for name, rank, size, places, counts in _LAUNCHERS:
@@ -113,7 +113,7 @@ def _first(numbers: Iterable[int | None]) -> int | None:
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    """Return the number in a variable; of tasks per node, that of this node."""
+    """Return the number in a variable; from a list of all nodes, this node's number."""
     text = env.get(name, "")
     if name != _SLURM_TASKS:
         return int(text) if text.isdecimal() else None
@@ -126,10 +126,11 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def _speaker(env: Mapping[str, str]) -> str:
-    """Return the launcher that gave the rank of MPICH's protocol."""
+    """Return the name of the launcher that set the variables of MPICH's protocol."""
     if any(sign in env for sign in _MPIEXEC_SIGNS):
         return _MPIEXEC
-    # An mpiexec in a job step inherits the scheduler's rank, which need not be its own.
+    # An mpiexec in a job step inherits the scheduler's rank, which may differ from
+    # PMI_RANK.
     for name, rank in (("flux run", _FLUX), ("srun", "SLURM_PROCID")):
         if env.get(rank) == env["PMI_RANK"]:
             return name

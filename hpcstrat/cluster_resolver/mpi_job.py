@@ -1,4 +1,4 @@
-"""The ranks of an MPI job, as its launcher tells each process."""
+"""The ranks of an MPI job, from the environment that its launcher sets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["MPICHClusterResolver", "OpenMPIClusterResolver", "PMIxClusterResolve
 
 
 class _MpiClusterResolver(ClusterResolver):
-    """All ranks are tasks of one job, in order of ranks."""
+    """A resolver for which all ranks are tasks of one job, in order of ranks."""
 
     _launcher = ""
-    # Names of variables; the first one that is a number counts.
+    # Names of environment variables; the first one whose value is a number counts.
     _rank_names: tuple[str, ...] = ()
     _size_names: tuple[str, ...] = ()
     _local_rank_names: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class _MpiClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = self._hosts
-        # Launchers tell each process of its own host only.
+        # Launchers give each process the name of its own host only.
         if hosts is None:
             if self.num_local_tasks != self.num_tasks:
                 raise RuntimeError(
@@ -69,7 +69,7 @@ class _MpiClusterResolver(ClusterResolver):
         seen: dict[str, int] = {}
         addresses = []
         for host in hosts:
-            # Ranks of one host need not follow each other: ports are counted by host.
+            # Count ports per host, because ranks of one host need not be successive.
             addresses.append(f"{host}:{self._port_base + seen.get(host, 0)}")
             seen[host] = seen.get(host, 0) + 1
         return ClusterSpec({str(self.task_type): addresses})
@@ -86,12 +86,12 @@ class OpenMPIClusterResolver(_MpiClusterResolver):
     Parameters
     ----------
     task_type : str
-        Job of all ranks.
+        Name of the job to which all ranks belong.
     port_base : int
-        Port of the first rank of each host; the others follow.
+        Port of the first rank of each host; the host's other ranks have the next ports.
     hosts : sequence of str, optional
-        Host of each rank. Where the ranks are on several hosts, which the launcher does
-        not name, `cluster_spec` raises a RuntimeError without it.
+        Host of each rank. Needed if ranks are on several hosts, because the launcher
+        does not name other hosts; without it, `cluster_spec` raises a RuntimeError.
     rpc_layer : str, optional
         Protocol of addresses.
     variables : mapping of str to str, optional
@@ -102,12 +102,12 @@ class OpenMPIClusterResolver(_MpiClusterResolver):
     task_id, num_tasks : int
         Rank and number of ranks.
     local_rank, num_local_tasks : int or None
-        Those on this host; None where the launcher does not say.
+        Rank and number of ranks on this host; None if the launcher does not set them.
 
     Raises
     ------
     RuntimeError
-        If the process was started in another way, or ``hosts`` does not fit.
+        If another launcher started the process, or if ``hosts`` has a wrong length.
     """
 
     _launcher = "mpirun of Open MPI"
@@ -120,14 +120,14 @@ class OpenMPIClusterResolver(_MpiClusterResolver):
 class MPICHClusterResolver(_MpiClusterResolver):
     """The ranks that Hydra, ``mpiexec`` of MPICH, has started (``PMI_*``).
 
-    Also those of ``srun --mpi=pmi2``, which sets the same variables. Parameters,
-    attributes and errors are those of `OpenMPIClusterResolver`.
+    It also works with ``srun --mpi=pmi2``, which sets the same variables. Parameters,
+    attributes and errors are the same as of `OpenMPIClusterResolver`.
     """
 
     _launcher = "mpiexec of MPICH"
     _rank_names = ("PMI_RANK",)
     _size_names = ("PMI_SIZE",)
-    # Hydra's own, then srun's, which speaks the same protocol.
+    # Hydra's variable, then the variable of srun, which speaks the same protocol.
     _local_rank_names = ("MPI_LOCALRANKID", "SLURM_LOCALID")
     _local_size_names = ("MPI_LOCALNRANKS",)
 
@@ -136,13 +136,13 @@ class PMIxClusterResolver(_MpiClusterResolver):
     """The ranks of a PMIx server: ``prterun``, or ``srun --mpi=pmix``.
 
     PMIx puts only the rank into the environment (``PMIX_RANK``); the number of ranks is
-    that of Open MPI or Slurm. Parameters, attributes and errors are those of
-    `OpenMPIClusterResolver`.
+    read from variables of Open MPI or Slurm. Parameters, attributes and errors are the
+    same as of `OpenMPIClusterResolver`.
     """
 
     _launcher = "a PMIx launcher, such as srun --mpi=pmix"
     _rank_names = ("PMIX_RANK",)
-    # A step, which comes before the job here, may have fewer tasks than its job.
+    # The step's variable is before the job's, because a step may have fewer tasks.
     _size_names = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     _local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     _local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)

@@ -1,4 +1,4 @@
-"""Slurm's short forms of lists (``man scontrol``, show hostnames; ``man srun``)."""
+"""Slurm's short notations of lists (``man scontrol``, show hostnames; ``man srun``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _NAME = re.compile(r"[^\s,\[\]]*")
 _ITEM = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-# A few characters of a damaged list may stand for more names than memory holds.
+# Limit, because a few characters of a damaged list may mean more names than fit in
+# memory.
 _MOST_NODES = 1 << 24
 
 
@@ -25,18 +26,18 @@ def expand_node_list(node_list: str) -> list[str]:
     Parameters
     ----------
     node_list : str
-        As in ``SLURM_STEP_NODELIST``, such as ``login,n[01-03,7]-ib[0-1]``; of several
-        brackets in a name the last one varies fastest.
+        List as in ``SLURM_STEP_NODELIST``, such as ``login,n[01-03,7]-ib[0-1]``; if a
+        name has several brackets, the last one varies fastest.
 
     Returns
     -------
     list of str
-        In the list's order, with zeros in front as in the list.
+        Names in the list's order, with the list's leading zeros.
 
     Raises
     ------
     ValueError
-        For another form.
+        If the text has another form.
     """
     if not node_list:
         return []
@@ -55,7 +56,7 @@ def expand_node_list(node_list: str) -> list[str]:
 
 
 def _split(node_list: str) -> Iterator[str]:
-    """Split at the commas outside of brackets."""
+    """Split a list at the commas outside of brackets."""
     depth, start = 0, 0
     for place, character in enumerate(node_list):
         depth += (character == "[") - (character == "]")
@@ -78,7 +79,7 @@ def _numbers(text: str, node_list: str) -> list[str]:
         first, last = match.group(1), match.group(2) or match.group(1)
         if not 0 <= int(last) - int(first) < _MOST_NODES:
             raise _malformed(node_list)
-        # Zeros in front are part of the names: n01 is not n1.
+        # Leading zeros are part of the names: n01 is not n1.
         width = len(first)
         numbers += [f"{n:0{width}d}" for n in range(int(first), int(last) + 1)]
     return numbers
@@ -92,26 +93,26 @@ def _malformed(text: str) -> ValueError:
 
 
 def compress_node_list(nodes: Sequence[str]) -> str:
-    """Return the short form of a list of nodes.
+    """Return the short notation of a list of nodes.
 
     Not collective.
 
     Parameters
     ----------
     nodes : sequence of str
-        Names.
+        Names of the nodes.
 
     Returns
     -------
     str
-        Such that `expand_node_list` gives the same names in the same order.
+        List that `expand_node_list` expands to the same names in the same order.
 
     Raises
     ------
     ValueError
-        For a name that is empty, or has commas, brackets or blanks.
+        If a name is empty, or has commas, brackets or blanks.
     """
-    # For each group: text before and after the number, and the ranges of numbers.
+    # For each group of names: the text before and after the number, and number ranges.
     groups: list[tuple[str, str, list[list[str]]]] = []
     for node in nodes:
         if not node or not _NAME.fullmatch(node):
@@ -121,14 +122,14 @@ def compress_node_list(nodes: Sequence[str]) -> str:
             )
         match = _LAST_NUMBER.fullmatch(node)
         before, number, after = match.groups() if match else (node, "", "")
-        # Only neighbors are joined, as the order of nodes is that of ranks.
+        # Join neighbors only, because the order of nodes is the order of ranks.
         last_group = groups[-1] if groups else ("", "", [])
         if not number or last_group[:2] != (before, after) or not last_group[2]:
             groups.append((before, after, [[number, number]] if number else []))
             continue
         ranges = last_group[2]
         first, last = ranges[-1]
-        # With its zeros: n9 and n10 follow each other, n09 and n010 do not.
+        # Compare with leading zeros: n10 is the successor of n9, but n010 not of n09.
         if number == f"{int(last) + 1:0{len(first)}d}":
             ranges[-1][1] = number
         else:
@@ -144,24 +145,24 @@ def _short(before: str, after: str, ranges: list[list[str]]) -> str:
 
 
 def expand_tasks_per_node(tasks: str) -> list[int]:
-    """Return how many tasks each node has.
+    """Return the number of tasks of each node.
 
     Not collective.
 
     Parameters
     ----------
     tasks : str
-        As in ``SLURM_STEP_TASKS_PER_NODE``, such as ``2(x3),1``.
+        Numbers as in ``SLURM_STEP_TASKS_PER_NODE``, such as ``2(x3),1``.
 
     Returns
     -------
     list of int
-        One for each node.
+        One number for each node.
 
     Raises
     ------
     ValueError
-        For another form.
+        If the text has another form.
     """
     counts: list[int] = []
     for item in tasks.split(","):

@@ -1,4 +1,4 @@
-"""The base of resolvers, and those that are made by hand."""
+"""The base class of resolvers, and resolvers that a program fills itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def master_url(address: str, rpc_layer: str | None) -> str:
 
 
 class ClusterResolver(ABC):
-    """Says which tasks there are, and which of them this process is.
+    """Base class: tells which tasks there are, and which task this process is.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class ClusterResolver(ABC):
         Returns
         -------
         ClusterSpec
-            Without jobs where there is no cluster.
+            Tasks and addresses; without jobs if there is no cluster.
         """
 
     def master(
@@ -60,21 +60,21 @@ class ClusterResolver(ABC):
         Parameters
         ----------
         task_type : str, optional
-            Default: this process's job.
+            Job of the task; default: this process's job.
         task_id : int, optional
-            Default: this process.
+            Number of the task; default: this process's number.
         rpc_layer : str, optional
-            Default: the resolver's.
+            Protocol; default: the resolver's protocol.
 
         Returns
         -------
         str
-            Empty where there is no cluster, or the task is not known.
+            Address; empty if there is no cluster, or if the task is not known.
 
         Raises
         ------
         ValueError
-            If there is no such task.
+            If the cluster has no such task.
         """
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -90,29 +90,29 @@ class ClusterResolver(ABC):
         task_id: int | None = None,
         config_proto: Any = None,
     ) -> dict[str, int]:
-        """Return how many accelerators a task has.
+        """Return the number of accelerators of a task.
 
         Not collective.
 
         Parameters
         ----------
         task_type : str, optional
-            Default: this process's job.
+            Job of the task; default: this process's job.
         task_id : int, optional
-            Default: this process.
+            Number of the task; default: this process's number.
         config_proto : object, optional
-            Accepted for tf.distribute's sake.
+            Ignored; accepted because tf.distribute has this argument.
 
         Returns
         -------
         dict of str to int
-            Such as ``{"GPU": 2}``; empty where it is not known.
+            Numbers by type, such as ``{"GPU": 2}``; empty if unknown.
         """
         return dict(self._accelerators)
 
     @property
     def environment(self) -> str:
-        """Name of the environment; empty for one's own machines."""
+        """Name of the environment, such as a cloud; empty for your own machines."""
         return self._environment or ""
 
     def __repr__(self) -> str:
@@ -143,7 +143,7 @@ class SimpleClusterResolver(ClusterResolver):
     Raises
     ------
     TypeError
-        If ``cluster_spec`` is no ClusterSpec.
+        If ``cluster_spec`` is not a ClusterSpec.
     """
 
     def __init__(
@@ -185,25 +185,26 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 class UnionResolver(ClusterResolver):
-    """Several clusters as one; the first resolver says who this process is.
+    """Several clusters as one; the first resolver tells which task this process is.
 
-    Lists of one job are put one after another. Where a resolver numbers the tasks of a
-    job, the numbers of all are kept; a number that comes twice makes `cluster_spec`
-    raise a KeyError. Without a task, ``master()`` is the first that a resolver knows.
+    If several resolvers list tasks of the same job, the lists are joined. If a resolver
+    numbers the tasks of a job, all resolvers' numbers are kept, and `cluster_spec`
+    raises a KeyError if a number occurs twice. Without arguments for a task,
+    ``master()`` returns the first address that a resolver knows.
 
     Parameters
     ----------
     *resolvers : ClusterResolver
-        At least one.
+        Resolvers, at least one.
     rpc_layer : str, optional
-        Default: the first resolver's.
+        Protocol; default: the first resolver's protocol.
 
     Raises
     ------
     ValueError
-        Without resolvers.
+        If no resolver is given.
     TypeError
-        If one is no ClusterResolver.
+        If an argument is not a ClusterResolver.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class UnionResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: Any = None,
     ) -> dict[str, int]:
-        # As in tf.distribute, the clusters are not summed.
+        # As in tf.distribute, accelerators of several clusters are not added.
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
@@ -256,7 +257,7 @@ class UnionResolver(ClusterResolver):
 
 
 def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> dict[int, str]:
-    # Places in lists are counted anew; numbers of mappings were given and stay.
+    # Number the tasks of lists anew; keep the task numbers of mappings.
     if all(isinstance(part, list) for part in parts):
         return dict(enumerate(address for part in parts for address in part))  # type: ignore[misc]
     tasks: dict[int, str] = {}

@@ -15,24 +15,24 @@ __all__ = ["SlurmClusterResolver"]
 
 
 class SlurmClusterResolver(AllocationClusterResolver):
-    """The tasks that ``srun`` has started, whatever their number on each node.
+    """The tasks that ``srun`` has started, with any number of tasks on each node.
 
     Parameters
     ----------
     jobs : mapping of str to int, optional
         Number of tasks of each job, in the order of ranks; default: all are workers.
     port_base : int
-        Port of the first task of each node; the others follow.
+        Port of the first task of each node; the node's other tasks have the next ports.
     gpus_per_node : int, optional
-        Default: the number that Slurm says; 0 where it says nothing.
+        Default: the number that Slurm sets in the environment; 0 if it sets none.
     gpus_per_task : int, optional
         Default: the node's GPUs divided by its tasks.
     tasks_per_node : int, sequence of int, or str, optional
-        Default: the numbers that Slurm says. Text has Slurm's form, such as
-        ``2(x3),1``.
+        Default: the numbers that Slurm sets in the environment. A string has Slurm's
+        notation, such as ``2(x3),1``.
     auto_set_gpu : bool
-        Whether `cluster_spec` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, where
-        there are any and the scheduler has not done so.
+        Whether `cluster_spec` sets ``CUDA_VISIBLE_DEVICES`` to this task's GPUs, if
+        there are any, and if the scheduler has not done so.
     rpc_layer : str
         Protocol of addresses.
     variables : mapping of str to str, optional
@@ -50,7 +50,7 @@ class SlurmClusterResolver(AllocationClusterResolver):
     RuntimeError
         Outside of a job step, or if numbers of tasks, nodes or GPUs do not fit.
     ValueError
-        If a variable of Slurm's is not of the known form.
+        If a variable of Slurm has an unknown form.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class SlurmClusterResolver(AllocationClusterResolver):
 
     def _find_placement(self, env: Mapping[str, str]) -> Placement:
         rank = _number(env, "SLURM_PROCID")
-        # Variables of the step: sbatch sets those of the job for its own script, too.
+        # Read the step's variables, because sbatch sets the job's variables for its
+        # script, too.
         num_tasks = _number(env, "SLURM_STEP_NUM_TASKS")
         nodes = expand_node_list(_text(env, "SLURM_STEP_NODELIST"))
         tasks = self._tasks_per_node
@@ -126,21 +127,23 @@ def _number(env: Mapping[str, str], name: str) -> int:
 def _lay_out(
     env: Mapping[str, str], rank: int, counts: list[int]
 ) -> list[tuple[int, int]]:
-    """Return each rank's node, and its number there."""
+    """Return each rank's node, and the rank's number on this node."""
     places = block_places(counts)
     stated = env.get("SLURM_DISTRIBUTION", "")
-    # The distribution over sockets and cores follows; it moves no rank.
+    # Ignore the distribution over sockets and cores, which moves no rank to another
+    # node.
     across = stated.partition(":")[0].partition(",")[0]
-    # The environment does not say which rank is where with these two.
+    # With these two, the environment does not say on which node each rank is.
     if across in ("plane", "arbitrary"):
         raise RuntimeError(
             f"expected tasks distributed by block or cyclic, found {stated}; start the "
             "program with srun --distribution=block"
         )
     if across == "cyclic":
-        # One task to each node in turn, see srun(1).
+        # Cyclic means one task to each node in turn, see srun(1).
         places.sort(key=lambda place: (place[1], place[0]))
-    # A layout that is wrong for this rank would give all of them wrong addresses.
+    # Check this rank, because a wrong layout would lead to wrong addresses for all
+    # ranks.
     found = env.get("SLURM_NODEID", "")
     if found.isdecimal() and int(found) != places[rank][0]:
         raise RuntimeError(

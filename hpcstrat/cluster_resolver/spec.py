@@ -9,22 +9,22 @@ __all__ = ["ClusterSpec"]
 
 
 class ClusterSpec:
-    """Jobs, their tasks, and the tasks' addresses.
+    """The jobs of a cluster, their tasks, and the tasks' addresses.
 
-    Methods raise a ValueError for a job or a task that does not exist.
+    Methods raise a ValueError if a job or a task does not exist.
 
     Parameters
     ----------
     cluster : ClusterSpec, or mapping of str to sequence or mapping
-        For each job its tasks' addresses: a sequence, or a mapping of task numbers
-        where some are missing.
+        Addresses of the tasks of each job: a sequence, or a mapping from task numbers
+        if some numbers are missing.
 
     Raises
     ------
     TypeError
-        If it is of another form.
+        If ``cluster`` has another form.
     ValueError
-        For a negative task number.
+        If a task number is negative.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ClusterSpec:
         Returns
         -------
         dict of str to list or dict
-            For each job a list; a dict by number where tasks are missing.
+            List of addresses for each job; a dict by task number if tasks are missing.
         """
         return {
             job: dict(tasks)
@@ -70,12 +70,12 @@ class ClusterSpec:
         Parameters
         ----------
         job_name : str
-            The job.
+            Name of the job.
 
         Returns
         -------
         int
-            Missing numbers do not count.
+            Number of tasks; missing task numbers do not count.
         """
         return len(self._tasks(job_name))
 
@@ -87,31 +87,31 @@ class ClusterSpec:
         Parameters
         ----------
         job_name : str
-            The job.
+            Name of the job.
 
         Returns
         -------
         list of int
-            In order.
+            Task numbers in increasing order.
         """
         return list(self._tasks(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return where a task is.
+        """Return the address of a task.
 
         Not collective.
 
         Parameters
         ----------
         job_name : str
-            The job.
+            Name of the job.
         task_index : int
-            The task.
+            Number of the task.
 
         Returns
         -------
         str
-            Its address.
+            Address, such as ``host:port``.
         """
         tasks = self._tasks(job_name)
         if task_index not in tasks:
@@ -129,12 +129,12 @@ class ClusterSpec:
         Parameters
         ----------
         job_name : str
-            The job.
+            Name of the job.
 
         Returns
         -------
         list of str or None
-            By number; None for those that are missing.
+            Addresses by task number; None for missing tasks.
         """
         tasks = self._tasks(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
@@ -155,7 +155,8 @@ class ClusterSpec:
         return self._jobs == other._jobs
 
     def __hash__(self) -> int:
-        # Equal specs have equal names; addresses are in mappings, without a hash.
+        # Hash the names only, because the addresses are in mappings, which have no
+        # hash.
         return hash(tuple(self.jobs))
 
     def __repr__(self) -> str:
@@ -163,14 +164,14 @@ class ClusterSpec:
 
 
 def _tasks(job: str, tasks: Any) -> dict[int, str]:
-    # A text is a sequence, too: each letter would be a task.
+    # Refuse a string: it is a sequence, too, and each letter would become a task.
     if isinstance(tasks, (str, bytes)) or not isinstance(tasks, (Sequence, Mapping)):
         raise TypeError(
             f"expected a list or mapping of addresses for job {job!r}, found "
             f"{tasks!r}; write ['host:port']"
         )
     items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
-    # Keys of JSON are texts: "10" would come before "2".
+    # Convert keys, because keys of JSON are strings, and "10" would sort before "2".
     numbered = sorted((int(index), address) for index, address in items)
     for index, address in numbered:
         if index < 0:

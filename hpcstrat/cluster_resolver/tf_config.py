@@ -14,22 +14,22 @@ __all__ = ["TFConfigClusterResolver"]
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads ``TF_CONFIG``: JSON with ``cluster`` and ``task``.
+    """A resolver that reads ``TF_CONFIG``: JSON with ``cluster`` and ``task``.
 
-    The variable is read at each call, which raises a ValueError if it is no JSON
-    object; without it there is no cluster. A single task has an empty address, and
-    ``session_master`` of ``TF_CONFIG`` comes before all others.
+    Each call reads the variable, and raises a ValueError if it is not a JSON object.
+    Without the variable, there is no cluster. A single task has an empty address. If
+    ``TF_CONFIG`` has a ``session_master``, ``master()`` always returns that.
 
     Parameters
     ----------
     task_type : str, optional
-        Default: that of ``TF_CONFIG``.
+        Default: the value in ``TF_CONFIG``.
     task_id : int, optional
-        Default: that of ``TF_CONFIG``.
+        Default: the value in ``TF_CONFIG``.
     rpc_layer : str, optional
-        Default: that of ``TF_CONFIG``.
+        Default: the value in ``TF_CONFIG``.
     environment : str, optional
-        Default: that of ``TF_CONFIG``.
+        Default: the value in ``TF_CONFIG``.
     variables : mapping of str to str, optional
         Default: this process's environment.
     """
@@ -88,7 +88,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if session is not None:
             return str(session)
         spec = self.cluster_spec()
-        # As in tf.distribute: one task alone needs no address.
+        # As in tf.distribute, a single task needs no address.
         if sum(spec.num_tasks(job) for job in spec.jobs) < 2:
             return ""
         return super().master(task_type, task_id, rpc_layer)

@@ -1,4 +1,4 @@
-"""Streams of batches: of elements, of sequences, of other batches, and their rows."""
+"""Streams that combine elements, sequences or rows into batches, or split batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _batched(
     drop_remainder: bool,
     collate: Callable[[Sequence[Tree]], Tree] = stack,
 ) -> Iterator[Tree]:
-    """Give batches of successive elements; their sizes come in turn."""
+    """Yield batches of successive elements; ``sizes`` are used in turn."""
     turns = itertools.cycle(sizes)
     last: Tree = None
 
@@ -42,7 +42,7 @@ def _batched(
         size = next(turns)
         rows: list[Tree] = []
         while len(rows) < size:
-            # Where an element fails, the elements before it in the batch are lost.
+            # If an element fails, the elements before it in the batch are lost.
             element = next(elements, END)
             if element is END:
                 break
@@ -93,7 +93,7 @@ def padded(
 
 
 def _rows(elements: Iterator[Tree]) -> Iterator[Tree]:
-    """Give the rows of batches, one by one."""
+    """Yield the rows of batches, one by one."""
     batch: Tree = None
     row = length = 0
 
@@ -131,7 +131,7 @@ def _num_rows(parent: Stage) -> int:
         return parent.cardinality
     try:
         leaf = flatten(parent.spec())[0][0]
-    # The program meets this error when it asks for elements.
+    # The program gets this error when it requests elements.
     except Exception:
         return UNKNOWN
     if not leaf.shape or leaf.shape[0] is None:
@@ -143,7 +143,7 @@ def rebatched(parent: Stage, sizes: Sequence[int], drop_remainder: bool) -> Stre
     size = sizes[0] if len(set(sizes)) == 1 else None
 
     def leading(length: int | None) -> int | None:
-        """Return the length of all batches, made from batches of a length, or None."""
+        """Return the new batches' length, given the old length; None if it varies."""
         is_fixed = size and (drop_remainder or (length and length % size == 0))
         return size if is_fixed else None
 
@@ -167,7 +167,7 @@ def rebatched(parent: Stage, sizes: Sequence[int], drop_remainder: bool) -> Stre
 def packed(parent: Stage, length: int, pad: Any) -> Stream:
 
     def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
-        # A sequence that did not fit into the row before.
+        # The sequence that did not fit into the previous row.
         left: Tree = None
 
         def step() -> Tree:
@@ -291,7 +291,7 @@ def _bucketed(
     collate: Callable[[int, Sequence[Tree]], Tree],
     drop_remainder: bool,
 ) -> Iterator[Tree]:
-    """Give a batch of each bucket as it becomes full, and at the end what is left."""
+    """Yield each bucket's batch when it is full, and at the end the partial batches."""
     waiting: dict[int, list[Tree]] = {}
     is_open = True
 

@@ -1,6 +1,6 @@
-"""Stages of a data set whose elements are batches of rows, each read in pieces.
+"""Stages of a data set whose elements are batches that can be read in pieces.
 
-A batch is named by the number of rows before it: its position. So a position means the
+The position of a batch is the number of rows before it, so that a position means the
 same with any number of replicas.
 """
 
@@ -52,11 +52,11 @@ class Batched(Stage):
     batch_size: int
 
     def stop(self, position: int) -> int:
-        """Return the position behind the batch that begins at one."""
+        """Return the end position of the batch that begins at ``position``."""
         raise NotImplementedError
 
     def rows_before(self, batches: int) -> int:
-        """Return the position of a batch, by its number; the end for later ones."""
+        """Return the position of batch number ``batches``; at most the end position."""
         raise NotImplementedError
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
@@ -64,10 +64,10 @@ class Batched(Stage):
         raise NotImplementedError
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return the same batches with rows in the order of the replicas that own them.
+        """Return the same batches, with rows sorted by the replicas that own them.
 
         The piece of each replica then has as many of its own rows as fit. ``replicas``
-        are those of this rank; a cache keeps their rows.
+        are the replicas of this rank; a cache keeps only their rows.
         """
         raise NotImplementedError
 
@@ -131,10 +131,11 @@ class RowBatches(Batched):
 
 
 class OwnRowBatches(RowBatches):
-    """Batches whose rows are in the order of the replicas that own them.
+    """Batches whose rows are sorted by the replicas that own them.
 
-    Each replica owns an equal part of the rows of the source, so that rows in a rank's
-    cache come to it again. After SOLAR (Sun et al. 2022, arXiv:2211.00224).
+    Each replica owns an equal part of the rows of the source, so that a rank gets the
+    rows in its cache again in each epoch. The method is SOLAR (Sun et al. 2022,
+    arXiv:2211.00224).
     """
 
     def __init__(self, batches: RowBatches, num_replicas: int) -> None:
@@ -153,7 +154,7 @@ class OwnRowBatches(RowBatches):
 
 
 class PaddedBatches(RowBatches):
-    """Batches of rows of different shapes, filled up to one."""
+    """Batches of rows of different shapes, padded to one shape."""
 
     def __init__(
         self,
@@ -169,11 +170,11 @@ class PaddedBatches(RowBatches):
         self._shapes, self._values = shapes, values
 
     def owned(self, num_replicas: int, replicas: range) -> Batched:
-        """Return itself, as each rank reads whole batches."""
+        """Return ``self``, because each rank reads whole batches."""
         return self
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read all rows of the batch, as the longest decides the shape of all."""
+        """Read all rows of the batch, because the longest row sets the padded shape."""
         rows = self.rows.elements(slice(start, self.stop(start)), epoch)
         return rows_of(pad_and_stack(rows, self._shapes, self._values), first, last)
 
@@ -182,13 +183,13 @@ class PaddedBatches(RowBatches):
 
 
 def shuffled_rows(stage: Stage) -> ShuffledRows | None:
-    """Return the stage that decides the order of rows, or None."""
+    """Return the stage that shuffles the rows, or None."""
     rows = stage.rows if isinstance(stage, RowBatches) else stage
     return rows if isinstance(rows, ShuffledRows) else None
 
 
 def padded_spec(spec: Tree, shapes: Tree) -> Tree:
-    """Return the spec of padded batches; from that of batches of the rows."""
+    """Return the spec of padded batches, given the spec of batches before padding."""
     leaves = flatten(spec)[0]
     if len(leaves) != 1 or shapes is None:
         return spec
@@ -226,7 +227,7 @@ class _BatchesOfParent(Batched):
 
 
 class RepeatedBatches(_BatchesOfParent):
-    """All batches several times; each time is an epoch of its own."""
+    """All batches, repeated ``count`` times; each repetition is a new epoch."""
 
     def __init__(self, parent: Batched, count: int) -> None:
         super().__init__(parent, f"{count} times")
@@ -251,7 +252,7 @@ class RepeatedBatches(_BatchesOfParent):
 
 
 class SomeBatches(_BatchesOfParent):
-    """Batches of another stage from ``first`` to ``last``, which may be INFINITE."""
+    """Batches of another stage from ``first`` to ``last`` (INFINITE: to the end)."""
 
     def __init__(self, parent: Batched, first: int, last: int) -> None:
         self._first = first
@@ -279,7 +280,7 @@ class SomeBatches(_BatchesOfParent):
 class MappedBatches(_BatchesOfParent):
     """The results of a function for each whole batch.
 
-    Raises ValueError for a function that changes the number of rows.
+    Raises ValueError if the function changes the number of rows.
     """
 
     def __init__(self, parent: Batched, function: Callable[..., Any]) -> None:
@@ -287,7 +288,7 @@ class MappedBatches(_BatchesOfParent):
         self._function = function
 
     def read(self, epoch: int, start: int, first: int, last: int) -> Tree:
-        """Read and map the whole batch, as the function may mix its rows."""
+        """Read and map the whole batch, because the function may mix its rows."""
         size = self.stop(start) - start
         batch = self._made(self.parent.read(epoch, start, 0, size))
         if (first, last) == (0, size):

@@ -1,14 +1,14 @@
 """One batch: its rows, and the pieces into which it is cut for replicas.
 
-Batches are cut by the two rules of tf.distribute. *Pieces*: every batch is cut by
-itself, into pieces of ``ceil(length / replicas)`` rows. Where all workers read the same
-batches, each takes the pieces of its own replicas; where each reads its own, it gives
-all pieces to its replicas, one after the other. *Slots*: the declared batch size gives
-each replica a slot, the first ones a row more where it does not divide; all rows are
-one stream that is poured into the slots.
+Batches are cut by two rules of tf.distribute. *Pieces*: every batch is cut by itself
+into pieces of ``ceil(length / replicas)`` rows. If all workers read the same batches,
+each worker uses the pieces of its own replicas. If each worker reads its own batches,
+the worker deals all pieces to its replicas, one after the other. *Slots*: the declared
+batch size is divided into one slot per replica; the first slots may have one row more.
+All rows form one stream, which fills the slots.
 
-The iterators go on after an element whose making or cutting raised, if the program's
-own iterator does; nothing but that element is left out.
+After an element that cannot be made or cut, the iterators leave out only this element
+and continue, if the program's own iterator continues.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ _END = object()
 
 
 def piece(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
-    """Return where a replica's piece of a batch begins and ends; maybe without rows."""
-    # Rounded up, as by tf.distribute, so that only the last replicas have less.
+    """Return start and end of a replica's piece of a batch; the piece may be empty."""
+    # Round up, as tf.distribute does, so that only the last replicas have fewer rows.
     size = -(-length // num_replicas)
     return min(replica_id * size, length), min((replica_id + 1) * size, length)
 
 
 def share(length: int, num_replicas: int, replica_id: int) -> tuple[int, int]:
-    """Return where a replica's rows of a batch begin and end, for other libraries.
+    """Return start and end of a replica's share of a batch, for other libraries.
 
-    Shares differ by a row at most, as many layers fail without rows; the last pieces
-    may have none.
+    Shares differ by at most one row. Pieces (see `piece`) may be empty, and many layers
+    of other libraries fail without rows.
     """
     first = replica_id * length // num_replicas
     return first, (replica_id + 1) * length // num_replicas
 
 
 def owned_first(owners: Array, num_replicas: int) -> Array:
-    """Return an order of a batch's rows in which replicas' pieces have their own rows.
+    """Order a batch's rows so that each replica's piece has rows that it owns.
 
-    ``owners`` has the replica that owns each row, int64. Rows that do not fit into the
-    `piece` of their owner fill the others, in order.
+    ``owners`` (int64) has the replica that owns each row. Rows that do not fit into the
+    `piece` of their owner fill the free places of other pieces, in order.
     """
     length = len(owners)
     ends = [piece(length, num_replicas, r) for r in range(num_replicas)]
@@ -97,7 +97,7 @@ def batch_length(
     expected: str = "batches whose arrays have the same first dimension",
     advice: str = "batch the data set by its global batch size",
 ) -> int:
-    """Return the number of rows of a batch; ValueError where arrays differ in it."""
+    """Return the number of rows of a batch; ValueError if it differs between arrays."""
     leaves = flatten(batch)[0]
     lengths = {leaf.shape[0] if leaf.ndim else -1 for leaf in leaves}
     if len(lengths) != 1 or -1 in lengths:
@@ -114,20 +114,21 @@ def empty_like(batch: Tree) -> Tree:
     """Return a batch of the same structure with no rows; None for scalars."""
     if not all(leaf.ndim for leaf in flatten(batch)[0]):
         return None
-    # A view would keep the batch in the memory of a GPU.
+    # Copy, because a view would keep the whole batch in GPU memory.
     return tree_map(lambda array: array[0:0].copy(), batch)
 
 
 def pieces_of(batch: Tree, num_replicas: int, replicas: Sequence[int]) -> list[Tree]:
-    """Cut a batch by itself; return the pieces of ``replicas``, as views."""
+    """Cut a batch into pieces, and return the pieces of ``replicas`` as views."""
     length = batch_length(batch)
     return [rows_of(batch, *piece(length, num_replicas, r)) for r in replicas]
 
 
-# The cache makes it warn once; it is bounded, as all lengths may differ.
+# The cache lets each batch length warn once. The cache is bounded, because all lengths
+# may differ.
 @functools.lru_cache(maxsize=1024)
 def warn_of_idle(length: int, num_replicas: int) -> None:
-    """Warn, once in a program, if some replicas get no rows of a batch."""
+    """Warn, once for each batch length, if some replicas get no rows of a batch."""
     most = -(-length // num_replicas)
     busy = -(-length // most) if most else num_replicas
     if busy < num_replicas:
@@ -145,20 +146,20 @@ def warn_of_idle(length: int, num_replicas: int) -> None:
 
 
 def _own_array(value: Any) -> Array:
-    """Return a copy of a leaf of a batch, in its library, as an array."""
+    """Return a copy of a leaf of a batch, as a NumPy or (on GPUs) CuPy array."""
     array = _leaf(value)
     return array.copy() if is_device(array) else np.array(array)
 
 
 def _leaf(value: Any) -> Array:
-    """Return a leaf of a batch as an array; text and Python objects travel pickled."""
+    """Return a leaf as an array; keep strings and object fields, which are pickled."""
     plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
     refers = plain and value.dtype.hasobject and value.dtype.kind != "O"
     return value if refers else as_array(value)
 
 
 def slot_sizes(batch_size: int, num_replicas: int) -> list[int]:
-    """Return the rows of each replica's slot, which add up to ``batch_size``."""
+    """Return the number of rows in each replica's slot; the sum is ``batch_size``."""
     low, more = divmod(batch_size, num_replicas)
     return [low + (replica < more) for replica in range(num_replicas)]
 
@@ -169,11 +170,11 @@ def pour_slots(
     num_replicas: int,
     replicas: Sequence[int],
 ) -> Iterator[list[Tree]]:
-    """Pour all rows, as one stream, into the replicas' slots.
+    """Fill the replicas' slots with the rows of all batches, as one stream.
 
-    The worker begins with the slot of its first replica, and then uses every slot of
-    the cycle. Each step has one batch per replica of the worker; it raises ValueError
-    for scalars, and arrays of different lengths.
+    The worker begins with the slot of its first replica, and then uses all slots in a
+    cycle. Each step has one batch per replica of the worker. A step raises ValueError
+    for scalars and for arrays of different lengths.
     """
     slots = slot_sizes(batch_size, num_replicas)
     rows, count, first = _RowQueue(batches), len(replicas), replicas[0]
@@ -181,8 +182,8 @@ def pour_slots(
     def step() -> list[Tree]:
         nonlocal first
         sizes = [slots[slot % num_replicas] for slot in range(first, first + count)]
-        # After an error the rows that were read are kept for the next step.
-        # Slots without rows ask for none: a last step may be empty on all workers.
+        # After an error, the rows that were read are kept for the next step. Slots of
+        # zero rows request no rows, so that a last step may be empty on all workers.
         if not rows.fill(sum(sizes)):
             raise StopIteration
         first += count
@@ -192,7 +193,7 @@ def pour_slots(
 
 
 class _RowQueue:
-    """The rows of batches, one after another."""
+    """A queue of the rows of successive batches."""
 
     def __init__(self, batches: Iterable[Tree]) -> None:
         self._batches = iter(batches)
@@ -201,13 +202,13 @@ class _RowQueue:
         self._num_rows = 0
 
     def fill(self, count: int) -> bool:
-        """Get up to ``count`` rows; return False at the end."""
+        """Read batches until ``count`` rows are queued; return False at the end."""
         wanted = count if self._last is not None else max(1, count)
         while self._num_rows < wanted:
             element = next(self._batches, _END)
             if element is _END:
                 break
-            # A pipeline may fill the same buffer again.
+            # Copy, because a pipeline may overwrite its buffer.
             batch = tree_map(_own_array, element)
             length = batch_length(batch)
             self._last = batch
@@ -217,9 +218,9 @@ class _RowQueue:
         return self._num_rows > 0 or wanted == 0
 
     def take(self, count: int) -> Tree:
-        """Take up to ``count`` rows; fewer only at the end."""
+        """Remove and return ``count`` rows; fewer only at the end."""
         first = self._parts[0][0] if self._parts else self._last
-        # A part without rows has the right form if there are no others.
+        # A part without rows has the right structure if there are no other parts.
         parts = [rows_of(first, 0, 0)]
         while count > 0 and self._parts:
             batch, start, length = self._parts.popleft()
@@ -239,12 +240,13 @@ class _RowQueue:
 
 
 def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
-    """Give successive elements to the ``count`` replicas of a worker.
+    """Deal successive elements to the ``count`` replicas of a worker.
 
-    A last step is filled with batches without rows; of scalars it is left out.
+    An incomplete last step is filled with batches without rows; if elements are
+    scalars, it is left out.
     """
     source = iter(elements)
-    # Elements of this step, which the next one uses after an error.
+    # Elements of this step; after an error, the next step uses them.
     ready: list[Tree] = []
 
     def step() -> list[Tree]:
@@ -252,13 +254,14 @@ def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
             element = next(source, _END)
             if element is _END:
                 break
-            # A pipeline may fill the same buffer again.
+            # Copy, because a pipeline may overwrite its buffer.
             ready.append(tree_map(_own_array, element))
         parts = ready.copy()
         ready.clear()
         if len(parts) == count:
             return parts
-        # Replicas without an element take part in the step: the others reduce in it.
+        # Replicas without an element take part in the step, because all replicas must
+        # call its reductions.
         empty = empty_like(parts[0]) if parts else None
         if empty is None:
             raise StopIteration
@@ -270,10 +273,10 @@ def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
 def deal_pieces(
     batches: Iterable[Tree], num_replicas: int, count: int
 ) -> Iterator[list[Tree]]:
-    """Cut every batch by itself, and give successive pieces to successive replicas.
+    """Cut every batch into pieces, and deal them to the worker's replicas in turn.
 
-    There are ``num_replicas`` pieces, for the ``count`` replicas of this worker; a step
-    raises ValueError for scalars, and arrays of different lengths.
+    A batch has ``num_replicas`` pieces; the worker has ``count`` replicas. A step
+    raises ValueError for scalars and for arrays of different lengths.
     """
     source = iter(batches)
     ready: deque[Tree] = deque()

@@ -1,11 +1,11 @@
-"""Compares the global batches that workers have read, where each runs the iterable.
+"""Comparison of global batches between workers that each run the program's iterable.
 
-Each worker cuts its own replicas' pieces out of its own batch: of batches in different
-order some rows would be used twice, and others never. So a hash of the batch travels
-with what the replicas tell each other in every step anyway.
+Each worker cuts its replicas' pieces out of its own batch. If workers read batches in
+different orders, some rows are used twice, and other rows never. Therefore a hash of
+the batch is part of the message that workers exchange in every step anyway.
 
-Only shapes and types are compared of fields of Python objects, and of arrays on GPUs
-after the first batch of an iteration, as the host would have to wait for them.
+For fields of Python objects, only shapes and types are compared. The same holds for
+arrays on GPUs after an iteration's first batch, because the host would have to wait.
 """
 
 from __future__ import annotations
@@ -36,25 +36,27 @@ _SHOWN_WORKERS = 8
 
 
 def digest(batch: Tree, *, on_gpus: bool) -> int:
-    """Return a hash from 1 to 2**63 - 1 of a batch, with bytes on GPUs if wanted."""
+    """Return a hash (1 to 2**63 - 1) of a batch; ``on_gpus`` includes bytes on GPUs."""
     mark = 0
     for leaf in flatten(batch)[0]:
-        # Each hash is the seed of the next one, so that the order of leaves counts.
+        # Each hash is the seed of the next one, so that the result depends on the order
+        # of leaves.
         mark = xxh3_64_intdigest(f"{leaf.dtype}{leaf.shape}".encode(), mark)
         if on_gpus or not is_device(leaf):
             mark = _hashed(to_host(leaf), mark)
-    # 63 bits, as its negative travels, too; 0 is the end of data.
+    # The hash has 63 bits, because its negative is sent as int64, too. 0 means the end
+    # of the data.
     return mark >> 1 or 1
 
 
 def _hashed(array: Array, mark: int) -> int:
     dtype = array.dtype
     if dtype.names is not None:
-        # Bytes between fields, and padding of a long double, have no meaning.
+        # Hash each field by itself, because the bytes between fields are undefined.
         for name in dtype.names:
             mark = _hashed(array[name], mark)
         return mark
-    # The array holds pointers to its texts, which differ between processes.
+    # A StringDType array holds pointers to its strings, which differ between processes.
     if dtype.kind == "T":
         return xxh3_64_intdigest(repr(array.tolist()).encode(), mark)
     if dtype.hasobject:
@@ -66,11 +68,11 @@ def _hashed(array: Array, mark: int) -> int:
 
 
 def show(batch: Tree) -> str:
-    """Return the first row and the hash of a batch's first few arrays, in words."""
+    """Describe a batch in words: the first row and hash of its first few arrays."""
     leaves = flatten(batch)[0]
     try:
         shown = [_show_array(leaf) for leaf in leaves[:_SHOWN_ARRAYS]]
-    # The text of an error must not raise another one.
+    # Writing an error's message must not raise another error.
     except Exception as error:
         return f"a batch that cannot be shown ({type(error).__name__})"
     rest = len(leaves) - len(shown)
@@ -86,7 +88,7 @@ def _show_array(array: Array) -> str:
 
 
 def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveError:
-    """Return the error that all replicas raise; it names the workers that are fewer."""
+    """Return the error that all replicas raise; it names the minority of workers."""
     groups: dict[int, list[Sighting]] = {}
     for sighting in sightings:
         groups.setdefault(sighting[2], []).append(sighting)
@@ -98,7 +100,8 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
         told.append(f"{name}: {group[0][3]} (in all {mark:016x})")
     if len(groups) > _SHOWN_BATCHES:
         told.append(f"{len(groups) - _SHOWN_BATCHES} other batches")
-    # The error must name workers: the batch that most of them have counts as right.
+    # The batch that most workers have counts as right; the error names the other
+    # workers.
     most = max(groups.values(), key=len)
     return CollectiveError(
         "expected that the iterable gives the same batches on every worker, found in "

@@ -222,8 +222,8 @@ class Dataset:
             Paths or patterns, such as ``data/*.h5``; a folder stands for its
             ``*.parquet`` files.
         columns : str or sequence of str, optional
-            Names, or patterns, such as ``fields/*``; default: all. A single name gives
-            bare arrays, else elements are mappings, nested as groups are.
+            Names, or patterns, such as ``fields/*``; default: all. With one name,
+            elements are arrays; with several, mappings that are nested like groups.
         dimension : str, optional
             NetCDF-4 dimension along which rows lie; default: the unlimited or most
             common one.
@@ -883,8 +883,7 @@ class Dataset:
         Raises
         ------
         ValueError
-            If boundaries do not increase, or if the number of sizes does not fit to
-            them.
+            If boundaries do not increase, or if the number of sizes is wrong.
         """
         sizes = [checked_size(size) for size in bucket_batch_sizes]
         return self._then(

@@ -1,8 +1,9 @@
 """Iterables of batches: one rank per worker runs the pipeline and deals the parts.
 
-Ranks that each ran a pipeline of their own would lose and repeat examples as soon as
-its order is random. So do workers, which therefore compare the batches that they are to
-share, see `hpcstrat.data.comparing`; or one rank runs the pipeline for all of them.
+If each rank ran its own pipeline, examples would be lost and repeated as soon as the
+order is random. The same can happen with workers. Workers that share batches therefore
+compare them (see `hpcstrat.data.comparing`), or one rank runs the pipeline for all
+workers.
 """
 
 from __future__ import annotations
@@ -49,26 +50,28 @@ _NEXT = "next of a data set"
 class DealtDataset(ReducibleDataset):
     """Per-replica batches of a pipeline that one rank per worker runs.
 
-    Collective over the strategy's replicas, as is ``next()``; ``iter()`` is not.
+    Collective over the strategy's replicas. ``next()`` is collective, too; ``iter()``
+    is not collective.
 
-    An error of any pipeline is raised by ``next()`` on all replicas, which are then at
-    the same place: the next one gives what the pipelines give next. A generator ends
-    with the error that it raises; any other iterator may go on. All replicas also raise
-    if one of them cannot place its part on its device.
+    If a pipeline raises an error, ``next()`` raises an error on all replicas. The
+    replicas stay at the same step: the following ``next()`` returns the next batch of
+    the pipelines. A generator ends with the error that it raises; other iterators may
+    continue. All replicas also raise if one replica cannot place its part on its
+    device.
 
     Parameters
     ----------
     strategy : Strategy
         The strategy of the replicas.
     place : PipelinePlace
-        Place of this replica.
+        Place of this rank among the ranks of its pipeline.
     make_steps : callable
-        Returns the steps; called on ranks that run a pipeline.
+        Function that returns the steps; called on ranks that run a pipeline.
     options : InputOptions
-        Who runs a pipeline, which batches are compared, and whether they are put on
-        the replica's GPU.
+        Options for the ranks that run a pipeline, the comparison of batches, and
+        whether batches are put on the replica's GPU.
     dataset : Dataset or iterable, optional
-        Gives the steps.
+        Source of the steps.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class DealtDataset(ReducibleDataset):
         self._every = options.compare_every if place.num_workers > 1 else 0
         self._num_iterations = 0
         self._steps: Steps | None = None
-        # Ranks compare this text: those that differ would wait for each other.
+        # Ranks compare this text, because ranks with different pipelines would
+        # deadlock.
         mode = options.experimental_replication_mode
         per_replica = mode is InputReplicationMode.PER_REPLICA
         pipelines = "one per " + ("replica" if per_replica else "worker")
@@ -118,7 +122,7 @@ class DealtDataset(ReducibleDataset):
         return DistributedIterator(batches, self)
 
     def __repr__(self) -> str:
-        """Show what is read, and for how many replicas."""
+        """Show the source of the batches, and the strategy."""
         return f"<{type(self).__name__} of {self._source()}, for {self._strategy!r}>"
 
     def _source(self) -> str:
@@ -126,7 +130,7 @@ class DealtDataset(ReducibleDataset):
 
 
 class _DealtBatches(Iterator[Tree]):
-    """This replica's batches; goes on after a failed step, if its pipeline does."""
+    """Iterator over this rank's batches; can continue after an error."""
 
     def __init__(
         self,
@@ -138,14 +142,14 @@ class _DealtBatches(Iterator[Tree]):
         iteration: int,
         position: EpochPlace,
     ) -> None:
-        # The calls between replicas; `collective` asks for them.
+        # The decorator `collective` reads this attribute to call the other replicas.
         self.collectives = strategy.collectives
         self._place = place
         self._placer = placer
         self._pipeline = pipeline
         self._iteration = iteration
         self._position = position
-        # The pipeline of this rank may fill the memory of its parts again.
+        # Copy the parts if this rank's pipeline may overwrite their memory.
         shares = pipeline is not None and pipeline.shares_memory
         self._copies = shares and place.comm is not None
         self._number = -1
@@ -153,7 +157,8 @@ class _DealtBatches(Iterator[Tree]):
 
     @collective
     def __next__(self) -> Tree:
-        # No call is made after the end: the other ranks may be in another call.
+        # Make no collective call after the end, because other ranks may be in another
+        # call.
         if self._ended:
             raise StopIteration
         collectives, step = self.collectives, None
@@ -175,21 +180,21 @@ class _DealtBatches(Iterator[Tree]):
             raise self._difference()
         if outcome == FINISHED:
             raise self._end()
-        # All ranks skip a part that one of them cannot place, in this call.
+        # If one rank cannot place its part, all ranks skip their parts in this call.
         with collectives.all_raise(_NEXT):
             found: Tree = self._placer.deliver(parts, copies=self._copies)
         collectives.barrier(_NEXT)
         return found
 
     def _end(self) -> StopIteration:
-        """Go on to the next epoch, and return the error that ends the loop."""
+        """Advance to the next epoch, and return a StopIteration to end the loop."""
         self._ended = True
         self._position.epoch += 1
         self._position.position = 0
         return StopIteration()
 
     def _deal(self, step: PipelineStep | None) -> tuple[int, list[Any]]:
-        """Return the outcome of a step, and this rank's parts of it.
+        """Deal a step to the ranks; return its outcome and this rank's parts.
 
         Collective over the strategy's replicas. The pipelines agree on the outcome.
         """
@@ -204,7 +209,7 @@ class _DealtBatches(Iterator[Tree]):
                 leaders = channel.interruptible(leaders)
             outcome = self._pipeline.agree(step, leaders)
             parts = step.parts if outcome == BATCH else []
-            # This rank, the first one, keeps its own parts.
+            # This rank (rank 0 of ``comm``) keeps its own parts.
             sent, end = [None], place.counts[0]
             for count in place.counts[1:]:
                 start, end = end, end + count
@@ -225,13 +230,14 @@ class _DealtBatches(Iterator[Tree]):
 class StreamDataset(ResumableDataset, DealtDataset):
     """Per-replica batches of a chain without random access, which can be resumed.
 
-    As `DealtDataset`. A restored iteration makes the batches before its position again,
-    and leaves them out. Where workers read parts of their own (policies FILE, OFF and
-    HINT), it goes on with the same number of workers and replicas only.
+    It works as `DealtDataset`. A restored iteration makes the batches before its
+    position again, and drops them. If workers read different parts of the data
+    (policies FILE, OFF and HINT), it can continue only with the same number of workers
+    and replicas.
     """
 
     def __iter__(self) -> DistributedIterator:
-        """Begin the next epoch, or go on where `restore_state` said."""
+        """Begin the next epoch, or continue at the position of `restore_state`."""
         place = EpochPlace(*self._next)
         self._begin_at(place)
         return self._begin(place)
@@ -249,25 +255,25 @@ class StreamDataset(ResumableDataset, DealtDataset):
 class StatefulDataset(DealtDataset):
     """Per-replica batches of an iterable that can save its position itself.
 
-    As `DealtDataset`. The iterable has ``state_dict`` and ``load_state_dict``, as
-    torchdata's StatefulDataLoader does. All workers read the same batches, so that its
-    position means the same on any number of replicas.
+    It works as `DealtDataset`. The iterable has ``state_dict`` and ``load_state_dict``,
+    like torchdata's StatefulDataLoader. All workers read the same batches, so that the
+    iterable's position means the same on any number of replicas.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the iterable's position, behind the batches that were given out.
+        """Return the iterable's position, after the batches that were read so far.
 
         Collective over the strategy's replicas.
 
         Returns
         -------
         dict
-            Numbers, text and bytes; replica 0's, on all.
+            State of replica 0, on all replicas: numbers, strings and bytes.
 
         Raises
         ------
         ValueError
-            Where workers read parts of their own, which have no common position.
+            If workers read different parts of the data, which have no common position.
         """
         mine: dict[str, Any] = {}
         several = self._place.num_replicas > 1
@@ -288,7 +294,7 @@ class StatefulDataset(DealtDataset):
         leaves, structure = flatten(self._dataset.state_dict())
         arrays: list[Any] = []
         for number, leaf in enumerate(leaves):
-            # For example, torch has the state of a random generator in a tensor.
+            # A leaf may be an array; torch has a random generator's state in a tensor.
             if isinstance(leaf, np.ndarray) or hasattr(leaf, "__dlpack__"):
                 array = np.ascontiguousarray(as_array(leaf))
                 is_tensor = not isinstance(leaf, (np.ndarray, np.generic))
@@ -298,7 +304,7 @@ class StatefulDataset(DealtDataset):
         return {"state": unflatten(structure, leaves), "arrays": arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration go on where another stood.
+        """Make the next iteration continue at a saved position.
 
         Not collective: call it on every replica with the same state.
 

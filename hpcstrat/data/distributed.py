@@ -41,21 +41,22 @@ __all__ = [
 class DistributedDataset(ResumableDataset):
     """Per-replica batches; made by `Strategy.experimental_distribute_dataset`.
 
-    Each ``iter()`` is collective over the strategy's replicas, and the next epoch;
-    ``next()`` is logically collective: all replicas must call it, and where one does
-    not, the next collective call says so, except for a thread that reads ahead. With
-    ``on_error="raise"`` it is collective: a batch that cannot be read on one replica is
-    then skipped by all. Elements have PerReplica leaves, bare arrays where there is one
-    replica; an array may have no rows, and may be written.
+    Each ``iter()`` begins the next epoch, and is collective over the strategy's
+    replicas. ``next()`` is logically collective: all replicas must call it. If one
+    replica does not, the next collective call raises an error (only calls in main
+    threads are compared). With ``on_error="raise"``, ``next()`` is collective: if a
+    batch cannot be read on one replica, all replicas skip it. Elements have PerReplica
+    leaves, or bare arrays if there is one replica. Arrays are writable, and may have no
+    rows.
 
     Parameters
     ----------
     strategy : Strategy
         The strategy of the replicas.
     dataset : Dataset
-        Global batches.
+        Data set of global batches.
     options : InputOptions, optional
-        Whether batches are put on the replica's GPU.
+        Options, such as whether batches are put on the replica's GPU.
     """
 
     def __init__(
@@ -72,14 +73,15 @@ class DistributedDataset(ResumableDataset):
         if options.own_rows:
             count = strategy.num_replicas_in_sync
             stage = stage.owned(count, strategy.local_replicas)
-        # The stage that reads its batches; also for the library's own modules.
+        # The stage that reads the batches; the library's other modules read it, too.
         self.stage: Batched = stage
         self._placer = Placer(strategy, options)
-        # One of the buffered batches is the one that the program works on.
+        # One of the buffered batches is the batch that the program uses at the moment.
         buffered = options.experimental_per_replica_buffer_size - 1
-        # Threads would read a GPU's arrays out of order with the program's stream.
+        # Arrays on GPUs are not read by threads, which would ignore the order of the
+        # program's stream.
         self._ahead = 0 if stage.is_on_gpu() else max(dataset.ahead, buffered)
-        # The batch size is no mistake if a whole epoch is shorter.
+        # Do not warn if a whole epoch is shorter than one batch.
         is_short = 0 <= stage.num_rows < stage.batch_size
         if strategy.replica_id == 0 and not is_short:
             warn_of_idle(stage.batch_size, strategy.num_replicas_in_sync)
@@ -91,30 +93,31 @@ class DistributedDataset(ResumableDataset):
         return self._dataset
 
     def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
+        """Return the number of global batches in an epoch."""
         return len(self._dataset)
 
     @property
     def cardinality(self) -> int:
-        """Number of global batches of an epoch; -1 where it has no end."""
+        """Number of global batches in an epoch; -1 if it has no end."""
         return self.stage.cardinality
 
     @property
     def num_rows(self) -> int:
-        """Number of examples of an epoch, over all replicas; -1 without an end."""
+        """Number of examples in an epoch, over all replicas; -1 if it has no end."""
         return self.stage.num_rows
 
     def _keep_order(self, version: int) -> None:
         epoch, position = self._next
         if position and version < ORDER_VERSION:
-            # An epoch that began in an older order goes on in it.
+            # An epoch that began with an older order version keeps that order.
             self._dataset.keep_old_order(epoch)
 
     def __iter__(self) -> DistributedIterator:
-        """Begin the next epoch, or go on where `restore_state` said."""
+        """Begin the next epoch, or continue at the position of `restore_state`."""
         strategy, dataset = self._strategy, self._dataset
         epoch, position = self._next
-        # Ranks compare this text: replicas that differ in it read different rows.
+        # Ranks compare this text, because replicas must agree on the rows of each
+        # batch.
         strategy.collectives.barrier(
             f"iteration over {dataset.describe()}, {self._dealing}epoch {epoch} from "
             f"row {position}"
@@ -126,7 +129,7 @@ class DistributedDataset(ResumableDataset):
         return DistributedIterator(batches, self)
 
     def __repr__(self) -> str:
-        """Show what is read, and for how many replicas."""
+        """Show the source of the batches, and the strategy."""
         source = self.stage.describe()
         return f"<{type(self).__name__} of {source}, for {self._strategy!r}>"
 
@@ -143,7 +146,7 @@ class DistributedDataset(ResumableDataset):
 
 
 class _Batches(Iterator[Tree]):
-    """This replica's batches of an epoch; goes on after a batch that cannot be read."""
+    """An iterator over this rank's batches; continues after one that cannot be read."""
 
     def __init__(
         self,
@@ -160,8 +163,9 @@ class _Batches(Iterator[Tree]):
         self._ended = False
         self._main = threading.main_thread().ident
         self._reader: ReadAhead | None = None
-        # Threads must not hold the iterator, whose end ends them. They do all they can:
-        # after a step, the code of `next` is no longer in the caches.
+        # Threads must not refer to this iterator, because they end when it is deleted.
+        # They do as much work as possible, because after a step the code of `next` is
+        # no longer in the CPU's caches.
         self._read = partial(_read_own, stage, strategy, placer, place.epoch)
         if ahead > 0:
             start = place.position
@@ -170,7 +174,7 @@ class _Batches(Iterator[Tree]):
     def __next__(self) -> Tree:
         place, stage, strategy = self.place, self._stage, self._strategy
         channel = strategy.collectives.channel
-        # Ranks compare where their main threads are, and no other thread.
+        # Ranks compare the positions of their main threads, and of no other threads.
         own = threading.get_ident() == self._main
         if channel is not None and own:
             if channel.elsewhere is not None:
@@ -185,7 +189,8 @@ class _Batches(Iterator[Tree]):
                     self._reader.close()
                 place.epoch, place.position = place.epoch + 1, 0
             raise StopIteration
-        # The position moves on in any case: a batch that cannot be read is skipped.
+        # Advance the position in any case, so that a batch that cannot be read is
+        # skipped.
         start = place.position
         stop = place.position = stage.stop(start)
         with strategy.together(f"reading rows {start} to {stop}"):
@@ -198,7 +203,7 @@ class _Batches(Iterator[Tree]):
 def _read_own(
     stage: Batched, strategy: Replicas, placer: Placer, epoch: int, start: int
 ) -> list[Tree]:
-    """Read the pieces of a batch that this rank's replicas have, in any thread."""
+    """Read the pieces of a batch for this rank's replicas; any thread may call this."""
     count, length = strategy.num_replicas_in_sync, stage.stop(start) - start
     pieces = [
         read_rows(stage, epoch, start, *piece(length, count, replica))
@@ -212,8 +217,8 @@ _UNEVEN = (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT)
 
 
 def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
-    """Refuse N programs that each read all data, unless ``independent``."""
-    # The launcher knows the number of ranks: such a strategy starts no MPI.
+    """Raise RuntimeError if each rank would read all data, unless ``independent``."""
+    # Read the number of ranks from the launcher, because such a strategy starts no MPI.
     size = launch_from_environment().size
     if strategy.distributes or size == 1 or options.independent:
         return
@@ -236,7 +241,7 @@ def distribute_dataset(
     strategy : Strategy
         The strategy of the replicas.
     dataset : Dataset or iterable of batches
-        Gives global batches.
+        Source of global batches.
     options : InputOptions
         Options of the distribution.
 
@@ -248,13 +253,14 @@ def distribute_dataset(
     Raises
     ------
     NotImplementedError
-        For ``PER_REPLICA``.
+        If the options ask for ``PER_REPLICA``.
     RuntimeError
-        For a strategy of one replica in a job of several ranks.
+        If the strategy has one replica, but the job has several ranks.
     ValueError
-        For ``single_pipeline`` with a Dataset, and for arrays that are no batches.
+        If an option does not suit the data set, such as ``single_pipeline`` with random
+        access, or if the data are not batches.
     """
-    # Each replica would go through all of one data set by itself.
+    # With PER_REPLICA, each replica would read the whole data set.
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "expected one pipeline per worker for a data set of global batches, found "
@@ -295,7 +301,7 @@ def distribute_dataset(
 
 
 def _deal(strategy: Replicas, dataset: Any, options: InputOptions) -> DealtDataset:
-    # Only ranks that run a pipeline make the steps, later.
+    # The data set makes the steps later, only on ranks that run a pipeline.
     place = PipelinePlace(strategy, single=options.single_pipeline)
     kind = DealtDataset
     if isinstance(dataset, Dataset):
@@ -312,7 +318,7 @@ def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions,
 ) -> DealtDataset:
-    """Distribute per-replica batches that a function makes.
+    """Distribute the per-replica batches of the data set that a function returns.
 
     Collective over the strategy's replicas.
 
@@ -321,7 +327,7 @@ def distribute_from_function(
     strategy : Strategy
         The strategy of the replicas.
     dataset_fn : callable
-        Takes an InputContext.
+        Function that takes an InputContext, and returns an iterable of batches.
     options : InputOptions
         Options of the distribution.
 
@@ -333,9 +339,9 @@ def distribute_from_function(
     Raises
     ------
     ValueError
-        For options that exclude each other.
+        If options exclude each other.
     RuntimeError
-        For a strategy of one replica in a job of several ranks.
+        If the strategy has one replica, but the job has several ranks.
     """
     _require_one_program(strategy, options)
     per_replica = (

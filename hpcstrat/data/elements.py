@@ -51,14 +51,14 @@ class ArraySpec:
     dtype: Any
 
     def __repr__(self) -> str:
-        """Return it as tf.TensorSpec is shown."""
+        """Return the spec as text, in the format of tf.TensorSpec."""
         return f"ArraySpec(shape={self.shape}, dtype={self.dtype})"
 
 
 class CallIterator(Iterator[Tree]):
-    """The results of a function that is called until it raises StopIteration.
+    """An iterator that calls a function until the function raises StopIteration.
 
-    Unlike a generator, it goes on after any other error.
+    Unlike a generator, the iterator can continue after any other error.
     """
 
     def __init__(self, step: Callable[[], Tree]) -> None:
@@ -87,7 +87,7 @@ def as_element(value: Any) -> Tree:
 
 
 def call_with(function: Callable[..., Any], element: Tree, **options: Any) -> Any:
-    """Call a function with an element; a tuple gives one argument for each part."""
+    """Call a function with an element; items of a tuple become arguments."""
     if type(element) is tuple:
         return function(*element, **options)
     return function(element, **options)
@@ -99,7 +99,7 @@ def row_of(block: Tree, index: int) -> Tree:
 
 
 def stack(elements: Sequence[Tree]) -> Tree:
-    """Stack elements along a new first dimension; ValueError where they differ."""
+    """Stack elements along a new first dimension; ValueError if they do not match."""
     leaves, structure = _leaves_of_all(elements)
     return unflatten(structure, [_stacked(column) for column in leaves])
 
@@ -129,10 +129,10 @@ def _stacked(column: Sequence[Any]) -> Array:
 
 
 def pad_and_stack(elements: Sequence[Tree], shapes: Tree, values: Tree) -> Tree:
-    """Stack elements, each array filled up at its ends to the longest, or to a shape.
+    """Pad the arrays of elements to the longest, or to given shapes, and stack them.
 
     ``shapes`` and ``values`` have the elements' structure, or are None. Raises
-    ValueError for arrays that are longer than their shape.
+    ValueError if an array is longer than its shape.
     """
     columns, structure = _leaves_of_all(elements)
     wanted = _per_leaf(shapes, structure, len(columns), is_shape=True)
@@ -145,7 +145,7 @@ def pad_and_stack(elements: Sequence[Tree], shapes: Tree, values: Tree) -> Tree:
 
 
 def _per_leaf(given: Any, structure: Any, count: int, *, is_shape: bool) -> list[Any]:
-    """Return a value for each leaf; a single value is for all of them."""
+    """Return a value for each leaf; a single given value is used for all leaves."""
     if given is None:
         return [None] * count
     if count == 1 and (is_shape or not isinstance(given, (tuple, list, dict))):
@@ -207,7 +207,7 @@ def spec_of(element: Tree) -> Tree:
 
 
 def merged_spec(specs: Sequence[Tree]) -> Tree:
-    """Return the spec of elements of all specs; lengths that differ become None."""
+    """Merge specs into one that fits all elements; lengths that differ become None."""
     leaves, structure = _leaves_of_all(specs)
     return unflatten(structure, [_merged(column) for column in leaves])
 
@@ -224,10 +224,11 @@ def _merged(column: Sequence[ArraySpec]) -> ArraySpec:
 
 
 def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
-    """Return the spec of a function's results, by calling it.
+    """Call a function with a few elements, and return the spec of its results.
 
-    ``spec_of_made`` calls it with the first elements of a stage, and with one of
-    another length if lengths differ; without elements, with arrays of ones and of twos.
+    ``spec_of_made`` calls the function, and returns the spec of the result. It gets the
+    first elements of ``stage`` and, if lengths differ, an element of another length. If
+    there are no elements, it gets arrays of ones and of twos.
     """
     elements = stage.iterate(0)
     found: list[Tree] = []
@@ -238,7 +239,7 @@ def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
             found.append(spec_of_made(element))
         except StopIteration:
             break
-        # Other elements may work; iterating will raise this error again.
+        # Other elements may work; an iteration will raise this error again.
         except Exception:
             continue
         first = element if len(found) == 1 else first
@@ -254,7 +255,7 @@ def made_spec(stage: Any, spec_of_made: Callable[[Tree], Tree]) -> Tree:
 
 
 def _resized(element: Tree, spec: Tree) -> Tree:
-    """Return an element with other lengths where they differ between elements."""
+    """Change those lengths of an element that differ between elements."""
     leaves, structure = flatten(element)
     specs = flatten(spec)[0]
     resized = []
@@ -277,7 +278,7 @@ def _example(spec: Tree, number: int) -> Tree:
 
 
 def batched_spec(spec: Tree, length: int | None) -> Tree:
-    """Return the spec of stacked elements; None for a length that is not fixed."""
+    """Return the spec of stacked elements; ``length`` None means that it varies."""
     return tree_map(
         lambda leaf: ArraySpec(
             None if leaf.shape is None else (length, *leaf.shape), leaf.dtype
@@ -287,7 +288,7 @@ def batched_spec(spec: Tree, length: int | None) -> Tree:
 
 
 def require_same_structure(first: Tree, second: Tree) -> None:
-    """Raise TypeError where elements differ in structure or dtype."""
+    """Raise TypeError if elements differ in structure or dtype."""
     (one, structure), (two, other) = flatten(first), flatten(second)
     types = [[_type_of(leaf) for leaf in leaves] for leaves in (one, two)]
     if structure != other or types[0] != types[1]:
@@ -298,14 +299,14 @@ def require_same_structure(first: Tree, second: Tree) -> None:
 
 
 def _type_of(spec: ArraySpec) -> str:
-    # Texts of any length are one type, as in TensorFlow.
+    # Strings of any length count as one type, as in TensorFlow.
     return spec.dtype.kind if spec.dtype.kind in "US" else str(spec.dtype)
 
 
 def writable(element: Tree) -> Tree:
-    """Return an element or batch that the program may write; copies read-only arrays.
+    """Copy the read-only arrays of an element or batch, so that programs may write.
 
-    Other libraries refuse read-only memory, or write to it all the same.
+    Other libraries refuse read-only memory, or write to it nevertheless.
     """
 
     def copied(leaf: Any) -> Any:

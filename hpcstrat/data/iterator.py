@@ -40,14 +40,14 @@ class Optional:
         self._element = element
 
     def has_value(self) -> bool:
-        """Whether there is an element.
+        """Return whether there is an element.
 
         Not collective.
 
         Returns
         -------
         bool
-            False at the end.
+            False at the end of the data.
         """
         return self._present
 
@@ -64,7 +64,7 @@ class Optional:
         Raises
         ------
         ValueError
-            At the end.
+            If there is no element, because the data have ended.
         """
         if not self._present:
             raise ValueError("expected an element, found the end; ask has_value first")
@@ -76,12 +76,12 @@ class Optional:
 
 
 class DistributedIterator:
-    """Gives per-replica batches; made by ``iter`` of a distributed data set.
+    """An iterator over per-replica batches, made by ``iter`` of a distributed data set.
 
     Parameters
     ----------
     elements : iterator of tree
-        Raises StopIteration at the end, on all replicas at the same step.
+        Iterator that raises StopIteration at the end, on all replicas at the same step.
     dataset : DistributedDataset or DealtDataset
         The data set of the elements.
     """
@@ -113,8 +113,7 @@ class DistributedIterator:
     def get_next(self) -> Tree:
         """Return the next element.
 
-        Collective over the strategy's replicas where the data set is an iterable, else
-        not collective.
+        Collective over the strategy's replicas, unless the data set has random access.
 
         Returns
         -------
@@ -124,9 +123,9 @@ class DistributedIterator:
         Raises
         ------
         OutOfRangeError
-            At the end, on all replicas.
+            At the end of the data, on all replicas.
         ValueError
-            In replica context.
+            If it is called in replica context.
         """
         element: Any = next(self, _END)
         if element is _END:
@@ -137,20 +136,19 @@ class DistributedIterator:
         return element
 
     def get_next_as_optional(self) -> Optional:
-        """Return the next element, or the end.
+        """Return the next element, or the end of the data.
 
-        Collective over the strategy's replicas where the data set is an iterable, else
-        not collective.
+        Collective over the strategy's replicas, unless the data set has random access.
 
         Returns
         -------
         Optional
-            Without a value at the end.
+            The element; without a value at the end of the data.
 
         Raises
         ------
         ValueError
-            In replica context.
+            If it is called in replica context.
         """
         element: Any = next(self, _END)
         return Optional(False) if element is _END else Optional(True, element)
@@ -165,20 +163,20 @@ _END = object()
 
 @dataclass(slots=True)
 class EpochPlace:
-    """The position of an iteration: examples over all replicas, or global steps."""
+    """Position of an iteration: number of examples over all replicas, or of steps."""
 
     epoch: int
     position: int
 
 
 class ReducibleDataset:
-    """The base of all distributed data sets."""
+    """Base class of all distributed data sets."""
 
     _strategy: Replicas
 
     @property
     def distribute_strategy(self) -> Replicas:
-        """The strategy between whose replicas it is divided."""
+        """The strategy between whose replicas this data set is divided."""
         return self._strategy
 
     @property
@@ -190,11 +188,11 @@ class ReducibleDataset:
         )
 
     def __iter__(self) -> DistributedIterator:
-        """Begin an iteration."""
+        """Begin an iteration over the data set."""
         raise NotImplementedError
 
     def reduce(self, initial_state: Any, reduce_func: Callable[..., Any]) -> Any:
-        """Combine all elements by a function.
+        """Combine all elements with a function.
 
         Collective over the strategy's replicas.
 
@@ -203,30 +201,31 @@ class ReducibleDataset:
         initial_state : object
             The first state.
         reduce_func : callable
-            Takes the state and an element, returns the next state.
+            Function that takes the state and an element, and returns the next state.
 
         Returns
         -------
         object
             The last state.
         """
-        # The function is the program's, and may fail on one replica alone.
+        # The program's function may fail on one replica alone; all replicas must then
+        # stop.
         with self._strategy.together("reduce of a data set"):
             return functools.reduce(reduce_func, self, initial_state)
 
 
 class ResumableDataset(ReducibleDataset):
-    """The base of distributed data sets whose iterations go on after a restore."""
+    """Base class of distributed data sets whose iterations continue after a restore."""
 
     _dataset: Dataset
     # Epoch and position of the next iteration.
     _next = (0, 0)
-    # Where the latest one stands; None before it, and after a restore.
+    # Position of the latest iteration; None before the first one and after a restore.
     _latest: EpochPlace | None = None
 
     @property
     def num_rows(self) -> int:
-        """Number of examples of an epoch, over all replicas; below 0 if not known."""
+        """Number of examples in an epoch, over all replicas; below 0 if unknown."""
         return UNKNOWN
 
     @property
@@ -236,9 +235,9 @@ class ResumableDataset(ReducibleDataset):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the latest iteration, or that of the next, where it has ended.
+        """Epoch of the latest iteration or, if that has ended, of the next iteration.
 
-        Setting it makes the next iteration that epoch, from its beginning.
+        After an assignment, the next iteration begins at the start of that epoch.
         """
         return self.state()["epoch"]
 
@@ -247,7 +246,8 @@ class ResumableDataset(ReducibleDataset):
         self._next, self._latest = (int(value), 0), None
 
     def _begin_at(self, place: EpochPlace) -> None:
-        # Now, so that a loop that is left early does not repeat its epoch.
+        # Advance the epoch now, so that a loop that ends early does not repeat its
+        # epoch.
         self._next, self._latest = (place.epoch + 1, 0), place
 
     def state(self) -> dict[str, int]:
@@ -258,9 +258,9 @@ class ResumableDataset(ReducibleDataset):
         Returns
         -------
         dict of str to int
-            ``epoch``, ``global_position`` (examples given out in it, over all replicas;
-            of a stream, steps), ``shuffle_seed``, ``num_rows`` (-2 if not known),
-            ``order_version``, and of a stream ``num_parts``.
+            ``epoch``, ``global_position`` (examples that were read in the epoch, over
+            all replicas; for a stream, steps), ``shuffle_seed``, ``num_rows`` (-2 if
+            not known), ``order_version``, and for a stream ``num_parts``.
         """
         epoch, position = self._next
         if self._latest is not None:
@@ -279,19 +279,20 @@ class ResumableDataset(ReducibleDataset):
         return {}
 
     def check_state(self, state: dict[str, int]) -> None:
-        """Check that a state is of this data set.
+        """Check that a state belongs to this data set.
 
         Not collective.
 
         Parameters
         ----------
         state : dict of str to int
-            From `state`, perhaps of another number of replicas.
+            State from `state`, perhaps with another number of replicas.
 
         Raises
         ------
         ValueError
-            If it is that of another data set, or of another division of its files.
+            If the state belongs to another data set, or to another division of its
+            files.
         """
         own = self.state()
         for key in ("num_rows", "shuffle_seed", *self._more_state()):
@@ -305,19 +306,19 @@ class ResumableDataset(ReducibleDataset):
                 )
 
     def restore_state(self, state: dict[str, int]) -> None:
-        """Make the next iteration go on where another stood.
+        """Make the next iteration continue at a saved position.
 
         Not collective: call it on every replica with the same state.
 
         Parameters
         ----------
         state : dict of str to int
-            From `state`, perhaps of another number of replicas.
+            State from `state`, perhaps with another number of replicas.
 
         Raises
         ------
         ValueError
-            If the state is that of another data set.
+            If the state belongs to another data set.
         """
         self.check_state(state)
         self._next = (int(state["epoch"]), int(state["global_position"]))
@@ -325,4 +326,4 @@ class ResumableDataset(ReducibleDataset):
         self._keep_order(int(state.get("order_version", 1)))
 
     def _keep_order(self, version: int) -> None:
-        """Let an epoch that began in an older order go on in it."""
+        """Let an epoch that began with an older order version keep that order."""

@@ -1,4 +1,4 @@
-"""Stages with random access whose rows come from several stages, or several times."""
+"""Stages with random access that join rows of several stages, or repeat rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _Part = tuple[Rows, Places, int, Any]
 
 
 class _JoinedRows(Rows):
-    """A stage each of whose rows is one of ``parents``."""
+    """A stage in which each row is a row of one of ``parents``."""
 
     def __init__(self, parents: Sequence[Rows]) -> None:
         self.parents = parents
         self.block_rows = min(parent.block_rows for parent in parents)
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
-        """Give the places of each stage; there is at least one place."""
+        """Yield the places to read in each parent; ``places`` must not be empty."""
         raise NotImplementedError
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -62,14 +62,14 @@ class _JoinedRows(Rows):
 
 
 def _inner(flat: Array, places: Places) -> Places:
-    """Return places of a stage, which are neighbors where those asked for are."""
+    """Return places of a parent, as a slice if ``places`` is a slice."""
     if isinstance(places, slice):
         return slice(int(flat[0]), int(flat[-1]) + 1)
     return flat
 
 
 def _join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
-    """Put blocks together, each at its places."""
+    """Copy blocks into one block of ``count`` rows, each block to its own places."""
     if len(parts) == 1:
         return parts[0][1]
     flat = [(inside, *flatten(block)) for inside, block in parts]
@@ -91,7 +91,7 @@ def _join_blocks(parts: list[tuple[Any, Tree]], count: int) -> Tree:
 
 
 class RepeatedRows(_JoinedRows):
-    """All rows several times; each time is an epoch of its own."""
+    """All rows, repeated ``count`` times; each repetition is a new epoch."""
 
     def __init__(self, parent: Rows, count: int) -> None:
         super().__init__([parent])
@@ -116,7 +116,7 @@ class RepeatedRows(_JoinedRows):
 
 
 class ConcatenatedRows(_JoinedRows):
-    """The rows of one stage, and then those of another; TypeError where they differ."""
+    """The rows of one stage, then of another; TypeError if their specs do not match."""
 
     def __init__(self, first: Rows, second: Rows) -> None:
         require_same_structure(first.spec(), second.spec())
@@ -139,10 +139,10 @@ class ConcatenatedRows(_JoinedRows):
 
 
 class MixedRows(_JoinedRows):
-    """Rows of several stages, by weights, without an end.
+    """Rows of several stages, mixed by weights, without an end.
 
-    Each window of 4,096 rows has rows of all stages by their weights, in random order.
-    A stage begins its next epoch after its last row.
+    Each window of 4,096 rows has rows of all stages, as many as their weights say, in
+    random order. A stage begins its next epoch after its last row.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class MixedRows(_JoinedRows):
         self._latest: tuple[Any, Any] = ((-1, -1), None)
 
     def _window(self, window: int, epoch: int) -> Array:
-        """Return for each place of a window its number among those of all stages."""
+        """Return a number for each place of a window, which encodes stage and row."""
         kept, numbers = self._latest
         if kept != (window, epoch):
             generator = generator_of(self._seed, epoch, window + 1)
             order = generator.permutation(_WINDOW_ROWS)
-            # The rows of each stage stay in the order of that stage.
+            # Rows of the same stage stay in their order within that stage.
             numbers = np.empty(_WINDOW_ROWS, np.int64)
             stages = np.searchsorted(self._ends, order, side="right")
             for index, end in enumerate(self._ends):
@@ -175,7 +175,7 @@ class MixedRows(_JoinedRows):
         return found
 
     def parts(self, places: Places, epoch: int) -> Iterator[_Part]:
-        """Give the places of each stage, in epochs of its own."""
+        """Yield the places to read in each stage, in that stage's own epochs."""
         flat = as_places(places)
         windows, inside = np.divmod(flat, _WINDOW_ROWS)
         numbers = np.empty(len(flat), np.int64)
@@ -209,7 +209,7 @@ class MixedRows(_JoinedRows):
 
 
 def _quotas(weights: Sequence[float] | None, count: int) -> Array:
-    """Return the number of rows of each stage in a window; at least one."""
+    """Return the number of rows of each stage in a window, at least one per stage."""
     shares = np.ones(count) if weights is None else np.asarray(weights, float)
     if shares.shape != (count,) or not (shares > 0).all() or not count:
         raise ValueError(
@@ -218,7 +218,7 @@ def _quotas(weights: Sequence[float] | None, count: int) -> Array:
         )
     exact = shares / shares.sum() * _WINDOW_ROWS
     quotas: Array = np.maximum(np.floor(exact), 1).astype(np.int64)
-    # The largest remainders get what is left.
+    # The stages with the largest remainders get the rows that are left.
     for index in np.argsort(np.floor(exact) - exact, kind="stable"):
         quotas[index] += quotas.sum() < _WINDOW_ROWS
     quotas[np.argmax(quotas)] += _WINDOW_ROWS - quotas.sum()
@@ -226,7 +226,7 @@ def _quotas(weights: Sequence[float] | None, count: int) -> Array:
 
 
 class ZippedRows(Rows):
-    """Elements of several stages side by side, as many as the shortest has."""
+    """One element of each stage, combined into one element, until the shortest ends."""
 
     def __init__(self, parents: Tree) -> None:
         self.parents, self._structure = flatten(parents)

@@ -1,4 +1,4 @@
-"""Lineages: data sets are made again, as they were, from a part of their files."""
+"""Records of how data sets were made, to make them again from some of their files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class DatasetOptions:
 class Lineage:
     """A stage, and how it was made: by ``make``, from parents or from files.
 
-    ``opens_files`` says whether it reads files, by their names.
+    ``opens_files`` says whether the stage opens files; names of files alone do not
+    count.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Lineage:
         self.options: DatasetOptions = (
             parents[0].options if parents else DatasetOptions()
         )
-        # Batches to read ahead.
+        # Number of batches to read ahead.
         self.ahead: int = max((parent.ahead for parent in parents), default=0)
         self.seed: int = parents[0].seed if parents else 0
-        # Whether it stands for a shard that distribution chooses.
+        # Whether this lineage stands for a shard that a strategy chooses later.
         self.is_hint = False
         self._parents = tuple(parents)
         self._make = make
@@ -70,11 +71,11 @@ class Lineage:
         *,
         opens_files: bool = True,
     ) -> Lineage:
-        """Return the lineage of the stage that a function makes of files."""
+        """Call ``make`` with names of files, and return its stage's lineage."""
         return cls(make(files), (), make, files=files, opens_files=opens_files)
 
     def then(self, make: Callable[..., Stage], *others: Lineage) -> Lineage:
-        """Return the lineage of the stage that a function makes of the stages."""
+        """Call ``make`` with the lineages' stages, and return its stage's lineage."""
         parents = (self, *others)
         return Lineage(make(*(parent.stage for parent in parents)), parents, make)
 
@@ -98,24 +99,24 @@ class Lineage:
         return names
 
     def gives_names(self) -> bool:
-        """Whether the elements are texts, such as names of files."""
+        """Return whether the elements are strings, such as names of files."""
         spec = flatten(self.spec())[0]
         return len(spec) == 1 and spec[0].dtype.kind == "U"
 
     def opens_names(self, make: Callable[[Any], Lineage]) -> bool:
-        """Whether the elements are names of files, which a function opens."""
+        """Return whether the elements are names of files that ``make`` opens."""
         try:
             name = self.gives_names() and next(iter(self.stage.iterate(0)))
             return bool(name) and make(name).opens_files
-        # The program meets this error when it iterates.
+        # The program gets this error when it iterates.
         except Exception:
             return False
 
     def policy(self) -> AutoShardPolicy:
-        """Return the rule by which workers divide the data; FILE or DATA for AUTO."""
+        """Return the auto-shard policy; AUTO is replaced by FILE or DATA."""
         policy = AutoShardPolicy.parse(self.options.auto_shard_policy)
         if policy is AutoShardPolicy.AUTO:
-            # As in tf.distribute, which also prefers files where there are some.
+            # Prefer files if there are any, as tf.distribute does.
             has_files = self.files() is not None
             policy = AutoShardPolicy.FILE if has_files else AutoShardPolicy.DATA
         return policy
@@ -149,7 +150,7 @@ class Lineage:
         if all(part is None for part in parts):
             if not self.opens_files:
                 return None
-            # The elements are names of files, which this method opens.
+            # The parents' elements are names of files, which this stage opens.
             parts = [parent.shard(num_shards, index) for parent in self._parents]
         own = zip(parts, self._parents, strict=True)
         return self._again([part or whole for part, whole in own])
@@ -159,7 +160,7 @@ class Lineage:
         return self.then(lambda stage: stages.shard(stage, num_shards, index))
 
     def shard_by_hint(self, num_shards: int, index: int) -> Lineage:
-        """Replace each `hint` by a shard; return itself if there is none."""
+        """Replace each `hint` by a shard; return ``self`` if there is no hint."""
         if self.is_hint:
             return self._parents[0].shard(num_shards, index)
         parts = [parent.shard_by_hint(num_shards, index) for parent in self._parents]
@@ -168,7 +169,7 @@ class Lineage:
         return self._again(parts)
 
     def hint(self) -> Lineage:
-        """Return the lineage of a shard that distribution chooses."""
+        """Return the lineage of a shard that a strategy chooses later."""
         hinted = self.then(_hinted)
         hinted.is_hint = True
         return hinted

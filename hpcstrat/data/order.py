@@ -1,9 +1,9 @@
 """Orders of shuffled rows, computed from a seed, an epoch and a place.
 
-`Permutation` needs the same little memory for any number of rows: a Feistel network on
-just as many bits as the numbers of rows have, of 8 rounds, whose results that are no
-row go through it again (cycle walking: Black and Rogaway, 2002, doi:10.1007/
-3-540-45760-7_9). Up to 65,536 rows it is an exact random permutation.
+`Permutation` needs the same small memory for any number of rows. It is a Feistel
+network of 8 rounds on as many bits as row numbers have. A result that is not a row
+number goes through the network again (cycle walking: Black and Rogaway, 2002,
+doi:10.1007/3-540-45760-7_9). Up to 65,536 rows, it is an exact random permutation.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ _ROUNDS = 8
 
 
 class Order(Protocol):
-    """A rule that says which row stands at a place of an epoch."""
+    """A rule that gives the row number at each place of an epoch."""
 
     def rows(self, places: Array) -> Array:
-        """Return the rows, int64, at places in any order."""
+        """Return the row numbers (int64) at places, which may be in any order."""
         ...
 
 
 def generator_of(*key: int) -> np.random.Generator:
-    """Return a generator of random numbers that a key alone determines."""
+    """Return a random number generator that depends only on a key."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 class Permutation:
     """A random permutation of ``num_rows`` rows.
 
-    ``exact`` draws all of it at any size: order version 1, of older checkpoints.
+    ``exact`` draws the whole permutation at any size, which is order version 1 of older
+    checkpoints.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class Permutation:
         else:
             self._bits = (num_rows - 1).bit_length()
             self._keys = generator.integers(0, 2**32, _ROUNDS, dtype=np.uint32)
-            # The latest window and its rows; one attribute, so that threads see a pair.
+            # The latest window and its rows, in one attribute so that threads see
+            # matching values.
             self._latest: tuple[int, Any] = (-1, None)
 
     def rows(self, places: Array) -> Array:
-        """Return the rows at places in any order."""
+        """Return the row numbers at places, which may be in any order."""
         found: Array
         if self._whole is not None:
             found = self._whole[places]
@@ -77,7 +79,7 @@ class Permutation:
         start = window * _WINDOW_ROWS
         if places.min() < start or places.max() >= start + _WINDOW_ROWS:
             return self._permuted(places)
-        # Batches are small, and NumPy is slow for small arrays.
+        # Compute a whole window, because NumPy is slow for arrays as small as a batch.
         kept, rows = self._latest
         if kept != window:
             stop = min(start + _WINDOW_ROWS, self._num_rows)
@@ -107,7 +109,7 @@ class Permutation:
 
 
 def _mixed(numbers: Any) -> Any:
-    """Return a hash of 32-bit numbers; changes them (lowbias32 by C. Wellons)."""
+    """Hash 32-bit numbers in place, and return them (lowbias32 by C. Wellons)."""
     numbers ^= numbers >> np.uint32(16)
     numbers *= np.uint32(0x7FEB352D)
     numbers ^= numbers >> np.uint32(15)
@@ -117,10 +119,11 @@ def _mixed(numbers: Any) -> Any:
 
 
 class BufferedOrder:
-    """The order of tf.data's shuffle: a random one of the next ``size`` rows each time.
+    """The order of tf.data's shuffle: each place gets a random row of a buffer.
 
-    Row v comes at place v - (size - 1) at the earliest. Places are computed window by
-    window; an earlier place begins anew. ``num_rows`` is None without an end.
+    The buffer has ``size`` rows, so that row v is at place v - (size - 1) at the
+    earliest. Windows of places are computed one after another; an earlier place
+    restarts at the first window. ``num_rows`` is None without an end.
     """
 
     def __init__(self, num_rows: int | None, size: int, seed: int, epoch: int) -> None:
@@ -128,7 +131,7 @@ class BufferedOrder:
         self._size = size
         self._key = seed, epoch
         self._lock = threading.Lock()
-        # The rows that are left in the buffer when no more come, in random order.
+        # The rows in the buffer after the last row has entered it, in random order.
         self._tail: Any = None
         self._restart()
 
@@ -138,7 +141,7 @@ class BufferedOrder:
         self._rows: Any = None
 
     def rows(self, places: Array) -> Array:
-        """Return the rows at places in any order."""
+        """Return the row numbers at places, which may be in any order."""
         found = np.empty(len(places), np.int64)
         windows = places // _WINDOW_ROWS
         with self._lock:
@@ -158,16 +161,17 @@ class BufferedOrder:
         return rows
 
     def _advance(self, start: int) -> Array:
-        """Return the rows of the window that begins at a place."""
+        """Return the row numbers of the window that begins at place ``start``."""
         generator = generator_of(*self._key, start)
         count, rest = _WINDOW_ROWS, 0
         if self._num_rows is not None:
-            # After this place no more rows come into the buffer.
+            # From this place on, no more rows enter the buffer.
             last = self._num_rows - self._size
             count = min(max(last - start, 0), _WINDOW_ROWS)
             rest = min(_WINDOW_ROWS - count, self._num_rows - start - count)
         slots = generator.integers(0, self._size, count)
-        # A slot gives the row that came into it at its latest draw, else at the start.
+        # A draw returns the row that entered the slot at its previous draw, or at the
+        # start.
         by_slot = np.argsort(slots, kind="stable")
         ordered = slots[by_slot]
         is_first = np.ones(count, bool)
@@ -201,7 +205,8 @@ class BlockOrder:
         self._key = seed, epoch
         num_blocks = -(-num_rows // block)
         self._blocks = Permutation(num_blocks, seed, epoch)
-        # The last block may be shorter: later places move forward by the difference.
+        # The last block may be shorter; places after it move forward by the missing
+        # rows.
         self._short = num_blocks * block - num_rows
         self._hole = num_rows + 1
         if self._short:
@@ -218,7 +223,7 @@ class BlockOrder:
         raise AssertionError("a permutation has every block")
 
     def rows(self, places: Array) -> Array:
-        """Return the rows at places in any order."""
+        """Return the row numbers at places, which may be in any order."""
         if not len(places):
             return places
         first = int(places[0]) // self._group
@@ -236,7 +241,7 @@ class BlockOrder:
         return found
 
     def _of_group(self, group: int) -> Array:
-        """Return the rows of some windows, which are computed together."""
+        """Return the row numbers of a group of windows, which are computed together."""
         rows: Array
         kept, rows = self._latest
         if kept != group:
@@ -245,7 +250,8 @@ class BlockOrder:
             places[places >= self._hole] += self._short
             blocks = self._blocks.rows(places // self._block)
             rows = blocks * self._block + places % self._block
-            # Each window is sorted by random numbers; the last one may be short.
+            # Sort each window by random keys. If the last window is short, its missing
+            # rows get the greatest key.
             keys = generator_of(*self._key, group + 1).random(self._group)
             keys[len(rows) :] = 1
             by_key = keys.reshape(-1, self._window).argsort(axis=1, kind="stable")

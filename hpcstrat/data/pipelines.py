@@ -1,4 +1,4 @@
-"""The program's own pipelines: where they run, and what makes steps of them."""
+"""The program's own input pipelines: the ranks that run them, and their steps."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ __all__ = [
 FINISHED, DIFFERENT, BATCH = range(3)
 """Outcomes of a step: the end of the data, workers with other batches, a batch."""
 
-# States of a replica in a step: its worker stops the iteration, its data were empty,
-# its data have ended, it has a batch.
+# States of a replica in a step, in this order: its worker stops the iteration; its data
+# had no elements; its data have ended; it has a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
-# Stands for the hash where no batch is compared.
+# Stands for the hash in a step that compares no batches.
 _UNSEEN = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A worker's steps: ``cut`` turns the source into lists of parts.
+    """A worker's steps: ``cut`` turns the source into lists of one part per replica.
 
-    ``shared``: all workers read the same batches, which are cut later; a batch that
-    fails on one worker is left out on all.
+    With ``shared``, all workers read the same batches, and `Pipeline` cuts them; all
+    workers leave out a batch that fails on one worker.
     """
 
     source: Iterable[Any]
@@ -63,13 +63,13 @@ class Steps:
 
 
 class PipelinePlace:
-    """This rank's place among those that one pipeline serves.
+    """This rank's place among the ranks that one pipeline serves.
 
-    Rank 0 of ``comm`` runs the pipeline (``leads``) for ``replicas``; ``counts`` has
-    how many of them each rank has, ``own`` this rank's. ``comm`` is None where the
-    pipeline serves this rank alone. ``leaders`` is the communicator of the ranks that
-    run one, or None. With ``single`` one pipeline serves all replicas; with
-    ``per_replica`` each rank has its own.
+    Rank 0 of ``comm`` (where ``leads`` is True) runs the pipeline for ``replicas``.
+    ``counts`` has the number of replicas of each rank, and ``own`` the replicas of this
+    rank. ``comm`` is None if the pipeline serves this rank alone. ``leaders`` is the
+    communicator of the ranks that run a pipeline, or None. With ``single``, one
+    pipeline serves all replicas; with ``per_replica``, each rank runs its own pipeline.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class PipelinePlace:
         self.counts = [len(block) for block in blocks]
         self.leads = self.comm.rank == 0
         if self.num_workers > 1:
-            # The first ranks of all workers.
+            # This communicator has the first ranks of all workers.
             self.leaders = topology.cross_worker_comm
 
 
 @dataclass(slots=True)
 class PipelineStep:
-    """A step of a pipeline: a part for each of its replicas, None where there is none.
+    """A step of a pipeline: a part of a batch, or None, for each of its replicas.
 
-    Parts for other ranks are packed. ``states`` has the greatest and the negative of
-    the least state of a replica, and the batch's hash with both signs: the MAX over all
-    pipelines tells the outcome.
+    Parts for other ranks are pickled. ``states`` has the greatest state of a replica,
+    the negated least state, the batch's hash and the negated hash. An allreduce with
+    MAX over all pipelines then gives the outcome.
     """
 
     parts: list[Any]
@@ -117,9 +117,9 @@ class PipelineStep:
 
 
 class Pipeline:
-    """An iteration over a worker's steps, on the rank that runs it.
+    """An iteration over a worker's steps, on the rank that runs the pipeline.
 
-    Every ``every``-th batch is hashed, to be compared with other workers'.
+    Every ``every``-th batch is hashed, to be compared with the other workers' batches.
     """
 
     def __init__(
@@ -131,24 +131,27 @@ class Pipeline:
         self._position = position
         self._skips = position.position
         self._running: Iterator[Any] | None = None
-        # This worker's step, while another worker could not make its own.
+        # This worker's step, kept if another worker could not make its own step.
         self._kept: PipelineStep | None = None
-        # A packed batch without rows, for sending; empty before the first batch.
+        # A pickled batch without rows, to send to replicas without data; no bytes
+        # before the first batch.
         self._form = b""
         self._has_failed = False
-        # The batch whose hash is compared in this step, None for the end of the data.
+        # The hash that is compared in this step, and its batch (None for the end of the
+        # data).
         self._mark = _UNSEEN
         self._seen: Tree = None
 
     @property
     def shares_memory(self) -> bool:
-        """Whether parts lie in what the source gave, which it may fill again."""
+        """Return whether parts are views of buffers that the source may overwrite."""
         return self._steps.shared
 
     def step(self, number: int) -> PipelineStep:
-        """Make the next step; goes on after one that failed, if the source does.
+        """Make the next step; after a step that failed, continue if the source does.
 
-        It is given again until `accept` is called, unless all workers leave it out.
+        Until `accept` is called, the same step is returned again. With shared batches,
+        the next step is made instead, because all workers leave out the failed batch.
         """
         step, self._kept = self._kept, None
         if step is None:
@@ -162,7 +165,7 @@ class Pipeline:
         return step
 
     def accept(self) -> None:
-        """Note that the other pipelines have made the step, too."""
+        """Note that all other pipelines have made this step, too."""
         self._kept = None
 
     def _make(self, number: int) -> PipelineStep:
@@ -177,7 +180,8 @@ class Pipeline:
             empty = None if first is None else empty_like(first)
             self._form = b"" if empty is None else packed(empty)
         if shared and self._has_failed:
-            # Other workers may go on, but only with their pieces of the batches.
+            # Stop all workers: after the error this source may have ended early, and
+            # its pieces of the other workers' batches would be missing.
             missing = _STOPPED
         elif self._form:
             missing = _LASTED
@@ -198,19 +202,21 @@ class Pipeline:
                     source.epoch = self._position.epoch
                 self._running = self._steps.cut(source)
             except StopIteration as error:
-                # It is not the end of the data, as in a generator (PEP 479).
+                # This StopIteration is an error, and not the end of the data (see PEP
+                # 479).
                 raise RuntimeError(
                     "expected an iterator, found that its making raised StopIteration; "
                     "raise another error"
                 ) from error
             for _ in range(self._skips):
-                # The program has skipped steps that failed.
+                # Ignore errors, because the program has skipped the steps that failed
+                # before.
                 with contextlib.suppress(Exception):
                     next(self._running, None)
         return next(self._running, None)
 
     def _cut(self, element: Any, number: int) -> list[Tree] | None:
-        """Cut a batch that all workers read, and hash it; None at the end."""
+        """Cut a batch that all workers read, and hash it; return None at the end."""
         self._mark, self._seen = _UNSEEN, None
         batch, parts, place = None, None, self._place
         if element is not None:
@@ -225,17 +231,17 @@ class Pipeline:
         return parts
 
     def agree(self, step: PipelineStep, leaders: Any) -> int:
-        """Return the outcome of a step, the same for all pipelines.
+        """Agree with the other pipelines on the outcome of a step, and return it.
 
-        Collective over ``leaders``; None for one pipeline. Each replica then has a
-        part, without rows where its data have ended.
+        Collective over ``leaders`` (None for a single pipeline). After BATCH, each
+        replica has a part; the part has no rows if the replica's data have ended.
         """
         states = step.states
         if leaders is not None:
             leaders.Allreduce(leaders.mpi.IN_PLACE, states, op=leaders.mpi.MAX)
         most, least, mark, negative = states.tolist()
         least = -least
-        # The largest hash and, with its sign changed, the smallest.
+        # ``mark`` is the largest hash, and ``-negative`` the smallest.
         if mark not in (_UNSEEN, -negative) and least != _STOPPED:
             return DIFFERENT
         self._seen = None
@@ -245,14 +251,14 @@ class Pipeline:
             forms = leaders.gathered(self._form)
             self._form = next((bytes(form) for form in forms if len(form)), b"")
         if least != _GIVES:
-            # Scalars have no form without rows.
+            # Scalars cannot have zero rows, so the iteration ends.
             if not self._form:
                 return FINISHED
             step.parts = [self._form if p is None else p for p in step.parts]
         return BATCH
 
     def sighting(self) -> Sighting | None:
-        """Return this worker's batch of the step in words, if it was hashed."""
+        """Describe this worker's batch of the step, or return None if not hashed."""
         if self._mark == _UNSEEN:
             return None
         place, seen = self._place, self._seen
@@ -261,11 +267,12 @@ class Pipeline:
 
 
 def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
-    """Return a worker's steps of global batches.
+    """Return a worker's steps over an iterable of global batches.
 
-    The data set may have ``batch_size``, ``auto_shard_policy``, ``files`` (None without
-    files), and ``shard_files`` and ``shard_by_hint(num_shards, index)``. ValueError for
-    policy ``FILE`` with fewer files than workers.
+    The data set may have the attributes ``batch_size``, ``auto_shard_policy`` and
+    ``files`` (None without files), and the methods ``shard_files`` and
+    ``shard_by_hint(num_shards, index)``. Raises ValueError if policy ``FILE`` has fewer
+    files than workers.
     """
     if place.num_replicas == 1:
         hint = getattr(dataset, "shard_by_hint", None)
@@ -276,12 +283,13 @@ def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
     )
     files = getattr(dataset, "files", None)
     if policy is AutoShardPolicy.AUTO:
-        # As in tf.distribute, which also prefers files where a data set has them.
+        # Prefer files if the data set has files, as tf.distribute does.
         policy = AutoShardPolicy.DATA if files is None else AutoShardPolicy.FILE
     source = dataset
     if policy is AutoShardPolicy.FILE and place.num_workers > 1:
         count = 0 if files is None else len(files)
-        # A worker without a file would end at once, and end all others.
+        # A worker without a file would end at once, and so end the iteration of all
+        # workers.
         if count < place.num_workers:
             raise ValueError(
                 f"expected at least one file for each of {place.num_workers} workers "
@@ -293,7 +301,7 @@ def iterable_steps(dataset: Any, place: PipelinePlace) -> Steps:
         source = dataset.shard_by_hint(place.num_workers, place.worker_id)
     batch_size = getattr(dataset, "batch_size", None)
     count, own = place.num_replicas, place.replicas
-    # Whether each worker reads rows of its own, and none of the others'.
+    # Whether each worker deals the rows that it reads to its own replicas only.
     apart = hinted or policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
     if apart and batch_size:
         return Steps(
@@ -310,9 +318,9 @@ def function_steps(
     *,
     per_replica: bool,
 ) -> Steps:
-    """Return a worker's steps of an input function, which is called here.
+    """Call an input function, and return a worker's steps over its data set.
 
-    ``per_replica``: each replica runs a pipeline of its own.
+    With ``per_replica``, each replica runs its own pipeline.
     """
     count = place.num_replicas
     if per_replica:
@@ -327,7 +335,7 @@ def function_steps(
 
 
 def _side_by_side(pipelines: Iterable[Iterable[Any]]) -> Iterator[list[Tree]]:
-    """Give steps of several pipelines; a replica whose pipeline has ended has None."""
+    """Yield an element of each pipeline per step; None if a pipeline has ended."""
     iterators = [iter(pipeline) for pipeline in pipelines]
 
     def step() -> list[Tree]:
@@ -343,5 +351,5 @@ def _alone(elements: Iterable[Any]) -> Iterator[list[Tree]]:
     def step(element: Any) -> list[Tree]:
         return [as_batch(element)]
 
-    # No generator, which an error would end.
+    # Use ``map`` here, because an error would end a generator.
     return map(step, elements)

@@ -1,4 +1,4 @@
-"""Batches on their way to where the program computes, and between the replicas."""
+"""Transfer of batches between ranks, and to the device where the program computes."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ __all__ = ["Placer", "packed"]
 
 @dataclass(frozen=True, slots=True)
 class _FromDevice:
-    """An array of another replica's GPU, as it travels: a copy in host memory."""
+    """A host copy of an array on another replica's GPU, to be sent to this replica."""
 
     host: Array
 
 
 def packed(part: Tree) -> bytes:
-    """Return a part of a batch as it travels, for `Placer.deliver`; waits for a GPU."""
+    """Pickle a part of a batch for `Placer.deliver`; wait for copies from a GPU."""
     staged = tree_map(
         lambda leaf: _FromDevice(to_host(leaf)) if is_device(leaf) else leaf, part
     )
-    # Pickle also takes text and fields of Python objects.
+    # Pickle can also send strings and fields of Python objects.
     return pickle.dumps(staged, protocol=5)
 
 
 class Placer:
-    """Puts batches where a strategy wants them; used on the program's thread."""
+    """Puts batches on the device of a strategy; used by the program's thread."""
 
     def __init__(self, strategy: Replicas, options: InputOptions) -> None:
         self._strategy = strategy
         self._wanted = strategy.puts_on_gpu and options.experimental_fetch_to_device
-        # Made with the first batch: it takes memory that cannot be paged out.
+        # The first batch creates the feeder, because it allocates page-locked memory.
         self._feeder: Feeder | None = None
 
     @property
     def leaves_on_host(self) -> bool:
-        """Return whether batches stay in host memory; any thread may place those."""
+        """Return whether batches stay in host memory, so any thread can place them."""
         return not self._wanted
 
     @staticmethod
@@ -59,11 +59,11 @@ class Placer:
         return fits_device(leaf.dtype)
 
     def place(self, batch: Tree, *, copies: bool = False) -> Tree:
-        """Put the numbers of a batch on the GPU, if they are wanted there.
+        """Put the numeric arrays of a batch on the GPU, if the options say so.
 
-        The program's current stream waits for the copy, the host does not. Other leaves
-        stay, or are copied where they are read-only; with ``copies`` all in host
-        memory.
+        The program's current stream waits for the copy; the host does not wait. Other
+        leaves stay where they are. Of the leaves in host memory, read-only ones are
+        copied, and with ``copies`` all of them.
         """
         leaves, structure = flatten(batch)
         going = []
@@ -88,9 +88,10 @@ class Placer:
     def deliver(self, parts: list[Any], *, copies: bool) -> Tree:
         """Return this rank's parts of a batch as one distributed element.
 
-        ``copies``: copy parts of this rank's pipeline, which may fill them again.
+        With ``copies``, copy the parts of this rank's pipeline, because it may
+        overwrite its buffers.
         """
-        # It is safe to unpickle them: a rank of this job pickled them.
+        # Unpickling is safe, because a rank of this job pickled the parts.
         return self.wrap(
             [
                 self.place(pickle.loads(part))

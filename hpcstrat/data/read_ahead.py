@@ -1,7 +1,8 @@
 """Reading ahead: threads make elements before the program asks for them.
 
-They hold the pool, and never the iterator: where that is dropped, closed or at its end,
-they end, too. Elements come in order; an error comes at the element that raised it.
+Threads refer to the queue of requests, and never to the iterator, so that they end when
+the iterator is deleted, closed or at its end. Elements are returned in order; an error
+is raised in place of the element that could not be made.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MOST_THREADS = 4
 
 
 class _Ticket:
-    """One element that a thread is to make."""
+    """A request for one element, which a thread makes."""
 
     __slots__ = ("_done", "error", "make", "value")
 
@@ -58,27 +59,27 @@ class _Ticket:
 
 
 def _num_readers(depth: int) -> int:
-    """Return the number of threads that read batches ahead: one for each core.
+    """Return the number of threads that read batches ahead: one per core, at most 4.
 
-    There are at least two, as a thread that waits for the disk needs no core.
+    On one core there are two, because a thread that waits for the disk needs no core.
     """
     cores = len(os.sched_getaffinity(0))
     return min(depth, _MOST_THREADS, max(cores, 2))
 
 
 def _serve(tickets: Any) -> None:
-    """Make elements until a None comes; the body of a thread."""
+    """Make requested elements until the queue returns None; a thread runs this."""
     while True:
         ticket = tickets.get()
         if ticket is None:
             return
         ticket.work()
-        # An idle thread must not keep the latest element.
+        # An idle thread must not keep the latest element in memory.
         del ticket
 
 
 def _end(tickets: Any, count: int, is_closed: list[bool]) -> None:
-    """Drop what waits, and end the threads; called once, from any thread."""
+    """Drop waiting requests, and end the threads; called once, from any thread."""
     is_closed[0] = True
     try:
         while True:
@@ -90,9 +91,9 @@ def _end(tickets: Any, count: int, is_closed: list[bool]) -> None:
 
 
 class ReadAhead(Iterator[Tree]):
-    """Iterates over what ``calls`` return when called, ``depth`` of them ahead.
+    """An iterator over the results of ``calls``; threads make ``depth`` results ahead.
 
-    StopIteration of a call ends it.
+    A call that raises StopIteration ends the iterator.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class ReadAhead(Iterator[Tree]):
             self._tickets.put(ticket)
 
     def __next__(self) -> Tree:
-        """Return the next element, or raise the error of its making."""
+        """Return the next element, or raise the error that occurred instead of it."""
         if self._is_closed[0] or not self._ready:
             self.close()
             raise StopIteration
@@ -145,7 +146,7 @@ class ReadAhead(Iterator[Tree]):
         return value
 
     def close(self) -> None:
-        """End the threads, once what they are making is made."""
+        """End the threads, after they have made their current elements."""
         self._finish()
         self._ready.clear()
         for thread in self._threads:
@@ -162,7 +163,7 @@ def read_ahead(parent: Stage, depth: int) -> Stage:
 
     def start(epoch: int) -> Iterator[Tree]:
         elements = parent.iterate(epoch)
-        # One thread: an iterator has one place.
+        # Use one thread, because only one can call the iterator at a time.
         return ReadAhead(itertools.repeat(lambda: next(elements)), depth, 1)
 
     return Stream(
@@ -177,7 +178,7 @@ def read_ahead(parent: Stage, depth: int) -> Stage:
 def read_batches_ahead(
     stage: Batched, read: Callable[[int], Tree], depth: int, position: int = 0
 ) -> ReadAhead:
-    """Return batches as ``read`` gives those at positions, ahead by several threads."""
+    """Return an iterator over batches that threads read ahead with ``read(start)``."""
 
     def calls(start: int) -> Iterator[Callable[[], Tree]]:
         while start != stage.num_rows:
@@ -188,11 +189,11 @@ def read_batches_ahead(
 
 
 def read_rows(stage: Batched, epoch: int, start: int, first: int, last: int) -> Tree:
-    """Read rows of a batch; an error never seems to be the end of the data."""
+    """Read rows of a batch; raise RuntimeError instead of StopIteration."""
     try:
         return stage.read(epoch, start, first, last)
     except StopIteration as error:
-        # It must not end the epoch, as in a generator (PEP 479).
+        # This StopIteration is an error, and must not end the epoch (see PEP 479).
         raise RuntimeError(
             "expected rows, found that a column raised StopIteration; raise another "
             "error"

@@ -1,7 +1,8 @@
-"""Stages of a data set whose elements can be read at random, by their places.
+"""Stages of a data set with random access: elements are read by their places.
 
-Each stage reads the rows at places of an epoch, in blocks: the elements stacked along a
-first dimension. So every replica can read its own part of any batch.
+Each stage reads the rows at given places of an epoch as a block, in which the elements
+are stacked along the first dimension. Every replica can therefore read its own part of
+any batch.
 """
 
 from __future__ import annotations
@@ -62,25 +63,25 @@ _BLOCK_ROWS = 256
 
 
 def in_words(count: int) -> str:
-    """Return a number of elements, or why there is none."""
+    """Return a cardinality as text, such as "120", "no end" or "unknown"."""
     return {INFINITE: "no end", UNKNOWN: "unknown"}.get(count, str(count))
 
 
 class Stage:
-    """A step of a chain: gives elements, epoch after epoch."""
+    """A step of a data set's chain, which yields the elements of each epoch."""
 
     cardinality: int = UNKNOWN
-    # Rows of all its elements.
+    # Number of rows of all elements together.
     num_rows: int = UNKNOWN
-    # Rows of its elements where these are batches, and all of a known size.
+    # Number of rows of an element, if elements are batches of one known size.
     batch_size: int | None = None
     drop_remainder = False
-    # The stages that it reads, and its own part of the description.
+    # The stages that this stage reads, and its own part of the description.
     parents: Sequence[Any] = ()
     words = ""
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
-        """Give the elements of an epoch; goes on behind an element that failed."""
+        """Yield the elements of an epoch; continue after an element that failed."""
         raise NotImplementedError
 
     def spec(self) -> Tree:
@@ -88,24 +89,24 @@ class Stage:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Describe the stage, on which ranks must agree."""
+        """Describe the stage; the text must be equal on all ranks."""
         return ", ".join([*(each.describe() for each in self.parents), self.words])
 
     def is_on_gpu(self) -> bool:
-        """Whether rows are taken on a GPU: in the order of the program's stream."""
+        """Return whether rows are read on a GPU, in the program's stream."""
         return any(stage.is_on_gpu() for stage in self.parents)
 
 
 class Rows(Stage):
     """A stage with random access."""
 
-    # Rows to read at once where elements are wanted one by one.
+    # Number of rows to read at once when elements are requested one by one.
     block_rows: int = _BLOCK_ROWS
-    # The stage whose rows this one has in every epoch, all of them; or None.
+    # The stage all of whose rows this stage has in every epoch, or None.
     origin: Rows | None = None
 
     def read(self, places: Places, epoch: int) -> Tree:
-        """Read the elements at places, stacked, in the order given."""
+        """Read the elements at places, and stack them in the order of ``places``."""
         raise NotImplementedError
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
@@ -114,7 +115,7 @@ class Rows(Stage):
         return [row_of(block, index) for index in range(count_of(places))]
 
     def homes(self, places: Places, epoch: int) -> Array:
-        """Return a number of each row that it has in every epoch, below `num_homes`."""
+        """Return each row's fixed number (below `num_homes`), equal in every epoch."""
         return as_places(places)
 
     @property
@@ -123,18 +124,18 @@ class Rows(Stage):
 
     @property
     def num_homes(self) -> int:
-        """The number of different rows."""
+        """Number of different rows in an epoch."""
         return self.cardinality if self.origin is None else self.origin.num_homes
 
     def keep(self, first: int, last: int) -> None:
-        """Let a cache keep the rows of these homes only."""
+        """Let a cache keep only rows with homes from ``first`` to before ``last``."""
         if self.origin is not None:
             self.origin.keep(first, last)
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
-        """Give the elements of an epoch, which are read in blocks."""
+        """Yield the elements of an epoch, and read them in blocks."""
         ready: deque[Tree] = deque()
-        # After an error its block is read row by row, up to here.
+        # After an error, the rows before ``careful`` are read one by one.
         place = careful = 0
 
         def step() -> Tree:
@@ -156,7 +157,7 @@ class Rows(Stage):
         return CallIterator(step)
 
     def spec(self) -> Tree:
-        """Return the specs of an array of no rows, without the first dimension."""
+        """Return the specs of an element, from a block that is read without rows."""
         block = self.read(slice(0, 0), 0)
         return tree_map(lambda leaf: ArraySpec(leaf.shape[1:], leaf.dtype), block)
 
@@ -174,14 +175,14 @@ def as_places(places: Places) -> Array:
 
 
 def epoch_of_repetition(epoch: int, count: int, repetition: int) -> int:
-    """Return the epoch of the parent of ``repeat``: another one each time."""
+    """Return the parent's epoch for a repetition; each repetition has another epoch."""
     if count == INFINITE:
         return (epoch << 32) | repetition
     return epoch * count + repetition
 
 
 class SourceRows(Rows):
-    """The rows of columns."""
+    """A stage of the rows of columns."""
 
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
@@ -189,7 +190,7 @@ class SourceRows(Rows):
         self.words = columns.describe()
 
     def read(self, places: Places, epoch: int) -> Tree:
-        """Read rows; slices of arrays in memory are views that cannot be written."""
+        """Read rows; slices of arrays in memory are read-only views."""
         return self.columns.read(places)
 
     def elements(self, places: Places, epoch: int) -> list[Tree]:
@@ -201,7 +202,7 @@ class SourceRows(Rows):
 
 
 class RangeRows(Rows):
-    """Integers in even steps, int64."""
+    """A stage of evenly spaced integers (int64)."""
 
     def __init__(self, start: int, step: int, cardinality: int) -> None:
         self._start, self._step = start, step
@@ -213,7 +214,7 @@ class RangeRows(Rows):
 
 
 class OneRow(Rows):
-    """One element."""
+    """A stage of one element."""
 
     def __init__(self, element: Tree) -> None:
         self._element = element
@@ -229,7 +230,7 @@ class OneRow(Rows):
 
 
 class _RowsOfParent(Rows):
-    """A stage whose rows are some of another one's, or made of them."""
+    """A stage whose rows are read, or made, from rows of another stage."""
 
     def __init__(self, parent: Rows, words: str) -> None:
         self.parent = parent
@@ -237,7 +238,7 @@ class _RowsOfParent(Rows):
         self.cardinality, self.block_rows = parent.cardinality, parent.block_rows
 
     def rows(self, places: Places, epoch: int) -> Places:
-        """Return the places of rows in the other stage."""
+        """Return the places of rows in the parent stage."""
         return places
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -251,7 +252,7 @@ class _RowsOfParent(Rows):
 
 
 class StridedRows(_RowsOfParent):
-    """Every ``step``-th row of another stage, from ``first``: take, skip and shard."""
+    """Every ``step``-th row of a stage, from ``first``, for take, skip and shard."""
 
     def __init__(self, parent: Rows, first: int, step: int, cardinality: int) -> None:
         super().__init__(parent, f"of these {cardinality} from {first} by {step}")
@@ -265,7 +266,7 @@ class StridedRows(_RowsOfParent):
 
 
 class ShuffledRows(_RowsOfParent):
-    """Rows in an order of each epoch's own, or in that of epoch 0 only."""
+    """Rows in another order in each epoch, or always in the order of epoch 0."""
 
     def __init__(
         self,
@@ -279,12 +280,12 @@ class ShuffledRows(_RowsOfParent):
         self.origin = parent
         self._make_order = make_order
         self._reshuffles = reshuffles
-        # Orders of epochs that began under version 1 of the order.
+        # Orders of epochs that began with order version 1.
         self._exact: dict[int, Order] = {}
         self._orders: dict[int, Order] = {}
 
     def keep_exact(self, epoch: int, seed: int) -> None:
-        """Give an epoch the order that version 1 of a position means."""
+        """Use order version 1, of an older checkpoint, for an epoch."""
         order = Permutation(self.cardinality, seed, epoch, exact=True)
         self._exact = {epoch: order}
 
@@ -294,7 +295,8 @@ class ShuffledRows(_RowsOfParent):
         order = self._exact.get(epoch) or self._orders.get(epoch)
         if order is None:
             order = self._make_order(epoch)
-            # A batch, or readers, may use two epochs at the same time.
+            # Keep two orders, because a batch or the readers may use two epochs at
+            # once.
             kept = list(self._orders.items())[-1:]
             self._orders = dict([*kept, (epoch, order)])
         return order.rows(as_places(places))
@@ -315,7 +317,7 @@ class MappedRows(_RowsOfParent):
         seeded = "" if seed is None else f" with seed {seed}"
         super().__init__(parent, f"mapped by {name_of(function)}{seeded}")
         self.origin = parent
-        # One, as the function may fail.
+        # Read single rows, because the function may fail for one of them.
         self.block_rows = 1
         self._function = function
         self._seed = seed
@@ -339,7 +341,7 @@ class MappedRows(_RowsOfParent):
     def read(self, places: Places, epoch: int) -> Tree:
         if count_of(places):
             return stack(self.elements(places, epoch))
-        # The results for one row show the form of no rows.
+        # Map one row, to learn the shapes and dtypes of a block without rows.
         start = places.start if isinstance(places, slice) else 0
         last = self.cardinality - 1 if self.cardinality != INFINITE else start
         start = max(min(start, last), 0)
@@ -347,7 +349,7 @@ class MappedRows(_RowsOfParent):
         return tree_map(lambda leaf: leaf[:0], block)
 
     def iterate(self, epoch: int) -> Iterator[Tree]:
-        """Call the function when an element is asked for."""
+        """Yield the results; call the function only when an element is requested."""
         places = iter(range(1 << 62))
 
         def make(element: Tree) -> Tree:
@@ -361,15 +363,15 @@ class MappedRows(_RowsOfParent):
 
 
 class CachedRows(_RowsOfParent):
-    """Rows of epoch 0, kept in memory as they are read."""
+    """Rows of epoch 0, kept in memory once they were read."""
 
     def __init__(self, parent: Rows) -> None:
         super().__init__(parent, "cached")
-        # One, as each is copied by itself.
+        # Read single rows, because each row is copied by itself.
         self.block_rows = 1
         self._lock = threading.Lock()
         self._kept: dict[int, Tree] = {}
-        # The rows that it keeps: all, or a replica's.
+        # The rows to keep: all rows, or the rows that this rank's replicas own.
         self._first, self._last = 0, self.cardinality
 
     def keep(self, first: int, last: int) -> None:
@@ -402,7 +404,7 @@ class CachedRows(_RowsOfParent):
 
 
 def _frozen(leaf: Any) -> Any:
-    """Return a copy that programs cannot write; on a GPU, where none is, a copy."""
+    """Return a read-only copy of an array; a copy on a GPU stays writable."""
     copy = leaf.copy()
     if isinstance(copy, np.ndarray):
         copy.flags.writeable = False

@@ -20,10 +20,10 @@ __all__ = ["Columns", "open_source", "runs_of"]
 
 
 class Columns:
-    """Columns of equal length, in a nested structure of optree.
+    """Columns of equal length, as the leaves of a nested structure (optree).
 
-    They are arrays of either library, HDF5 datasets or sequences; ValueError if lengths
-    differ.
+    A column is a NumPy or CuPy array, an HDF5 dataset or a sequence. Raises ValueError
+    if lengths differ.
     """
 
     def __init__(self, columns: list[Any], structure: Any) -> None:
@@ -36,13 +36,13 @@ class Columns:
             )
         self.columns = columns
         self.structure = structure
-        # Copies row numbers to the GPU, for columns there.
+        # Copies row numbers to the GPU, for columns on the GPU.
         self._feeder: Feeder | None = None
         self.num_rows = lengths.pop()
 
     @classmethod
     def of_slices(cls, element: Tree) -> Columns:
-        """Return the rows of the arrays of an element; ValueError for scalars."""
+        """Return the arrays of an element as columns; ValueError for scalars."""
         leaves, structure = flatten(element)
         if not all(map(np.ndim, leaves)):
             raise ValueError(
@@ -54,7 +54,7 @@ class Columns:
     def read(self, rows: Array | slice) -> Tree:
         """Read rows of every column, in the order given.
 
-        A slice of arrays in host memory gives read-only views.
+        A slice of rows of an array in host memory is returned as a read-only view.
         """
         places = rows
         if isinstance(rows, np.ndarray) and any(map(is_device, self.columns)):
@@ -70,14 +70,14 @@ class Columns:
         return unflatten(self.structure, parts)
 
     def elements(self, rows: Array | slice) -> list[Tree] | None:
-        """Read items, which may differ in shape; None where there are other columns."""
+        """Read items, which may differ in shape; None if the columns are not items."""
         (*others, first) = self.columns
         if others or not isinstance(first, _Items):
             return None
         return [unflatten(self.structure, [item]) for item in first.elements(rows)]
 
     def describe(self) -> str:
-        """Describe the columns, on which ranks must agree."""
+        """Describe the columns; the text must be equal on all ranks."""
         kinds = []
         for column in self.columns:
             if isinstance(column, _Items):
@@ -89,9 +89,9 @@ class Columns:
 
 
 class _Items:
-    """A column of examples that are structures of arrays, as of a torch data set.
+    """A column of examples that are structures of arrays, such as a torch data set.
 
-    Raises ValueError where an item has another structure than the first.
+    Raises ValueError if an item has another structure than the first item.
     """
 
     def __init__(self, items: Any) -> None:
@@ -137,7 +137,7 @@ class _Items:
 
 
 def _as_item(item: Any) -> Any:
-    """Return an item with lists of numbers as arrays, such as tokens of a text."""
+    """Return an item whose lists of numbers, such as tokens, are turned into arrays."""
     if isinstance(item, list) and item and all(map(_is_plain, item)):
         return as_array(item)
     if isinstance(item, list):
@@ -156,7 +156,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _taken(column: Array, places: Array | slice) -> Array:
-    """Take rows on the GPU."""
+    """Return a copy of rows of a column on the GPU."""
     taken: Array = column[places]
     return taken.copy() if isinstance(places, slice) else taken
 
@@ -167,7 +167,7 @@ def _read(column: Any, rows: Array | slice) -> Tree:
     if isinstance(column, np.ndarray) or isinstance(rows, slice):
         part = column[rows]
         if isinstance(column, np.ndarray) and isinstance(rows, slice):
-            # A batch that is changed in place must not change the data set.
+            # A program that changes a batch in place must not change the data set.
             part = part.view()
             part.flags.writeable = False
         return part if isinstance(part, np.ndarray) else as_array(part)
@@ -182,12 +182,12 @@ def _read(column: Any, rows: Array | slice) -> Tree:
         ]
         whole: Array = np.concatenate(parts)
         return whole[places]
-    # A Python sequence takes no array of indices.
+    # A Python sequence cannot be indexed by an array.
     return as_array([column[int(row)] for row in rows])
 
 
 def open_source(source: Any) -> Columns:
-    """Return a source as columns; datasets of HDF5 become a mapping, by name."""
+    """Return a source as columns; HDF5 datasets become a mapping from their names."""
     if type(source).__module__.startswith("h5py") and hasattr(source, "visititems"):
         return Columns(*flatten(_datasets(source)))
     leaves, structure = flatten(source)
@@ -198,7 +198,8 @@ def open_source(source: Any) -> Columns:
                 "among the columns; pass paths to Dataset.from_files, and text as a "
                 "NumPy array"
             )
-    # Arrays of other libraries become NumPy's or CuPy's, without a copy; files stay.
+    # Turn arrays of other libraries into NumPy or CuPy arrays, without a copy; keep
+    # files.
     leaves = [as_array(leaf) if _is_shared(leaf) else leaf for leaf in leaves]
     # Rows of a pandas object are read by position, never by label.
     leaves = [leaf.to_numpy() if hasattr(leaf, "iloc") else leaf for leaf in leaves]
@@ -220,8 +221,9 @@ def _column(leaf: Any) -> Any:
     """Return a leaf as a column: an array, a sequence, or items of a structure."""
     if not (hasattr(leaf, "__getitem__") and hasattr(leaf, "__len__")):
         return as_array(leaf)
-    # What has a dtype or a shape is an array, even if its first row cannot be read;
-    # tables that read several rows at once, such as Hugging Face's, have a shape, too.
+    # An object with a dtype or a shape is an array, even if its first row cannot be
+    # read. Tables that read several rows at once, as in Hugging Face data sets, are no
+    # arrays, although they have a shape.
     is_table = hasattr(leaf, "__getitems__")
     if hasattr(leaf, "dtype") or (hasattr(leaf, "shape") and not is_table):
         return leaf
@@ -229,19 +231,19 @@ def _column(leaf: Any) -> Any:
 
 
 def _datasets(group: Any) -> dict[str, Any]:
-    """Return the datasets directly in a group, and those of its groups, nested."""
+    """Return an HDF5 group's datasets by name; subgroups become nested mappings."""
     found: dict[str, Any] = {}
     for name, item in group.items():
         if hasattr(item, "visititems"):
             found[name] = _datasets(item)
-        # Scalars describe the file; they are no column of examples.
+        # Leave out scalars: they describe the file, and are not columns of examples.
         elif item.ndim:
             found[name] = item
     return found
 
 
 def runs_of(rows: Array, step: int = 1) -> Iterator[tuple[int, int]]:
-    """Give the ends of runs of rows, ``step`` apart, as places in ``rows``."""
+    """Yield start and end, in ``rows``, of each run of rows that are ``step`` apart."""
     if not len(rows):
         return
     ends = np.flatnonzero(np.diff(rows) != step) + 1

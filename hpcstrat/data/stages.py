@@ -1,4 +1,4 @@
-"""The methods of a data set on its stages: random access is kept where it can be."""
+"""Functions behind a data set's methods, which keep random access where possible."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def _at_most(cardinality: int, count: int) -> int:
 
 
 def range_of(*numbers: int) -> Rows:
-    """Return integers, given as to ``range``."""
+    """Return rows of integers; the arguments are as for Python's ``range``."""
     whole = range(*numbers)
     return RangeRows(whole.start, whole.step, len(whole))
 
 
 def take(parent: Stage, count: int) -> Stage:
-    """Return the first elements; all for -1."""
+    """Return the first ``count`` elements; -1 returns all elements."""
     if count < 0:
         return parent
     cardinality = _at_most(parent.cardinality, count)
@@ -95,7 +95,7 @@ def skip(parent: Stage, count: int) -> Stage:
 
 
 def shard(parent: Stage, num_shards: int, index: int) -> Stage:
-    """Return every ``num_shards``-th element, from ``index``."""
+    """Return every ``num_shards``-th element, beginning with element ``index``."""
     if num_shards < 1 or not 0 <= index < num_shards:
         raise ValueError(
             f"expected num_shards >= 1 and an index below it, found {num_shards} and "
@@ -125,7 +125,7 @@ def repeat(parent: Stage, count: int) -> Stage:
 
 
 def shuffle(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> Stage:
-    """Return the elements in an order of each epoch's own."""
+    """Shuffle the elements; with ``reshuffles``, each epoch has its own order."""
     num_rows = parent.cardinality
     if not isinstance(parent, Rows):
         if size is None and num_rows == INFINITE:
@@ -175,7 +175,7 @@ def shuffle_blocks(
 
 
 def batch(parent: Stage, size: int, drop_remainder: bool) -> Stage:
-    """Return successive elements, stacked."""
+    """Stack successive elements into batches."""
     if isinstance(parent, Rows):
         return RowBatches(parent, size, drop_remainder=drop_remainder)
     return batch_streams.batches(parent, size, drop_remainder)
@@ -184,7 +184,7 @@ def batch(parent: Stage, size: int, drop_remainder: bool) -> Stage:
 def padded_batch(
     parent: Stage, size: int, drop_remainder: bool, shapes: Tree, values: Tree
 ) -> Stage:
-    """Return successive elements, filled up to one shape and stacked."""
+    """Pad successive elements to one shape, and stack them into batches."""
     if isinstance(parent, Rows):
         return PaddedBatches(
             parent, size, drop_remainder=drop_remainder, shapes=shapes, values=values
@@ -204,7 +204,7 @@ def map_elements(
 
 
 def cache(parent: Stage) -> Stage:
-    """Return the elements of epoch 0, kept in memory."""
+    """Keep the elements of epoch 0 in memory, and return them in each epoch."""
     if isinstance(parent, Rows):
         return CachedRows(parent)
     if isinstance(parent, Batched):
@@ -213,26 +213,26 @@ def cache(parent: Stage) -> Stage:
 
 
 def concatenate(first: Stage, second: Stage) -> Stage:
-    """Return the elements of one stage, and then those of another."""
+    """Return the elements of ``first``, and then the elements of ``second``."""
     if isinstance(first, Rows) and isinstance(second, Rows):
         return ConcatenatedRows(first, second)
     return streams.concatenated(first, second)
 
 
 def zip_elements(parents: Tree) -> Stage:
-    """Return elements of several stages side by side."""
+    """Combine one element of each stage into one element."""
     if all(isinstance(stage, Rows) for stage in flatten(parents)[0]):
         return ZippedRows(parents)
     return streams.zipped(parents)
 
 
 def enumerate_elements(parent: Stage, start: int) -> Stage:
-    """Return pairs of a number and an element."""
+    """Return pairs of an element's number and the element."""
     return zip_elements((RangeRows(start, 1, INFINITE), parent))
 
 
 def sizes_of_batches(sizes: int | Sequence[int]) -> list[int]:
-    """Return the sizes of `rebatch`, one or several."""
+    """Return the batch sizes of `rebatch` as a list; ValueError for wrong sizes."""
     found = [int(size) for size in np.atleast_1d(np.asarray(sizes))]
     if not found or min(found) < 0 or max(found) < 1:
         raise ValueError(f"expected batch sizes >= 1, found {sizes}; change them")
@@ -240,7 +240,7 @@ def sizes_of_batches(sizes: int | Sequence[int]) -> list[int]:
 
 
 def checked_size(value: Any) -> int:
-    """Return the size of a batch, or the like; ValueError below 1."""
+    """Return a size, such as a batch size, as an int; ValueError below 1."""
     if int(value) < 1:
         raise ValueError(f"expected a global batch size >= 1, found {value}; change it")
     return int(value)

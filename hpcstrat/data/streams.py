@@ -1,6 +1,7 @@
-"""Stages of a data set without random access: each gives elements one by one.
+"""Stages of a data set without random access: each yields elements one by one.
 
-Iterators here go on behind an element whose making raised, if the stage before does.
+After an element that cannot be made because of an error, these iterators continue with
+the next element, if the parent stage's iterator does.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ END = object()
 class Stream(Stage):
     """A stage that starts an iterator for each epoch.
 
-    ``size`` is the number of rows of its batches, where it is known.
+    ``size`` is the number of rows in a batch, if elements are batches of a known size.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class Stream(Stage):
         spec: Callable[[], Tree] | None = None,
         **options: Any,
     ) -> Stream:
-        """Return a stage whose ``start`` takes another stage's iterator, and the epoch.
+        """Return a stage whose ``start`` gets the parent's iterator and the epoch.
 
-        Without ``spec``, elements have the specs and batch size of that stage.
+        Without ``spec``, elements have the parent's specs and batch size.
         """
         if spec is None:
             options["size"] = parent.batch_size
@@ -117,7 +118,7 @@ def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Str
         return as_element(call_with(function, element, rng=rng))
 
     def start(elements: Iterator[Tree], epoch: int) -> Iterator[Tree]:
-        # No generator, which an error would end.
+        # Use ``map`` here, because an error would end a generator.
         return map(made, elements, itertools.repeat(epoch), itertools.count())
 
     return Stream.after(
@@ -132,7 +133,7 @@ def mapped(parent: Stage, function: Callable[..., Any], seed: int | None) -> Str
 def generated(
     function: Callable[..., Any], args: tuple[Any, ...], signature: Tree | None
 ) -> Stream:
-    """Return the elements of what a function returns for each epoch."""
+    """Return the elements of the iterable that a function returns for each epoch."""
     if not callable(function):
         raise TypeError(
             "expected a function that returns an iterable, found "
@@ -179,7 +180,7 @@ def _typed(leaf: Any, spec: Any) -> Any:
 
 
 def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> Stream:
-    """Return the elements shuffled through a buffer of a size, or of all."""
+    """Shuffle the elements through a buffer of ``size`` elements; None means all."""
 
     def start(elements: Iterator[Tree], epoch: int) -> Iterator[Tree]:
         buffer: list[Tree] = []
@@ -207,7 +208,7 @@ def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> St
 
 
 def kept_errors_out(parent: Stage, logs: bool) -> Stream:
-    """Return the elements that can be made; with logs, warn of the others."""
+    """Leave out the elements that raise an error; ``logs`` logs each error."""
 
     def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
         def step() -> Tree:
@@ -228,9 +229,10 @@ def kept_errors_out(parent: Stage, logs: bool) -> Stream:
 def _chained(
     iterators: Iterator[Iterator[Tree]], *, ends_if_empty: bool = False
 ) -> Iterator[Tree]:
-    """Give the elements of iterators, one after another.
+    """Yield the elements of one iterator after another.
 
-    ``ends_if_empty``: end if the first of them have no elements.
+    With ``ends_if_empty``, end if the first iterator has no elements, because an
+    endless repetition without elements would never return.
     """
     elements: Iterator[Tree] | None = None
     is_empty = ends_if_empty
@@ -252,7 +254,7 @@ def _chained(
 
 
 def repeated(parent: Stage, count: int) -> Stream:
-    """Return the elements several times; each time is an epoch of its own."""
+    """Repeat the elements ``count`` times; each repetition is a new epoch."""
     known = parent.cardinality
     cardinality = INFINITE if count < 0 else known if known < 0 else known * count
 
@@ -273,7 +275,7 @@ def repeated(parent: Stage, count: int) -> Stream:
 def strided(
     parent: Stage, first: int, step: int, count: int | None, cardinality: int
 ) -> Stream:
-    """Return every ``step``-th element from ``first``: take, skip and shard."""
+    """Return every ``step``-th element from ``first``, for take, skip and shard."""
 
     def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
         wait, left = first, count
@@ -298,7 +300,7 @@ def strided(
 
 
 def cached(parent: Stage) -> Stream:
-    """Return the elements of epoch 0, made once and kept in memory."""
+    """Keep the elements of epoch 0 in memory, and return them in each epoch."""
     kept: list[Tree] = []
     source: Iterator[Tree] | None = None
     lock = threading.Lock()
@@ -340,12 +342,12 @@ def selected(parent: Stage, function: Callable[..., Any]) -> Stream:
 
 
 def taken_while(parent: Stage, function: Callable[..., Any]) -> Stream:
-    """Return the elements up to the first for which a function is false."""
+    """Return the elements before the first one for which a function is false."""
     return _picked(parent, "up to a condition", itertools.takewhile, function)
 
 
 def text_lines(paths: Sequence[str]) -> Stream:
-    """Return the lines of files without their ends, one file behind the other."""
+    """Return the lines of files, without line ends, one file after another."""
 
     def start(_: int) -> Iterator[Tree]:
         left = deque(paths)
@@ -376,10 +378,10 @@ def interleaved(
     cycle_length: int,
     block_length: int,
 ) -> Stream:
-    """Return the elements of the data sets that a function makes of each element.
+    """Make a data set of each element, and return blocks of their elements in turn.
 
-    By tf.data's algorithm blocks of them come in turn: the slot of a data set that ends
-    is filled when its turn comes again.
+    As in tf.data, a data set that has ended is replaced by the next one only when its
+    slot has its turn again.
     """
 
     def made(element: Tree) -> Stage:
@@ -424,7 +426,7 @@ def interleaved(
 def _chosen(
     choices: Iterator[Any], sources: Sequence[Iterator[Tree]], stop_on_empty: bool
 ) -> Iterator[Tree]:
-    """Give elements of several iterators, each time of that which a number names."""
+    """Yield elements of several iterators; ``choices`` are the iterators' numbers."""
     left: list[Iterator[Tree] | None] = list(sources)
 
     def step() -> Tree:
@@ -461,7 +463,7 @@ def _listed(parents: Sequence[Stage], between: str = ", ") -> str:
 
 
 def chosen(parents: Sequence[Stage], choices: Stage, stop_on_empty: bool) -> Stream:
-    """Return elements of several data sets, each time of that which a number names."""
+    """Return elements of several stages; elements of ``choices`` are stage numbers."""
 
     def start(epoch: int) -> Iterator[Tree]:
         sources = [parent.iterate(epoch) for parent in parents]
@@ -476,14 +478,14 @@ def sampled(
     seed: int,
     stop_on_empty: bool,
 ) -> Stream:
-    """Return elements of several data sets, drawn by weights."""
+    """Return elements of several stages, each from a stage drawn by weights."""
     shares = np.ones(len(parents)) if weights is None else np.array(weights, float)
     if shares.shape != (len(parents),) or (shares < 0).any() or not shares.sum() > 0:
         raise ValueError(
             f"expected a weight >= 0 for each of {len(parents)} data sets, found "
             f"{weights}; change the weights"
         )
-    # Without this, the end would wait for data sets of weight 0.
+    # Leave out data sets of weight 0: the stream would wait for their ends forever.
     drawn = [p for p, share in zip(parents, shares, strict=True) if share > 0]
     positive = shares[shares > 0]
     ends = np.cumsum(positive / np.sum(positive))
@@ -492,7 +494,7 @@ def sampled(
         generator = generator_of(seed, epoch)
         draws = iter(generator.random, None)
         numbers = (np.searchsorted(ends, draw, side="right") for draw in draws)
-        # By rounding, the last of the ends may be below 1.
+        # Because of rounding, the last value of ``ends`` may be below 1.
         choices = (min(int(number), len(ends) - 1) for number in numbers)
         sources = [parent.iterate(epoch) for parent in drawn]
         return _chosen(choices, sources, stop_on_empty)
@@ -501,10 +503,11 @@ def sampled(
 
 
 def zipped(parents: Tree) -> Stream:
-    """Return elements of several stages side by side, as many as the shortest has."""
+    """Combine one element of each stage into one element, until the shortest ends."""
     stages, structure = flatten(parents)
     lengths = [stage.cardinality for stage in stages]
-    # UNKNOWN, the least: the shortest may be one that was not counted.
+    # The minimum is UNKNOWN (-2) if a length is unknown, because the stage of that
+    # length may be the shortest.
     shortest = min((n for n in lengths if n != INFINITE), default=INFINITE)
 
     def start(epoch: int) -> Iterator[Tree]:
@@ -520,7 +523,7 @@ def zipped(parents: Tree) -> Stream:
 
 
 def concatenated(first: Stage, second: Stage) -> Stream:
-    """Return the elements of one stage, and then those of another."""
+    """Return the elements of ``first``, and then the elements of ``second``."""
     both = [first, second]
     lengths = [stage.cardinality for stage in both]
     unknown = INFINITE if INFINITE in lengths else UNKNOWN

@@ -2,7 +2,7 @@
 
 ``run(n, function, *args)`` calls a function on n ranks and returns their results;
 ``launch(n, command)`` runs a whole program. Both end every process that they started,
-however they end, and both show where each rank was when the time is up.
+even after an error. If the time limit is reached, both show the stacks of each rank.
 """
 
 from hpcstrat.testing.launcher import launch_command

@@ -1,4 +1,4 @@
-"""One rank of ``hpcstrat.testing.run``: reads the call, makes it, writes the result."""
+"""The program of a rank of ``hpcstrat.testing.run``: executes a function call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NoReturn
 from hpcstrat.cluster_resolver import launch_from_environment
 from hpcstrat.testing.job import note_rank, wait_until, write_whole
 
-# Time that a failed rank gives others to write their own failures.
+# Seconds that a failed rank waits for other ranks to write their failures.
 _GRACE_SECONDS = 1.0
 
 
 def _call(folder: Path) -> bytes:
-    """Make the call and return its pickled result."""
+    """Read the function call from the job's folder, and return its pickled result."""
     import cloudpickle
 
     path, call = pickle.loads((folder / "call").read_bytes())
@@ -28,11 +28,11 @@ def _call(folder: Path) -> bytes:
 
 
 def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
-    """Write an exception to a file, and end the job, as it would in a program."""
+    """Write an exception to a file, and end the job as an exception ends a program."""
     while (
         exc.__traceback__ and exc.__traceback__.tb_frame.f_code.co_filename == __file__
     ):
-        # Start where the user's function does.
+        # Begin the traceback at the user's function.
         exc.__traceback__ = exc.__traceback__.tb_next
     text = "".join(traceback.format_exception(exc))
     write_whole(folder / f"{rank}.failure", text.encode())
@@ -41,10 +41,11 @@ def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
         done = [*folder.glob("*.failure"), *folder.glob("*.result")]
         return len(done) >= size
 
-    # The end of this rank is the end of all of them, also of those about to report.
+    # Wait, because the end of this rank ends all ranks, even ranks about to report.
     wait_until(all_wrote, _GRACE_SECONDS)
-    # The library's hook aborts the job here. Without it, MPI_Finalize would wait for
-    # ever for ranks that wait for this one, so that the process leaves without it.
+    # The library's exception hook aborts the job here. Without this hook, the process
+    # exits without MPI_Finalize, which would wait forever for ranks that wait for this
+    # rank.
     sys.excepthook(type(exc), exc, exc.__traceback__)
     sys.stdout.flush()
     sys.stderr.flush()

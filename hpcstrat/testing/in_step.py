@@ -1,10 +1,10 @@
 """A pytest plugin that keeps the ranks of a job in step and joins their reports.
 
-After each phase of a test the ranks exchange its outcome over a communicator of the
-plugin's own. A test that failed on some ranks fails on all of them, with the reports of
-all ranks; so does one that only some ranks skip.
-Where a test fails on one rank while others hang in it, that rank waits a while, shows
-its report and the others' stacks, and aborts the job.
+After each phase of a test, the ranks exchange its outcome over the plugin's own
+communicator. A test that fails on some ranks fails on all ranks, with the reports of
+all ranks. A test that only some ranks skip fails, too. If a test fails on one rank
+while other ranks hang in it, the failed rank waits a while, shows its report and the
+other ranks' stacks, and aborts the job.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FAILED = _OUTCOMES.index("failed")
 
 
 class RanksInStep:
-    """The plugin; nothing else uses ``comm``.
+    """The plugin, which must be the only user of ``comm``.
 
-    ``command`` has the words after ``python`` that run pytest on a rank. ``folder`` is
-    the job's, in which the process that started it looks for failures.
+    ``command`` has the arguments of ``python`` that run pytest on a rank. ``folder`` is
+    the job's folder, in which the process that started the job looks for failures.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class RanksInStep:
         self.patience = patience
         self.folder = folder
         self.pids = comm.allgather(os.getpid())
-        # pytest takes the file descriptor of standard error during tests.
+        # Copy the file descriptor of standard error, because pytest replaces it during
+        # tests.
         self.stderr = os.fdopen(os.dup(2), "w")
         if folder is None:
             faulthandler.register(signal.SIGUSR1, file=self.stderr, all_threads=True)
@@ -76,11 +77,11 @@ class RanksInStep:
     def _exchange(
         self, outcome: int, key: str, late: Callable[[list[int]], NoReturn]
     ) -> set[int]:
-        """Return the outcomes of all ranks, which must be at the same key.
+        """Exchange outcomes with all ranks, which must pass the same key; return a set.
 
-        ``late`` is called with the ranks that have not come, if this rank has failed
-        and its patience ends. It polls, so that waiting ranks leave the cores to
-        others.
+        If this rank has failed and its patience ends, ``late`` is called with the ranks
+        that have not arrived. This method polls and sleeps, so that waiting ranks leave
+        the cores to other ranks.
         """
         own = np.array([outcome, zlib.crc32(key.encode())], dtype=np.int64)
         peers = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
@@ -103,12 +104,12 @@ class RanksInStep:
         return {outcome, *(int(other[0]) for other in theirs.values())}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Show why a file could not be read, before the job ends."""
+        """Show why a test file could not be collected, before the job ends."""
         if report.failed:
             self._say(report.longreprtext)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Stop where the ranks did not find the same tests."""
+        """Abort the job if the ranks did not find the same tests."""
         names = " ".join(item.nodeid for item in session.items)
         key = f"{len(session.items)} tests: {names}"
 
@@ -118,7 +119,7 @@ class RanksInStep:
         self._exchange(FAILED if session.testsfailed else 0, key, late)
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        """Let rank 0 alone print and keep files; none where another pytest does."""
+        """Let only rank 0 print and keep files, or no rank if an outer pytest does."""
         if self.comm.rank or self.folder is not None:
             manager = session.config.pluginmanager
             for name in ("lfplugin", "nfplugin", "stepwiseplugin"):
@@ -132,10 +133,10 @@ class RanksInStep:
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Report a phase of a test when all ranks have passed through it.
+        """Report a phase of a test after all ranks have finished the phase.
 
-        So a rank that fails in a test does not enter its teardown, where a strategy may
-        be closed, while others still communicate in the test.
+        A rank that fails in a test therefore does not enter the teardown, which may
+        close a strategy, while other ranks still communicate in the test.
         """
         report = yield
         own = _text(report) if report.failed else ""
@@ -148,7 +149,7 @@ class RanksInStep:
                 write_whole(self.folder / name, own.encode())
             for rank in ranks:
                 os.kill(self.pids[rank], signal.SIGUSR1)
-                time.sleep(0.3)  # One after the other, so that the lines do not mix.
+                time.sleep(0.3)  # So that stacks of two ranks do not mix.
             self._abort("the other ranks' stacks are shown above")
 
         mine = _OUTCOMES.index(report.outcome)
@@ -191,6 +192,6 @@ def _text(report: pytest.TestReport) -> str:
 
 
 def _title(report: pytest.TestReport) -> str:
-    """Return the error in a line, where there is one."""
+    """Return the error message of a report in one line, if there is one."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return f": {crash.message.splitlines()[0]}" if crash and crash.message else ""

@@ -1,18 +1,19 @@
-"""One launcher and all the processes that it started: start, wait, stacks, end.
+"""One launcher and all the processes that it started, until they have ended.
 
-SIGKILL of Open MPI's mpirun leaves its ranks alive, so that the end of the launcher is
-not the end of the job, and MPICH's ranks leave the launcher's session. Every process of
-a job therefore has the job's folder in its environment, and the ranks of ``run`` write
-their process numbers into it; every process with one of the two is ended.
+The end of the launcher is not the end of the job: ranks of Open MPI survive a SIGKILL
+of mpirun, and ranks of MPICH leave the launcher's session. Therefore every process of a
+job has the job's folder in its environment, and the ranks of ``run`` write their
+process numbers into the folder. `Job.end` ends all processes that it finds in one of
+these two ways.
 
-A launcher that is killed also leaves its session directory, by default one of the
-machine that is named by the launcher's process number. A later mpirun with the same
-number ends at once ("The PMIx server's listener thread failed to start"), so each job
-keeps that directory in its folder.
+A killed launcher does not remove its session directory, whose name has the launcher's
+process number. A later mpirun with the same number would end at once ("The PMIx
+server's listener thread failed to start"). Therefore the session directory of each job
+is in the job's folder.
 
-Open MPI 5.0's mpirun may wait for itself, for ever, once its ranks have gone: its main
-thread in PMIx_server_deregister_client, for a thread that waits for a lock. Of a job
-whose ranks end each other it happened about once in fifty times on a busy machine.
+Open MPI 5.0's mpirun may deadlock after its ranks have ended: its main thread, in
+PMIx_server_deregister_client, waits for a thread that waits for a lock. On a busy
+machine, this happened in about one of fifty jobs whose ranks end each other.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ __all__ = ["Job", "note_rank", "start_time", "wait_until", "write_whole"]
 _NAP_SECONDS = 0.02
 _STACKS_SECONDS = 3.0
 _TERMINATE_SECONDS = 2.0
-# Interval between looks for processes beside a launcher, and time that it may be alone.
+# Seconds between searches for a launcher's processes, and seconds that a launcher may
+# run without any.
 _LOOK_SECONDS = 2.0
 _ALONE_SECONDS = 6.0
 _PROC = Path("/proc")
 
-# The folders of the jobs that a process is in, the innermost last.
+# Environment variable: folders of the jobs of a process, the innermost job last.
 _MARK = "HPCSTRAT_TESTING_JOBS"
 
-# Folder in which Open MPI's mpirun makes its session directory.
+# Environment variable: folder for the session directory of Open MPI's mpirun.
 _SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition, asking again and again; return its last result."""
+    """Poll a condition until it is true or the time is up; return its last result."""
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(_NAP_SECONDS)
@@ -56,27 +58,28 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def start_time(pid: int) -> str:
-    """Return when a process started, which tells it from a later one of that number.
+    """Return a process's start time, to tell it from a later process of that number.
 
-    In clock ticks since the machine started; empty if unknown or no such process.
+    The time is in clock ticks since the machine started. It is empty if unknown, or if
+    there is no such process.
     """
     try:
         _, fields = process_stat(pid)
     except OSError:
         return ""
-    # A zombie has ended, though its number is not free yet.
+    # A zombie has ended, although its process number is not free yet.
     return "" if fields[STATE] == "Z" else fields[START]
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that others see all of it or nothing."""
+    """Write a file so that other processes see either the whole file or no file."""
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_bytes(content)
     partial.rename(path)
 
 
 def note_rank(folder: Path, rank: int) -> None:
-    """Let the job of a folder get this process's stacks, and end it."""
+    """Let the job of a folder read this process's stacks, and end this process."""
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     pid = os.getpid()
@@ -84,15 +87,15 @@ def note_rank(folder: Path, rank: int) -> None:
 
 
 def _signal(pid: int, number: int) -> None:
-    """Send a signal to a process that may be gone by now."""
+    """Send a signal to a process that may have ended already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 class Job:
-    """A launcher in a session of its own, with its output in files of a folder.
+    """A launcher in its own session, whose output is in files of a folder.
 
-    The folder exists, and the caller removes it; ``environment`` is the launcher's
+    The folder must exist, and the caller removes it. ``environment`` is the launcher's
     whole environment.
     """
 
@@ -103,10 +106,11 @@ class Job:
         outer = environment.get(_MARK, "")
         self._mark = str(folder)
         marks = os.pathsep.join(filter(None, [outer, self._mark]))
-        # Whether the launcher has started anything, and when that was seen to be gone.
+        # Whether the launcher has started processes, and the time when they were first
+        # seen to have ended.
         self._has_started = False
         self._alone_since: float | None = None
-        # Files, not pipes: a rank that outlives the launcher would keep a pipe open.
+        # Use files, because a rank that outlives the launcher would keep a pipe open.
         with (
             self._output("stdout").open("wb") as out,
             self._output("stderr").open("wb") as err,
@@ -117,7 +121,8 @@ class Job:
                 stdout=out,
                 stderr=err,
                 env={_SESSIONS: str(folder), **environment, _MARK: marks},
-                # Ctrl-C in the terminal reaches the caller alone, which ends the job.
+                # With its own session, Ctrl-C in the terminal reaches only the caller,
+                # which ends the job.
                 start_new_session=True,
             )
 
@@ -137,8 +142,8 @@ class Job:
     def wait(self, seconds: float) -> int | None:
         """Wait for the launcher; return its exit code, None if it still runs.
 
-        The code is negative for a signal, also where the launcher waited for itself and
-        was ended here.
+        The code is negative for a signal, also if this method has killed a launcher in
+        a deadlock.
         """
         deadline = time.monotonic() + max(seconds, 0)
         while True:
@@ -150,7 +155,7 @@ class Job:
             self._end_launcher_alone()
 
     def _end_launcher_alone(self) -> None:
-        """End a launcher that still runs long after its processes have gone."""
+        """End a launcher that still runs long after its processes have ended."""
         now = time.monotonic()
         if (self._marked() | self._ranks()) - {self._process.pid}:
             self._has_started, self._alone_since = True, None
@@ -165,10 +170,11 @@ class Job:
                 self._process.kill()
 
     def _marked(self) -> set[int]:
-        """Return the live processes that this job started, where /proc tells."""
+        """Return the live processes that this job started, if /proc shows them."""
         found = set()
         for path in _PROC.glob("[0-9]*/environ"):
-            # Processes of other users cannot be read, and any may end meanwhile.
+            # Processes of other users cannot be read, and any process may end
+            # meanwhile.
             with contextlib.suppress(OSError):
                 for entry in path.read_bytes().split(b"\0"):
                     name, _, jobs = os.fsdecode(entry).partition("=")
@@ -189,8 +195,8 @@ class Job:
     def show_stacks(self) -> None:
         """Make every Python process of the job write its threads' stacks.
 
-        Ranks of ``run`` write them into files of the folder and live on; other programs
-        write them to standard error, and end.
+        Ranks of ``run`` write their stacks into files of the folder, and continue.
+        Other programs write their stacks to standard error, and end.
         """
         ranks = self._ranks()
         for pid in ranks:
@@ -199,11 +205,12 @@ class Job:
         for pid in self._marked() - ranks:
             with contextlib.suppress(OSError):
                 if (_PROC / str(pid) / "exe").resolve() == python:
-                    # PYTHONFAULTHANDLER is set; no core file is wanted.
+                    # With PYTHONFAULTHANDLER, SIGABRT prints the stacks. Prevent a core
+                    # file.
                     resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
                     os.kill(pid, signal.SIGABRT)
         wait_until(lambda: len(self.stacks()) >= len(ranks), _STACKS_SECONDS)
-        time.sleep(10 * _NAP_SECONDS)  # The last one may still be writing.
+        time.sleep(10 * _NAP_SECONDS)  # The last rank may still be writing.
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks of the ranks that wrote any since `show_stacks`."""
@@ -214,19 +221,20 @@ class Job:
         return found
 
     def end(self) -> None:
-        """End the processes of the job that are left."""
+        """End all processes of the job that still run."""
         if self.wait(0) is None:
-            # A launcher that is asked to end removes its own temporary files.
+            # Send SIGTERM first, so that the launcher removes its own temporary files.
             _signal(self._process.pid, signal.SIGTERM)
             self.wait(_TERMINATE_SECONDS)
         if self.wait(0) is None:
             self._process.kill()
             self._process.wait()
-        # Killed processes take a while to go, and may have started others before.
+        # Repeat, because killed processes take a while to end, and may have started
+        # other processes before.
         wait_until(self._kill, _TERMINATE_SECONDS)
 
     def _kill(self) -> bool:
-        """Kill the processes that are left; return whether there were none."""
+        """Kill all remaining processes; return whether there were none."""
         left = self._ranks() | self._marked()
         for pid in left:
             _signal(pid, signal.SIGKILL)

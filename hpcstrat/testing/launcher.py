@@ -1,4 +1,4 @@
-"""Finds the mpirun of this interpreter, and the options that it needs."""
+"""Finds the mpirun for this interpreter, and the options that mpirun needs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hpcstrat.errors import HpcstratError
 
 __all__ = ["clean_environment", "find_launcher", "launch_command", "line_to_run"]
 
-# Variables that a launcher sets. A job started inside a job must not inherit them: its
-# ranks would take themselves for those of the outer job.
+# Prefixes of variables that a launcher sets. A job inside another job must not inherit
+# these variables, because its ranks would read the rank numbers of the outer job.
 _JOB_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDI_", "HYDRA_", "MPI_LOCAL")
 _JOB_SIGNS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 
 
 def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
-    """Return the path of mpirun: the one beside the interpreter, else of the PATH."""
-    # Not resolved: a virtual environment's python is a link to the system's.
+    """Return the path of mpirun: beside the interpreter, or else on the PATH."""
+    # Keep links: a virtual environment's python is a link to the system's python.
     beside = str(Path(sys.executable).parent)
     names = ("mpirun", "mpiexec") if launcher is None else (os.fspath(launcher),)
     for folders in (beside, None):
@@ -37,11 +37,11 @@ def find_launcher(launcher: str | os.PathLike[str] | None = None) -> str:
 
 
 def clean_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return this process's environment without the variables of a job that it is in.
+    """Return this process's environment without the variables of an enclosing MPI job.
 
     The result is a new dictionary, with ``changes`` set.
     """
-    # Outside of a job nothing is dropped: OMPI_MCA_* of the user's shell still act.
+    # Outside of a job, keep all variables, so that the user's OMPI_MCA_* still act.
     environment = dict(os.environ)
     if any(sign in environment for sign in _JOB_SIGNS):
         environment = {
@@ -54,7 +54,7 @@ def clean_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
 
 @functools.cache
 def _options(launcher: str) -> tuple[str, ...]:
-    """Return the options that this launcher needs to start more ranks than cores."""
+    """Return the options that a launcher needs to start more ranks than cores."""
     version = subprocess.run(
         [launcher, "--version"],
         check=False,
@@ -64,7 +64,7 @@ def _options(launcher: str) -> tuple[str, ...]:
         env=clean_environment(),
     ).stdout
     if "Open MPI" not in version and "OpenRTE" not in version:
-        return ()  # Hydra's defaults are these already.
+        return ()  # Hydra needs no options for this.
     as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
     return (*as_root, "--oversubscribe", "--bind-to", "none")
 
@@ -75,7 +75,7 @@ def launch_command(
     *,
     fault_tolerant: bool = False,
 ) -> list[str]:
-    """Return the words that start a program on n ranks of this machine.
+    """Return the command that starts a program on n ranks of this machine.
 
     Not collective.
 
@@ -84,19 +84,19 @@ def launch_command(
     n : int
         Number of ranks; may exceed the number of cores.
     launcher : path, optional
-        The mpirun to use; default: the one beside the interpreter, else of the PATH.
+        The mpirun to use; default: beside the interpreter, or else on the PATH.
     fault_tolerant : bool, optional
-        Let the job live on when a rank dies, as `hpcstrat.elastic` needs it.
+        Whether the job continues when a rank dies, as `hpcstrat.elastic` needs.
 
     Returns
     -------
     list of str
-        To be followed by the program and its arguments.
+        Words of the command, to be followed by the program and its arguments.
 
     Raises
     ------
     HpcstratError
-        If there is no launcher, or it is not Open MPI's and is to let the job live.
+        If there is no launcher, or if ``fault_tolerant`` is set without Open MPI.
 
     Examples
     --------
@@ -117,11 +117,11 @@ def launch_command(
 
 
 def line_to_run(n: int, words: Sequence[str]) -> str:
-    """Return a line for a shell that runs Python with these words on n ranks."""
+    """Return a shell command that runs Python with these arguments on n ranks."""
     try:
         path, *options = launch_command(n)
     except HpcstratError:
-        # For example if a batch system has started the ranks.
+        # There may be no mpirun, for example if a batch system has started the ranks.
         path, options = "mpirun", ["-n", str(n)]
     short = os.path.basename(path)
     start = short if shutil.which(short) == path else path

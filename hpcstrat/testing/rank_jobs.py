@@ -1,4 +1,4 @@
-"""Jobs of pytest's marked tests: their start, and the work of a rank."""
+"""MPI jobs of tests with pytest's marker ``ranks``: their start, and a rank's work."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _OPTIONS = "options.json"
 _OF_PYTEST = re.compile(
     r"""^  File ".*/(?:_?pytest|pluggy)/.*\n|^  File "<.*\n""", re.M
 )
-# Time that a failed rank waits for others, which may be about to fail, too.
+# Seconds that a failed rank waits for other ranks, which may be about to fail, too.
 _PATIENCE_SECONDS = 5.0
-# pytest's own options that a rank needs, beside those of the project's conftest.py.
+# pytest's own options that a rank needs, besides options of the project's conftest.py.
 _OPTIONS_OF_PYTEST = (
     "verbose",
     "tbstyle",
@@ -47,7 +47,7 @@ _OPTIONS_OF_PYTEST = (
 
 
 def refuse_ranks() -> None:
-    """Raise in a job, since each of its ranks would start all marked tests."""
+    """Raise UsageError on several ranks, each of which would start all marked tests."""
     launch = launch_from_environment()
     if launch.size > 1:
         raise pytest.UsageError(
@@ -66,12 +66,12 @@ def time_limit(item: pytest.Item) -> float:
 
 
 def _place(item: pytest.Item) -> str:
-    """Return the words for pytest that name a test, wherever pytest runs."""
+    """Return pytest's argument for a test, with an absolute path."""
     return "::".join([str(item.path), *item.nodeid.split("::")[1:]])
 
 
 class _OptionRecorder(argparse.ArgumentParser):
-    """Takes the place of pytest's parser, to see which options a conftest.py adds."""
+    """A substitute for pytest's parser that records the options of a conftest.py."""
 
     def addoption(self, *names: str, **attributes: Any) -> None:
         self.add_argument(*names, **attributes)
@@ -80,11 +80,11 @@ class _OptionRecorder(argparse.ArgumentParser):
         return self
 
     def addini(self, *_: Any, **__: Any) -> None:
-        """Ignore it: the ranks read the same files."""
+        """Ignore the option, because ranks read the same configuration files."""
 
 
 def _options_of_project(config: pytest.Config) -> Iterator[str]:
-    """Return the names of the options that conftest.py files of the project add."""
+    """Yield the names of the options that the project's conftest.py files add."""
     recorder = _OptionRecorder(add_help=False)
     for plugin in config.pluginmanager.get_plugins():
         add = getattr(plugin, "pytest_addoption", None)
@@ -96,7 +96,7 @@ def _options_of_project(config: pytest.Config) -> Iterator[str]:
 
 
 def _options(config: pytest.Config) -> dict[str, Any]:
-    """Return the values of options that tests may look at, as far as JSON can."""
+    """Return the values of options that tests may read, if JSON can represent them."""
     found = {}
     for name in (*_OPTIONS_OF_PYTEST, *_options_of_project(config)):
         value = getattr(config.option, name, None)
@@ -106,14 +106,15 @@ def _options(config: pytest.Config) -> dict[str, Any]:
 
 
 def _command(item: pytest.Item, n: int, folder: Path) -> list[str]:
-    """Return the words that run a test on n ranks."""
+    """Return the command line that runs a test on n ranks."""
     config = item.config
     words = [*launch_command(n), sys.executable, *_IN_JOB, f"--job-folder={folder}"]
     words += ["-p", "no:cacheprovider", f"--rootdir={config.rootpath}"]
     if config.inipath is not None:
         words += ["-c", str(config.inipath)]
-    # Options that act before conftest.py files are read. They contain those of the
-    # configuration file, which may ask for more processes, or for reports.
+    # Pass the options that act before conftest.py files are read. They include options
+    # in the configuration file's addopts, which is cleared below because it may also
+    # request more processes, or reports.
     for flag, values in (
         ("-p", config.option.plugins),
         ("-o", config.option.override_ini),
@@ -126,7 +127,7 @@ def _command(item: pytest.Item, n: int, folder: Path) -> list[str]:
 
 
 def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
-    """Run a marked test on n ranks; return their report, or a report of their end."""
+    """Run a marked test on n ranks; return their report, or a report of failure."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as name:
         folder = Path(name)
         (folder / _OPTIONS).write_text(json.dumps(_options(item.config)))
@@ -144,7 +145,7 @@ def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
             report: Any = hook.pytest_report_from_serializable(
                 config=item.config, data=data
             )
-            if isinstance(report.longrepr, list):  # Why it was skipped.
+            if isinstance(report.longrepr, list):  # The reason of a skip.
                 report.longrepr = tuple(report.longrepr)
             if report.failed or finished.returncode == 0:
                 kept: pytest.TestReport = report
@@ -153,7 +154,7 @@ def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
 
 
 def _said(folder: Path, n: int, finished: runner.Finished) -> str:
-    """Describe the end of a job whose ranks wrote no report, or failed after it."""
+    """Describe the end of a job whose ranks wrote no report, or failed afterwards."""
     failures = runner.read_failures(folder)
     stacks = {
         int(path.stem): text
@@ -177,14 +178,14 @@ def _failed(item: pytest.Item, n: int, text: str) -> pytest.TestReport:
         location=item.location,
         keywords={},
         outcome="failed",
-        # Without the frames of pytest, which called the test.
+        # Leave out the frames of pytest, which called the test.
         longrepr=f"{_OF_PYTEST.sub('', text).rstrip()}\n\nAgain: {again}",
         when="call",
     )
 
 
 class _KeptReport:
-    """Writes the report of the one test of a job, for the pytest outside."""
+    """Writes the report of a job's only test, for the pytest that started the job."""
 
     def __init__(self, config: pytest.Config, folder: Path) -> None:
         self.config = config
@@ -195,7 +196,7 @@ class _KeptReport:
         self.reports.append(report)
 
     def pytest_runtest_logfinish(self) -> None:
-        """Keep the first phase that did not pass, else the call."""
+        """Write the report of a phase that did not pass, or else of the call."""
         others = [report for report in self.reports if not report.passed]
         calls = [report for report in self.reports if report.when == "call"]
         kept = sorted(others, key=lambda r: not r.failed) or calls
@@ -206,7 +207,7 @@ class _KeptReport:
 
 
 class _Limit:
-    """Ends a job that was started by hand, with stacks, when a test takes too long."""
+    """Ends a job that a user started by hand, with stacks, if a test takes too long."""
 
     def __init__(self, stderr: TextIO) -> None:
         self.stderr = stderr
@@ -222,7 +223,7 @@ class _Limit:
 
 
 def join(config: pytest.Config) -> None:
-    """Make this process a rank of marked tests, in step with the others."""
+    """Make this process a rank of marked tests, in step with the other ranks."""
     from hpcstrat.engine.topology.topology import Topology
     from hpcstrat.testing.in_step import RanksInStep
 
@@ -230,10 +231,11 @@ def join(config: pytest.Config) -> None:
     folder = Path(config.option.job_folder) if config.option.job_folder else None
     plugin = RanksInStep(comm, _IN_JOB, patience=_PATIENCE_SECONDS, folder=folder)
     config.pluginmanager.register(plugin, "hpcstrat-ranks-in-step")
-    # Where the configuration file asks for several processes.
+    # Turn off pytest-xdist, which the configuration file may request.
     if hasattr(config.option, "numprocesses"):
         config.option.numprocesses, config.option.dist = 0, "no"
-    # Ranks must not tidy up one another's folders of temporary files.
+    # Give each rank its own folder, because pytest removes old temporary folders, which
+    # other ranks may be using.
     if folder is None:
         own = tempfile.TemporaryDirectory(prefix="hpcstrat-rank-")
         config.add_cleanup(own.cleanup)

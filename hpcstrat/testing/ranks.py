@@ -1,8 +1,9 @@
-"""A pytest plugin: ``@pytest.mark.ranks(2, 3)`` runs a test on 2, and on 3 ranks.
+"""A pytest plugin: ``@pytest.mark.ranks(2, 3)`` runs a test on 2 and on 3 ranks.
 
-In the pytest that a user starts, a marked test is a job: ``rank_jobs`` starts mpirun
-with pytest on each rank, and the report of the ranks becomes that of the test. Its
-fixtures are made on the ranks only. With ``--in-job``, pytest is one of these ranks.
+For a marked test, the pytest that a user starts runs an MPI job: ``rank_jobs`` starts
+mpirun with pytest on each rank, and the ranks' report becomes the report of the test.
+The test's fixtures are set up on the ranks only. With ``--in-job``, pytest is one of
+these ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MARKER = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of marked tests."""
+    """Add the command-line options for marked tests."""
     group = parser.getgroup("hpcstrat", "tests on several MPI ranks (hpcstrat)")
     group.addoption(
         "--in-job",
@@ -37,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="this process is a rank: run the tests marked with this job's number of "
         "ranks, in it (mpirun -n 3 python -m pytest --in-job)",
     )
-    # The plugin gives it to the ranks that it starts.
+    # The plugin passes this option to the ranks that it starts.
     group.addoption("--job-folder", help=argparse.SUPPRESS)
     parser.addini(
         "ranks_timeout",
@@ -48,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker; on a rank, join the others."""
+    """Register the marker; on a rank, join the other ranks."""
     config.addinivalue_line("markers", _MARKER)
     if config.option.in_job:
         from hpcstrat.testing import rank_jobs
@@ -73,7 +74,7 @@ def _counts(definition: pytest.Item) -> list[int]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a test of each number of ranks."""
+    """Make one test for each number of ranks in the marker."""
     if counts := _counts(metafunc.definition):
         if "num_ranks" not in metafunc.fixturenames:
             metafunc.fixturenames.append("num_ranks")
@@ -82,7 +83,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _size(item: pytest.Item) -> int:
-    """Return on how many ranks a test runs; 0 without the marker."""
+    """Return the number of ranks on which a test runs; 0 without the marker."""
     if not _counts(item):
         return 0
     callspec = getattr(item, "callspec", None)
@@ -98,7 +99,7 @@ def _size(item: pytest.Item) -> int:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave fixtures of marked tests to their ranks; a rank runs only its job's."""
+    """On a rank, keep tests of the job's size; otherwise, drop their fixtures."""
     sizes = {item: _size(item) for item in items}
     if config.option.in_job:
         here = launch_from_environment().size
@@ -111,7 +112,7 @@ def pytest_collection_modifyitems(
         rank_jobs.refuse_ranks()
     for item in items:
         if sizes[item]:
-            # The ranks make the fixtures, so that this process makes none.
+            # The ranks set up the fixtures, so this process must not.
             item.fixturenames.clear()  # type: ignore[attr-defined]
 
 
@@ -131,7 +132,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Replace the report of the call here by that of the ranks."""
+    """Replace this process's report of a marked test by the report of the ranks."""
     report = yield
     ranks = item.stash.get(_REPORT, None)
     if call.when != "call" or ranks is None:
@@ -152,7 +153,7 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 def job_tmp_path(
     request: pytest.FixtureRequest, num_ranks: int, tmp_path: Path
 ) -> Iterator[Path]:
-    """Yield a folder of the test that all ranks of its job see, on one machine."""
+    """Yield a folder for the test that all ranks of its job share, on one machine."""
     if num_ranks == 1:
         yield tmp_path
         return

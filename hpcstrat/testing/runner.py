@@ -30,16 +30,16 @@ __all__ = [
 
 
 class RankFailure(HpcstratError):
-    """A rank raised, or ended without a result.
+    """Error: a rank raised an exception, or ended without a result.
 
     Parameters
     ----------
     message : str
-        What was expected and found, and every traceback.
+        Expected and found state, and the traceback of each rank.
     failures : mapping of int to str
         Traceback of each rank that raised.
     returncode : int or None
-        The launcher's exit code; None if it had to be ended.
+        The launcher's exit code; None if the launcher had to be ended.
     stdout, stderr : str
         Output of launcher and ranks.
     """
@@ -61,16 +61,16 @@ class RankFailure(HpcstratError):
 
 
 class RankTimeout(RankFailure):
-    """The job did not end in time; the message shows where each rank was.
+    """Error: a job did not end in time; the message has the stacks of each rank.
 
     Parameters
     ----------
     *args : object
-        As for ``RankFailure``.
+        Arguments of ``RankFailure``.
     stacks : mapping of int to str
-        Python stacks of each rank that could answer.
+        Python stacks of each rank that responded.
     **kwargs : object
-        As for ``RankFailure``.
+        Arguments of ``RankFailure``.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Finished:
 
 
 def _is_installed(module: ModuleType) -> bool:
-    """Return whether other processes find this module without our sys.path."""
+    """Return whether other processes can import a module without our sys.path."""
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] == "hpcstrat":
         return True
@@ -110,7 +110,7 @@ def _is_installed(module: ModuleType) -> bool:
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return the call as bytes; a function of a test module travels with its code."""
+    """Return a pickled call; a function of a test module is pickled with its code."""
     try:
         import cloudpickle
     except ImportError as exc:
@@ -119,7 +119,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             "pip install cloudpickle"
         ) from exc
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    # The name __main__ means another module in the ranks; cloudpickle knows that.
+    # __main__ is another module on the ranks; cloudpickle handles that case itself.
     by_value = (
         module is not None
         and module.__name__ != "__main__"
@@ -133,16 +133,18 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    # The path comes first, as Python finds names in the call through it.
+    # The path is first, because Python needs it to import modules while it unpickles
+    # the call.
     return pickle.dumps((sys.path, call))
 
 
 def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the ranks' environment: no outer job, and this hpcstrat importable."""
+    """Return the ranks' environment: without an outer job, and with this hpcstrat."""
     environment = clean_environment(changes)
-    # A rank that crashes in C code shows where; `Job.show_stacks` needs it, too.
+    # Let a rank that crashes in C code print its stack; `Job.show_stacks` needs that,
+    # too.
     environment.setdefault("PYTHONFAULTHANDLER", "1")
-    # Tests of failures would leave files.
+    # Write no reports of hangs, because tests of failures would leave files.
     environment.setdefault("HPCSTRAT_HANG_FOLDER", "")
     checkout = Path(__file__).parents[2]
     if checkout not in map(Path, sysconfig.get_paths().values()):
@@ -160,8 +162,8 @@ def sections(title: str, texts: Mapping[int, str]) -> str:
 
 
 def _time_is_up(job: Job, n: int, timeout: float) -> RankTimeout:
-    """Collect the stacks of a job that still runs."""
-    # The processes, and their stacks, end with the job.
+    """Return the error for a job that still runs at its time limit, with its stacks."""
+    # Read the stacks now, because the end of the job ends the processes.
     job.show_stacks()
     stacks, stderr = job.stacks(), job.stderr
     ended = [rank for rank in range(n) if (job.folder / f"{rank}.result").exists()]
@@ -191,7 +193,7 @@ def finish(
     timeout: float,
     env: Mapping[str, str] | None,
 ) -> Finished:
-    """Run a command until it ends or its time is up, and leave no process behind."""
+    """Run a command until its end or its time limit, and leave no process behind."""
     job = Job(command, folder, _environment(env))
     try:
         returncode = job.wait(timeout)
@@ -211,7 +213,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     fault_tolerant: bool = False,
 ) -> Finished:
-    """Run a program on n ranks of this machine, to look at its exit code and output.
+    """Run a program on n ranks of this machine; return its exit code and output.
 
     Not collective.
 
@@ -224,11 +226,11 @@ def launch(
     timeout : float, optional
         Seconds after which the job is ended.
     launcher : path, optional
-        The mpirun to use; default: the one beside the interpreter, else of the PATH.
+        The mpirun to use; default: beside the interpreter, or else on the PATH.
     env : mapping of str to str, optional
         Environment variables to set for the job.
     fault_tolerant : bool, optional
-        Let the job live on when a rank dies, see `launch_command`.
+        Whether the job continues when a rank dies, see `launch_command`.
 
     Returns
     -------
@@ -238,7 +240,7 @@ def launch(
     Raises
     ------
     RankTimeout
-        If the job did not end in time; its Python processes' stacks are shown.
+        If the job did not end in time; the message has its Python processes' stacks.
     """
     words = launch_command(n, launcher, fault_tolerant=fault_tolerant)
     words += [os.fspath(word) for word in command]
@@ -264,29 +266,29 @@ def run(
     n : int
         Number of ranks; may exceed the number of cores.
     fn : callable
-        Called once on each rank; may be a local function or a lambda. It travels with
-        its code, by cloudpickle, unless it belongs to an installed package.
+        Function to call once on each rank; may be a local function or a lambda. It is
+        sent with its code, by cloudpickle, unless it belongs to an installed package.
     *args : object
-        Its arguments; picklable.
+        Arguments of the function; must be picklable.
     timeout : float, optional
         Seconds after which the job is ended.
     launcher : path, optional
-        The mpirun to use; default: the one beside the interpreter, else of the PATH.
+        The mpirun to use; default: beside the interpreter, or else on the PATH.
     env : mapping of str to str, optional
         Environment variables to set for the job.
 
     Returns
     -------
     list
-        The results of the function, in the order of ranks. The output of the ranks is
-        printed here.
+        The results of the function, in the order of ranks. This process prints the
+        output of the ranks.
 
     Raises
     ------
     RankFailure
-        If a rank raised or ended without a result; holds the tracebacks.
+        If a rank raised or ended without a result; the error has the tracebacks.
     RankTimeout
-        If the job did not end in time; holds the stacks.
+        If the job did not end in time; the error has the stacks.
 
     Examples
     --------
@@ -301,14 +303,14 @@ def run(
         words = [*launch_command(n, launcher), *child]
         finished = finish(words, folder, n, timeout, env)
         results = _results(folder, n, finished)
-    # Through Python's streams, which pytest captures.
+    # Write to Python's streams, because pytest captures them.
     sys.stdout.write(finished.stdout)
     sys.stderr.write(finished.stderr)
     return results
 
 
 def _results(folder: Path, n: int, finished: Finished) -> list[Any]:
-    """Return the ranks' results, or raise an error that says how they ended."""
+    """Return the ranks' results, or raise an error that says how the ranks ended."""
     failures = read_failures(folder)
     files = [folder / f"{rank}.result" for rank in range(n)]
     lost = [rank for rank, file in enumerate(files) if not file.exists()]

@@ -1,8 +1,8 @@
-"""Columns of files, and how their rows are read with few and large system calls.
+"""Columns of files, whose rows are read with few and large system calls.
 
-A column reads rows in increasing order. Contiguous rows are read by ``preadv``, run by
-run; others in slabs, such as the chunks of a compressed dataset, which a cache keeps
-for the next batches.
+A column reads rows in increasing order. Rows that are contiguous in the file are read
+by ``preadv``, run by run. Other rows are read in slabs, such as the chunks of a
+compressed dataset; a cache keeps slabs for the next batches.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ __all__ = [
     "SlabColumn",
 ]
 
-# Rows that take longer than this, besides copying, come from a disk. The kernel is then
-# told of all rows of a batch before the first is read, to fetch them at the same time.
+# If reading a row takes longer than this, besides copying, the file is not in the page
+# cache. The kernel is then notified of all rows of a batch before the first row is
+# read, so that it fetches them at the same time.
 _COLD_SECONDS = 2e-6
 _BYTES_PER_SECOND = 2e9
-# The most vectors that Linux takes in one call.
+# Maximum number of buffers in one call of ``preadv`` on Linux.
 _MOST_VECTORS = 1024
 
 _READER = load_reader()
 
 
 class Column(Protocol):
-    """Rows of one array of a file; ``how`` describes for people how they are read."""
+    """Rows of one array of a file; ``how`` tells people how the rows are read."""
 
     how: str
     num_rows: int
@@ -52,12 +53,12 @@ class Column(Protocol):
     dtype: Any
 
     def read(self, rows: Array, out: Array, places: Array | None = None) -> None:
-        """Read rows, in increasing order, to ``places`` of ``out``, or in order."""
+        """Read rows (sorted) into ``out``, one after another or at ``places``."""
         ...
 
 
 class _OpenFile:
-    """A file descriptor that is closed with its last user."""
+    """A file descriptor that is closed when its last user is gone."""
 
     def __init__(self, path: str, seen: tuple[int, int]) -> None:
         try:
@@ -82,7 +83,7 @@ class _OpenFile:
 
 
 class OpenFiles:
-    """The file descriptors of a data set; those used last are kept open."""
+    """The file descriptors of a data set; the most recently used ones stay open."""
 
     def __init__(self, most: int = 128) -> None:
         self._most = most
@@ -91,7 +92,7 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def note(self, path: str) -> None:
-        """Note size and time of a file, which must not change from now on."""
+        """Note a file's size and modification time, which must not change any more."""
         status = os.stat(path)
         self._seen[path] = status.st_size, status.st_mtime_ns
 
@@ -99,7 +100,7 @@ class OpenFiles:
         return self._seen[path][0]
 
     def get(self, path: str) -> _OpenFile:
-        """Return an open file, which stays open while the result is held."""
+        """Return an open file, which stays open as long as the caller keeps it."""
         with self._lock:
             found = self._open.get(path)
             if found is None:
@@ -111,7 +112,7 @@ class OpenFiles:
 
 
 class ContiguousColumn:
-    """Rows one after another in a file, with shape and dtype as stored."""
+    """Rows that are contiguous in a file, with the shape and dtype of the file."""
 
     how = "contiguous, read by preadv"
 
@@ -141,7 +142,8 @@ class ContiguousColumn:
         flat: Any = out.reshape(len(out), -1).view(np.uint8)
         offsets = rows * self._row_bytes + self._offset
         began = time.perf_counter()
-        # The kernel is told first which rows of a file on a disk will be read.
+        # If the file is not in the page cache, the reader first notifies the kernel of
+        # the rows to read.
         read = _read_rows if _READER is None else _READER.read_rows
         done = read(file.number, offsets, self._row_bytes, flat, places, self._is_cold)
         waited = time.perf_counter() - began - flat.nbytes / _BYTES_PER_SECOND
@@ -160,7 +162,7 @@ class ContiguousColumn:
 def _read_rows(  # noqa: PLR0917 - as of the compiled module
     fd: int, offsets: Array, row_bytes: int, out: Any, places: Any, announces: bool
 ) -> int:
-    """Read rows as reader.c does; return the number before the end of the file."""
+    """Read rows as reader.c does; return the number of rows before the file's end."""
     numbers = range(len(offsets)) if places is None else places.tolist()
     lines = [memoryview(out[number]) for number in numbers]
     runs = list(runs_of(offsets, row_bytes))
@@ -172,7 +174,8 @@ def _read_rows(  # noqa: PLR0917 - as of the compiled module
             last = min(first + _MOST_VECTORS, end)
             done = os.preadv(fd, lines[first:last], int(offsets[first]))
             if done != (last - first) * row_bytes:
-                # Linux may give less than was asked for; the rest row by row.
+                # Linux may read fewer bytes than requested; read the other rows one by
+                # one.
                 for number in range(first + done // row_bytes, last):
                     if not _read_row(fd, lines[number], int(offsets[number])):
                         return number
@@ -189,14 +192,16 @@ def _read_row(fd: int, line: memoryview, place: int) -> bool:
 
 
 class SlabCache:
-    """The slabs that were used last, up to a number of bytes.
+    """The most recently used slabs, up to a number of bytes.
 
-    Threads that want the same slab at the same time wait for the first.
+    Threads that request the same slab at the same time wait until the first has loaded
+    it.
     """
 
     def __init__(self, most_bytes: int = 64 << 20) -> None:
         self._most_bytes = most_bytes
-        # Page faults of fresh memory cost as much as unpacking a slab into it.
+        # Reuse memory: page faults of new memory cost as much as unpacking a slab into
+        # it.
         self._memory = Recycler()
         self._kept: OrderedDict[Any, Array] = OrderedDict()
         self._bytes = 0
@@ -219,12 +224,12 @@ class SlabCache:
         return found
 
     def holds(self, key: Any) -> bool:
-        """Return whether a slab is kept, or being loaded."""
+        """Return whether a slab is in the cache, or is being loaded."""
         with self._lock:
             return key in self._kept or key in self._loading
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return memory for a slab, perhaps of one that was dropped."""
+        """Return memory for a slab, perhaps the memory of a dropped slab."""
         with self._lock:
             return self._memory.empty(shape, dtype)
 
@@ -242,7 +247,7 @@ class SlabColumn:
     """Rows that are read in slabs: chunks, row groups, or runs of another library.
 
     ``load(slab)`` returns the rows of a slab; slabs begin at the rows ``starts``.
-    ``load_into(slab, out)`` reads a whole slab past the cache, and returns False where
+    ``load_into(slab, out)`` reads a whole slab without the cache, and returns False if
     it cannot.
     """
 
@@ -283,7 +288,7 @@ class SlabColumn:
             out[slice(start, end) if places is None else places[start:end]] = found
 
     def _read_whole(self, slab: int, out: Array) -> bool:
-        """Read a slab past the cache, unless it is there; return whether it did."""
+        """Read a slab into ``out`` unless it is cached; return whether it was read."""
         load = self._load_into
         if load is None or self._cache.holds((self._key, slab)):
             return False
@@ -291,7 +296,7 @@ class SlabColumn:
 
 
 class PaddedColumn:
-    """A column shorter than its dimension; the missing rows have one fill value."""
+    """A column that is shorter than its dimension; missing rows have a fill value."""
 
     def __init__(self, column: Column, num_rows: int, value: Any) -> None:
         self._column = column
@@ -311,7 +316,7 @@ class PaddedColumn:
 
 
 class DecodedColumn:
-    """A column of decoded values."""
+    """A column whose stored values a function decodes."""
 
     def __init__(
         self, column: Column, dtype: Any, decode: Callable[[Array, Array], None]

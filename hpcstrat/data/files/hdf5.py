@@ -1,8 +1,9 @@
-"""Columns of HDF5 files: where their bytes lie, and how they are packed.
+"""Columns of HDF5 files: the offsets of their bytes, and the unpacking of chunks.
 
-h5py holds its lock while it reads, so that threads read one after another. So
-contiguous datasets, and chunks that are packed by gzip with or without HDF5's
-shuffling, are read and unpacked here; h5py reads all others.
+h5py holds its lock while it reads, so that threads read one after another. Therefore
+this module itself reads contiguous datasets, and reads and unpacks chunks that are
+compressed by gzip (with or without HDF5's shuffle filter) or not at all. h5py reads all
+other datasets.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from hpcstrat.engine.typing import Array
 __all__ = ["datasets_of", "hdf5_column", "open_hdf5"]
 
 _READER = load_reader()
-# Rows that h5py reads at once where it has to.
+# Number of bytes that h5py reads at once from a dataset without chunks.
 _SLAB_BYTES = 1 << 20
 _PLAIN_KINDS = "biufc"
 
 
 def open_hdf5(path: str) -> Any:
-    """Open a file for reading; raise ValueError where it cannot be."""
+    """Open a file for reading; raise ValueError if it cannot be opened."""
     with open(path, "rb") as file:
         magic = file.read(3)
     if magic == b"CDF":
@@ -53,11 +54,11 @@ def open_hdf5(path: str) -> Any:
 
 
 def datasets_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Give all datasets of a group and its groups that have rows, by path."""
+    """Yield the path and the dataset of each dataset with rows, also in subgroups."""
     for name, item in group.items():
         if hasattr(item, "visititems"):
             yield from datasets_of(item, f"{prefix}{name}/")
-        # A scalar describes the file; it is no column of examples.
+        # Leave out scalars: they describe the file, and are not columns of examples.
         elif hasattr(item, "ndim") and item.ndim:
             yield prefix + name, item
 
@@ -70,7 +71,7 @@ def hdf5_column(dataset: Any, path: str, files: OpenFiles, cache: SlabCache) -> 
     if not is_plain or dataset.is_virtual or dataset.external:
         return _through_h5py(dataset, path, files, cache)
     offset = dataset.id.get_offset()
-    # A dataset that was never written may have an offset, and no bytes.
+    # A dataset that was never written may have an offset but no bytes.
     if offset is not None and dataset.id.get_storage_size() >= dataset.nbytes > 0:
         return ContiguousColumn(
             files, path, offset=offset, shape=dataset.shape, dtype=dtype
@@ -105,7 +106,7 @@ def _through_h5py(
     known = files.size(path)
 
     def load(slab: int) -> Array:
-        # h5py gives zeros for what a shortened file has lost.
+        # h5py would return zeros for rows beyond the end of a shortened file.
         if os.stat(path).st_size < known:
             raise ValueError(
                 f"expected {known} bytes in {path}, found that it was shortened; make "
@@ -156,7 +157,7 @@ def _copy(packed: bytes, out: Array) -> None:
 
 
 def _decompressed(packed: bytes, size: int) -> Any:
-    """Return data unpacked from zlib's format; by libdeflate if it is installed."""
+    """Decompress data in zlib's format, with libdeflate if it is installed."""
     try:
         import deflate
     except ImportError:
@@ -169,7 +170,7 @@ def _inflate(packed: bytes, out: Array) -> None:
 
 
 def _inflate_shuffled(packed: bytes, out: Array, size: int) -> None:
-    """Undo HDF5's shuffling, which puts the first bytes of all numbers first."""
+    """Decompress a chunk, and undo HDF5's shuffle filter on its bytes."""
     decompressed = _decompressed(packed, out.size)
     if _READER is not None:
         _READER.unshuffle(decompressed, out, size)
@@ -181,7 +182,7 @@ def _inflate_shuffled(packed: bytes, out: Array, size: int) -> None:
 
 
 class _Chunks:
-    """The chunks of a dataset: where each lies in the file, and its unpacking."""
+    """The chunks of a dataset: their offsets in the file, and their unpacking."""
 
     def __init__(
         self,
@@ -218,7 +219,7 @@ class _Chunks:
         rows = np.full((num_rows, *self._shape[1:]), self._fill, self._dtype)
         for place in places:
             chunk = self._chunk_at(file.number, place)
-            # Chunks at the edges are filled up.
+            # Chunks at the edges are padded; keep only the part inside the dataset.
             inside = [
                 slice(start, min(start + length, end))
                 for start, length, end in zip(
@@ -230,7 +231,7 @@ class _Chunks:
         return rows
 
     def load_into(self, slab: int, out: Array) -> bool:
-        """Unpack a slab into memory of its size; return whether it is one chunk."""
+        """Unpack a slab of one chunk into ``out``; return False for other slabs."""
         places = self._places.get(slab, [])
         if len(places) != 1 or out.shape != self._chunk or out.dtype != self._dtype:
             return False
@@ -254,7 +255,7 @@ class _Chunks:
             )
         try:
             self._unpack(packed, chunk.reshape(-1).view(np.uint8))
-        # Each library has errors of its own.
+        # Each library raises its own types of errors.
         except Exception as error:
             raise ValueError(
                 f"expected a chunk that can be unpacked at {offset} of {self._path} "

@@ -1,6 +1,6 @@
-"""Finds the fields of a NetCDF-4 file, and decodes their stored values.
+"""Fields of NetCDF-4 files, and the decoding of their stored values.
 
-It follows CF 1.11 (sections 2.5.1, 4, 7.1 and 8.1) and the NetCDF-4 format, whose files
+Decoding follows CF 1.11 (sections 2.5.1, 4, 7.1 and 8.1). Files of the NetCDF-4 format
 are HDF5 files.
 """
 
@@ -18,7 +18,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["decoded", "fields_of", "is_netcdf", "padded"]
 
-# Fill values of the NetCDF library where nothing was written, by type.
+# Fill values of the NetCDF library for data that were never written, by type.
 _DEFAULT_FILLS = {
     "i1": -127,
     "u1": 255,
@@ -34,12 +34,12 @@ _DEFAULT_FILLS = {
 
 
 def is_netcdf(file: Any, path: str) -> bool:
-    """Whether an HDF5 file is to be read as NetCDF-4."""
+    """Return whether an HDF5 file is to be read as NetCDF-4."""
     return path.endswith((".nc", ".nc4", ".cdf")) or "_NCProperties" in file.attrs
 
 
 def _scale_of(dataset: Any) -> Any:
-    """Return the dimension scale of the rows of a dataset; None without one."""
+    """Return the dimension scale of a dataset's first dimension, or None."""
     if not dataset.ndim or not len(dataset.dims[0]):
         return None
     return dataset.dims[0][0]
@@ -48,9 +48,9 @@ def _scale_of(dataset: Any) -> Any:
 def fields_of(
     datasets: dict[str, Any], dimension: str | None, path: str
 ) -> tuple[dict[str, Any], int]:
-    """Return the fields along the dimension of the rows, and its length.
+    """Return the fields along the dimension of the rows, and the dimension's length.
 
-    Coordinates and bounds are no fields.
+    Coordinates and bounds are not fields.
     """
     scales = {name: _scale_of(dataset) for name, dataset in datasets.items()}
     fields = {
@@ -109,7 +109,7 @@ def _stored_type(dataset: Any) -> Any:
 
 
 def padded(column: Column, dataset: Any, length: int) -> Column:
-    """Return a column as long as its dimension; rows that are not there are fill."""
+    """Return a column as long as its dimension; missing rows have the fill value."""
     if column.num_rows >= length:
         return column
     fill = _scalar(dataset, "_FillValue")
@@ -120,9 +120,10 @@ def padded(column: Column, dataset: Any, length: int) -> Column:
 
 
 def decoded(column: Column, dataset: Any) -> Column:
-    """Return a column of decoded values: scaled, and NaN for missing ones.
+    """Return a column of decoded values: scaled, and NaN for missing values.
 
-    Integers of up to 16 bits become float32, others float64; floats keep their type.
+    Integers of up to 16 bits become float32, and larger integers float64. Floats keep
+    their type.
     """
     fill, missing = _scalar(dataset, "_FillValue"), dataset.attrs.get("missing_value")
     scale, offset = _scalar(dataset, "scale_factor"), _scalar(dataset, "add_offset")
@@ -169,7 +170,7 @@ def _decode(
     offset: float,
 ) -> None:
     values = values.view(stored)
-    # Missing values are marked as stored, before they are scaled.
+    # Find missing values in the stored values, before scaling.
     is_gone = np.zeros(values.shape, bool)
     for value in gone:
         is_gone |= values == np.asarray(value).astype(stored)

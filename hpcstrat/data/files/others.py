@@ -29,7 +29,7 @@ def _not_installed(library: str, path: str) -> ImportError:
 
 
 def npy_column(path: str, files: OpenFiles) -> Column:
-    """Return the array of a file of `numpy.save` as a column."""
+    """Return the array in a file from `numpy.save` as a column."""
     with open(path, "rb") as file:
         try:
             version = np.lib.format.read_magic(file)
@@ -62,7 +62,7 @@ def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
     store = zarr.open(path, mode="r")
     arrays: Iterable[tuple[str, Any]] = [("", store)]
     if hasattr(store, "members"):
-        # Members come in any order, which may differ between ranks.
+        # Sort the members, because their order may differ between ranks.
         found_arrays = {
             name: item
             for name, item in store.members(max_depth=None)
@@ -88,7 +88,7 @@ def zarr_columns(path: str, cache: SlabCache) -> dict[str, Column]:
 
 
 def _read_slab(array: Any, size: int, slab: int) -> Array:
-    """Read a row of chunks of an array of Zarr."""
+    """Read the rows of one slab (chunk or shard) of a Zarr array."""
     stop = min((slab + 1) * size, array.shape[0])
     return np.asarray(array[slab * size : stop])
 
@@ -114,7 +114,7 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
         load = partial(_read_group, path, name)
         first = _no_rows(file.schema_arrow.field(name).type)
         if first is None:
-            # All lists must have the length of the first row's.
+            # All lists must be as long as the list in the first row.
             first = load(0) if sizes else np.empty((0, 0))
         found[name] = SlabColumn(
             cache,
@@ -130,7 +130,7 @@ def parquet_columns(path: str, cache: SlabCache) -> dict[str, Column]:
 
 
 def _no_rows(kind: Any) -> Array | None:
-    """Return no rows of a type of Parquet; None for lists of unknown length."""
+    """Return an empty array for a Parquet type; None for lists of unknown length."""
     import pyarrow
 
     if pyarrow.types.is_fixed_size_list(kind):
@@ -144,10 +144,10 @@ def _no_rows(kind: Any) -> Array | None:
 
 
 def _read_group(path: str, name: str, group: int) -> Array:
-    """Read a column of a Parquet file, a row group at once."""
+    """Read one row group of a column of a Parquet file."""
     from pyarrow import parquet
 
-    # A file for each call: readers may be several threads.
+    # Open the file in each call, because several threads may read.
     with parquet.ParquetFile(path) as file:
         column = file.read_row_group(group, columns=[name]).column(0)
     if column.null_count:
@@ -171,6 +171,6 @@ def _read_group(path: str, name: str, group: int) -> Array:
 
 
 def is_zarr(path: str) -> bool:
-    """Whether a folder is a Zarr store."""
+    """Return whether a folder is a Zarr store."""
     names = ("zarr.json", ".zgroup", ".zarray")
     return any(os.path.exists(os.path.join(path, name)) for name in names)

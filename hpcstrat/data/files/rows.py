@@ -1,4 +1,4 @@
-"""Rows of many files, one file behind the other, as one stage of a data set."""
+"""Rows of many files, one file after another, as one stage of a data set."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SHOWN = 6
 
 
 def files_of(paths: Any) -> list[str]:
-    """Return the files that a path, a pattern, or a list of them means, in order.
+    """Return the files that match a path, a pattern, or a list of paths and patterns.
 
-    A folder means its Parquet files, unless it is a Zarr store. FileNotFoundError for
-    none.
+    The files have the order of the list. A folder stands for its Parquet files, unless
+    it is a Zarr store. Raises FileNotFoundError if nothing matches.
     """
     given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else list(paths)
     found: list[str] = []
@@ -60,7 +60,7 @@ def files_of(paths: Any) -> list[str]:
 
 
 def matching_files(patterns: Any) -> list[str]:
-    """Return the files that patterns mean, sorted; FileNotFoundError for none."""
+    """Return the files that match patterns, sorted; FileNotFoundError if none does."""
     if isinstance(patterns, (str, os.PathLike)):
         patterns = [patterns]
     found = {name for pattern in patterns for name in glob.glob(os.fspath(pattern))}
@@ -91,9 +91,9 @@ class _File:
 
 
 class FileRows(Rows):
-    """The rows of files, as a mapping of columns, nested as the files' groups.
+    """The rows of files, as mappings of columns that are nested like the files' groups.
 
-    ``columns`` chooses by name or pattern; one name alone gives a bare array.
+    ``columns`` selects columns by name or pattern; with one name, rows are bare arrays.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class FileRows(Rows):
         self.paths = list(paths)
         self._files = OpenFiles()
         self._cache = SlabCache()
-        # Page faults of fresh memory cost more than to copy a batch.
+        # Reuse memory: page faults of new memory cost more than copying a batch.
         self._memory, self._recycling = Recycler(), threading.Lock()
         self._dimension, self._decode = dimension, decode
         wanted = [columns] if isinstance(columns, str) else columns
@@ -138,7 +138,7 @@ class FileRows(Rows):
         netcdf, length = is_netcdf(file, path), None
         if netcdf and datasets:
             fields, length = fields_of(datasets, self._dimension, path)
-            # A coordinate is a column if it is asked for by name.
+            # A coordinate is a column if it is requested by name.
             named = {name: datasets[name] for name in wanted or () if name in datasets}
             datasets = {**fields, **named}
         chosen = _chosen(datasets, wanted, path)
@@ -158,7 +158,7 @@ class FileRows(Rows):
             where = np.argsort(rows)
             rows = rows[where]
             if (rows[1:] == rows[:-1]).any():
-                # Rows that come several times are read once.
+                # Read rows that are requested several times only once.
                 rows, inverse = np.unique(places, return_inverse=True)
                 where = None
         ends = np.searchsorted(rows, self._starts)
@@ -179,14 +179,14 @@ class FileRows(Rows):
         return self._structured(found)
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return memory of a batch that nobody holds any more, or new one."""
+        """Return the memory of a batch that is no longer used, or new memory."""
         if dtype.hasobject:
             return np.empty(shape, dtype)
         with self._recycling:
             return self._memory.empty(shape, dtype)
 
     def columns(self) -> dict[str, Column]:
-        """Return the columns of the first file, as those of all."""
+        """Return the first file's columns; all files have the same names and types."""
         return self._parts[0].columns
 
     def _structured(self, found: dict[str, Array]) -> Tree:
@@ -214,7 +214,7 @@ class FileRows(Rows):
 def _chosen(
     found: dict[str, Any], wanted: Sequence[str] | None, path: str
 ) -> dict[str, Any]:
-    """Return the columns that names and patterns mean, in their order."""
+    """Return the columns that match names and patterns, in the patterns' order."""
     if not found:
         raise ValueError(f"expected columns with rows in {path}, found none")
     if wanted is None:
