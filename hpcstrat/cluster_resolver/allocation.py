@@ -22,8 +22,8 @@ class Placement:
     rank: int
     nodes: Sequence[str]
     places: Sequence[tuple[int, int]]
-    # Number of GPUs of this rank's node. None means that the scheduler does not tell;
-    # then CUDA_VISIBLE_DEVICES counts.
+    # Number of GPUs of this rank's node. None if the scheduler does not tell the
+    # number; the length of CUDA_VISIBLE_DEVICES then counts.
     gpus_on_node: int | None = None
 
 
@@ -82,8 +82,8 @@ class AllocationClusterResolver(ClusterResolver):
             # If fewer GPUs than tasks are visible, the launcher has assigned each task
             # its own.
             per_node = len(visible) if len(visible) >= count else len(visible) * count
-        # A list of another length has this task's own GPUs only; it is set by srun
-        # --gpus-per-task, or by another resolver.
+        # If CUDA_VISIBLE_DEVICES has another length, it lists only this task's own
+        # GPUs, because srun --gpus-per-task or another resolver has set it.
         whole = not visible or len(visible) == per_node
         if per_task is None:
             share = per_node // count
@@ -108,9 +108,10 @@ class AllocationClusterResolver(ClusterResolver):
         Returns
         -------
         ClusterSpec
-            Tasks of the jobs, whose ranks have the order of ``jobs``.
+            Tasks of all jobs; ranks are assigned to jobs in the order of ``jobs``.
         """
-        # Set the variable in this method, as tf.distribute does, and never empty it.
+        # Set CUDA_VISIBLE_DEVICES in this method, as tf.distribute does, and never
+        # empty it.
         if self._auto_set_gpu and self._own_gpus:
             self._variables[_GPUS] = self._own_gpus
         cluster, first = {}, 0

@@ -132,8 +132,8 @@ def _seconds(text: str) -> float:
 
 
 def _slurm_end(job: str) -> float | None:
-    # Without a limit, the variable is not a number; Slurm before version 23 does not
-    # set it.
+    # SLURM_JOB_END_TIME is no number for a job without a limit; Slurm before version 23
+    # does not set it.
     said = os.environ.get("SLURM_JOB_END_TIME", "")
     if not said.isdecimal():
         words = ["squeue", "--noheader", "--jobs", job, "--format=%e"]
@@ -160,14 +160,14 @@ def _pbs_end(job: str) -> float | None:
 
 def _flux_end(job: str) -> float | None:
     del job
-    # Pass no job: the command finds the job in which it runs, also in a batch script.
+    # `flux job timeleft` finds the job in which it runs, also in a batch script.
     left = int(output_of(["flux", "job", "timeleft"]))
     return None if left == _FLUX_UNLIMITED else time.time() + left
 
 
 def _lsf_end(job: str) -> float | None:
-    # For example, 1:58 L has hours and minutes until a limit. With E or X instead of L,
-    # the time is an estimate.
+    # LSF prints, for example, 1:58 L: hours and minutes until the limit. With E or X
+    # instead of L, the time is an estimate.
     said = output_of(["bjobs", "-noheader", "-o", "time_left", job])
     found = re.match(r"\s*(\d+):(\d+) L\b", said)
     return time.time() + 60 * _seconds(f"{found[1]}:{found[2]}") if found else None

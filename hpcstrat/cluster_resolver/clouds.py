@@ -37,7 +37,7 @@ class _Cloud(ClusterResolver):
 
 
 class GCEClusterResolver(_Cloud):
-    """Not supported: Google Compute Engine. The error has an alternative."""
+    """Google Compute Engine is not supported; the error names an alternative."""
 
     found = "which asks Google for the machines of an instance group"
     advice = (
@@ -47,7 +47,7 @@ class GCEClusterResolver(_Cloud):
 
 
 class KubernetesClusterResolver(_Cloud):
-    """Not supported: pods of Kubernetes. The error has an alternative."""
+    """Pods of Kubernetes are not supported; the error names an alternative."""
 
     found = "which asks Kubernetes for its pods"
     advice = (
@@ -57,7 +57,7 @@ class KubernetesClusterResolver(_Cloud):
 
 
 class TPUClusterResolver(_Cloud):
-    """Not supported: TPUs. The error has an alternative."""
+    """TPUs are not supported; the error names an alternative."""
 
     found = "and no TPU is supported"
     advice = "use MultiWorkerMirroredStrategy, which needs no resolver, on CPUs or GPUs"

@@ -163,8 +163,7 @@ class PBSClusterResolver(HostListClusterResolver):
     _scheduler = "PBS"
 
     def _slots(self, env: Mapping[str, str]) -> dict[str, int]:
-        # Count the lines of each host: they may be apart, but a host's ranks are
-        # successive.
+        # A host's lines need not be adjacent in the file, but its ranks are successive.
         return dict(Counter(words[0] for words in self._lines(env, "PBS_NODEFILE")))
 
 

@@ -142,7 +142,8 @@ class PMIxClusterResolver(_MpiClusterResolver):
 
     _launcher = "a PMIx launcher, such as srun --mpi=pmix"
     _rank_names = ("PMIX_RANK",)
-    # The step's variable is before the job's, because a step may have fewer tasks.
+    # Slurm's variable of the step is before the job's, because a step may have fewer
+    # tasks.
     _size_names = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     _local_rank_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
     _local_size_names = ("OMPI_COMM_WORLD_LOCAL_SIZE",)

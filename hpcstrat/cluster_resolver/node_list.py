@@ -13,8 +13,8 @@ _NAME = re.compile(r"[^\s,\[\]]*")
 _ITEM = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _LAST_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-# Limit, because a few characters of a damaged list may mean more names than fit in
-# memory.
+# Maximum number of names, because a few characters of a damaged list may mean more
+# names than fit in memory.
 _MOST_NODES = 1 << 24
 
 
@@ -129,7 +129,7 @@ def compress_node_list(nodes: Sequence[str]) -> str:
             continue
         ranges = last_group[2]
         first, last = ranges[-1]
-        # Compare with leading zeros: n10 is the successor of n9, but n010 not of n09.
+        # Compare with leading zeros: n10 follows n9, but n010 does not follow n09.
         if number == f"{int(last) + 1:0{len(first)}d}":
             ranges[-1][1] = number
         else:

@@ -133,7 +133,7 @@ def _lay_out(
     # Ignore the distribution over sockets and cores, which moves no rank to another
     # node.
     across = stated.partition(":")[0].partition(",")[0]
-    # With these two, the environment does not say on which node each rank is.
+    # For plane and arbitrary, the environment does not tell on which node each rank is.
     if across in ("plane", "arbitrary"):
         raise RuntimeError(
             f"expected tasks distributed by block or cyclic, found {stated}; start the "

@@ -18,7 +18,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     Each call reads the variable, and raises a ValueError if it is not a JSON object.
     Without the variable, there is no cluster. A single task has an empty address. If
-    ``TF_CONFIG`` has a ``session_master``, ``master()`` always returns that.
+    ``TF_CONFIG`` has a ``session_master``, ``master()`` always returns this address.
 
     Parameters
     ----------

@@ -131,7 +131,7 @@ def _num_rows(parent: Stage) -> int:
         return parent.cardinality
     try:
         leaf = flatten(parent.spec())[0][0]
-    # The program gets this error when it requests elements.
+    # Ignore the error: the program gets it again when it requests elements.
     except Exception:
         return UNKNOWN
     if not leaf.shape or leaf.shape[0] is None:

@@ -66,8 +66,8 @@ class Batched(Stage):
     def owned(self, num_replicas: int, replicas: range) -> Batched:
         """Return the same batches, with rows sorted by the replicas that own them.
 
-        The piece of each replica then has as many of its own rows as fit. ``replicas``
-        are the replicas of this rank; a cache keeps only their rows.
+        The piece of each replica then has as many rows that this replica owns as fit.
+        ``replicas`` are the replicas of this rank; a cache keeps only their rows.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""One batch: its rows, and the pieces into which it is cut for replicas.
+"""Division of the rows of batches between replicas.
 
 Batches are cut by two rules of tf.distribute. *Pieces*: every batch is cut by itself
 into pieces of ``ceil(length / replicas)`` rows. If all workers read the same batches,
@@ -246,7 +246,7 @@ def deal_elements(elements: Iterable[Tree], count: int) -> Iterator[list[Tree]]:
     scalars, it is left out.
     """
     source = iter(elements)
-    # Elements of this step; after an error, the next step uses them.
+    # Elements that were read for this step; after an error, the next step uses them.
     ready: list[Tree] = []
 
     def step() -> list[Tree]:

@@ -5,7 +5,8 @@ different orders, some rows are used twice, and other rows never. Therefore a ha
 the batch is part of the message that workers exchange in every step anyway.
 
 For fields of Python objects, only shapes and types are compared. The same holds for
-arrays on GPUs after an iteration's first batch, because the host would have to wait.
+arrays on GPUs after an iteration's first batch, because a hash of their bytes would
+make the host wait for the GPU.
 """
 
 from __future__ import annotations

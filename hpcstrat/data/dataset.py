@@ -96,7 +96,7 @@ class Dataset:
         # attribute.
         self.lineage: Lineage
         if isinstance(source, Lineage):
-            # A method of this class makes a new data set from a lineage.
+            # The methods of this class pass a lineage instead of a source.
             self.lineage = source
         else:
             stage: Stage
@@ -365,7 +365,7 @@ class Dataset:
         """Return the elements in random order.
 
         Not collective. For rows with random access, the order is computed from seed,
-        epoch and place, so that its memory does not grow with the number of rows.
+        epoch and place, so that memory use does not grow with the number of rows.
 
         Parameters
         ----------
@@ -378,7 +378,7 @@ class Dataset:
             Whether each epoch has its own order.
         blocks : int, optional
             Instead, permute blocks of this many rows, and mix the rows of ``window``
-            blocks. A file reads a block at once, but neighboring rows often share a
+            blocks. Files read whole blocks faster, but neighboring rows often share a
             batch.
         window : int
             Number of blocks whose rows are mixed.
@@ -548,7 +548,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            The part.
+            The elements of this part.
 
         Raises
         ------
@@ -1048,7 +1048,8 @@ class Dataset:
     def element_spec(self) -> Tree:
         """Shapes and dtypes of the arrays of an element, as ArraySpec.
 
-        To learn them, functions of `map` are called with the first elements.
+        To learn the shapes and dtypes, functions of `map` are called with the first
+        elements.
         """
         return self.lineage.spec()
 
@@ -1144,7 +1145,7 @@ class Dataset:
         """
         return f"a data set of {self.stage.describe()}"
 
-    # Methods that distribution calls
+    # Methods that distributed data sets call
 
     @property
     def stage(self) -> Stage:
@@ -1228,7 +1229,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            The part.
+            The elements of this part.
 
         Raises
         ------
@@ -1243,7 +1244,7 @@ class Dataset:
         return self if found is self.lineage else Dataset(found)
 
     def auto_shard(self, num_workers: int, index: int) -> Dataset:
-        """Return one worker's part of the data set, by the auto-shard policy.
+        """Return one worker's part of the data set, as the auto-shard policy says.
 
         Not collective. With policy DATA, and with AUTO if there are no files, each
         worker gets every ``num_workers``-th element. (A strategy cuts each global batch
@@ -1259,7 +1260,7 @@ class Dataset:
         Returns
         -------
         Dataset
-            The part.
+            The elements of this part.
 
         Raises
         ------

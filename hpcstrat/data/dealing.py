@@ -228,12 +228,12 @@ class _DealtBatches(Iterator[Tree]):
 
 
 class StreamDataset(ResumableDataset, DealtDataset):
-    """Per-replica batches of a chain without random access, which can be resumed.
+    """Per-replica batches of a data set without random access, with saved positions.
 
-    It works as `DealtDataset`. A restored iteration makes the batches before its
-    position again, and drops them. If workers read different parts of the data
-    (policies FILE, OFF and HINT), it can continue only with the same number of workers
-    and replicas.
+    A StreamDataset works like a `DealtDataset`. A restored iteration makes the batches
+    before its position again, and drops them. If workers read different parts of the
+    data (policies FILE, OFF and HINT), the iteration can continue only with the same
+    number of workers and replicas.
     """
 
     def __iter__(self) -> DistributedIterator:
@@ -255,9 +255,9 @@ class StreamDataset(ResumableDataset, DealtDataset):
 class StatefulDataset(DealtDataset):
     """Per-replica batches of an iterable that can save its position itself.
 
-    It works as `DealtDataset`. The iterable has ``state_dict`` and ``load_state_dict``,
-    like torchdata's StatefulDataLoader. All workers read the same batches, so that the
-    iterable's position means the same on any number of replicas.
+    A StatefulDataset works like a `DealtDataset`. The iterable has ``state_dict`` and
+    ``load_state_dict``, like torchdata's StatefulDataLoader. All workers read the same
+    batches, so that the iterable's position means the same on any number of replicas.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class DistributedDataset(ResumableDataset):
     replica does not, the next collective call raises an error (only calls in main
     threads are compared). With ``on_error="raise"``, ``next()`` is collective: if a
     batch cannot be read on one replica, all replicas skip it. Elements have PerReplica
-    leaves, or bare arrays if there is one replica. Arrays are writable, and may have no
-    rows.
+    leaves, or bare arrays if there is one replica. Arrays are writable; an array may
+    have zero rows.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class DistributedDataset(ResumableDataset):
         self._placer = Placer(strategy, options)
         # One of the buffered batches is the batch that the program uses at the moment.
         buffered = options.experimental_per_replica_buffer_size - 1
-        # Arrays on GPUs are not read by threads, which would ignore the order of the
+        # Do not read arrays on GPUs in threads, which would ignore the order of the
         # program's stream.
         self._ahead = 0 if stage.is_on_gpu() else max(dataset.ahead, buffered)
         # Do not warn if a whole epoch is shorter than one batch.

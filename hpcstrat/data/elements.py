@@ -306,7 +306,7 @@ def _type_of(spec: ArraySpec) -> str:
 def writable(element: Tree) -> Tree:
     """Copy the read-only arrays of an element or batch, so that programs may write.
 
-    Other libraries refuse read-only memory, or write to it nevertheless.
+    The reason is that other libraries refuse read-only memory, or write to it anyway.
     """
 
     def copied(leaf: Any) -> Any:

@@ -154,7 +154,7 @@ class DistributedIterator:
         return Optional(False) if element is _END else Optional(True, element)
 
     def __repr__(self) -> str:
-        """Describe the elements."""
+        """Describe the iterator."""
         return f"<{type(self).__name__} of this process's parts of batches>"
 
 
@@ -275,7 +275,7 @@ class ResumableDataset(ReducibleDataset):
         }
 
     def _more_state(self) -> dict[str, int]:
-        """Return into how many parts the data are cut, where ranks may differ in it."""
+        """Return entries that a subclass adds to the state, such as ``num_parts``."""
         return {}
 
     def check_state(self, state: dict[str, int]) -> None:

@@ -34,8 +34,7 @@ class DatasetOptions:
 class Lineage:
     """A stage, and how it was made: by ``make``, from parents or from files.
 
-    ``opens_files`` says whether the stage opens files; names of files alone do not
-    count.
+    ``opens_files`` says whether the stage opens files; a list of names opens none.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Lineage:
         self._parents = tuple(parents)
         self._make = make
         self._files = None if files is None else list(files)
-        # The lineage over all files, if this one has a part of them.
+        # The lineage over all files, if this lineage has only a part of the files.
         self._whole: Lineage | None = None
 
     @classmethod
@@ -108,7 +107,7 @@ class Lineage:
         try:
             name = self.gives_names() and next(iter(self.stage.iterate(0)))
             return bool(name) and make(name).opens_files
-        # The program gets this error when it iterates.
+        # Ignore the error: the program gets it again when it iterates.
         except Exception:
             return False
 

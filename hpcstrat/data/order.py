@@ -170,8 +170,8 @@ class BufferedOrder:
             count = min(max(last - start, 0), _WINDOW_ROWS)
             rest = min(_WINDOW_ROWS - count, self._num_rows - start - count)
         slots = generator.integers(0, self._size, count)
-        # A draw returns the row that entered the slot at its previous draw, or at the
-        # start.
+        # A draw of a slot returns the row that entered it at its previous draw, or at
+        # the start.
         by_slot = np.argsort(slots, kind="stable")
         ordered = slots[by_slot]
         is_first = np.ones(count, bool)

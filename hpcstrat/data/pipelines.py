@@ -45,7 +45,7 @@ FINISHED, DIFFERENT, BATCH = range(3)
 # States of a replica in a step, in this order: its worker stops the iteration; its data
 # had no elements; its data have ended; it has a batch.
 _STOPPED, _ENDED, _LASTED, _GIVES = -1, 0, 1, 2
-# Stands for the hash in a step that compares no batches.
+# Value of the hash in a step that compares no batches.
 _UNSEEN = np.iinfo(np.int64).min
 
 
@@ -133,8 +133,8 @@ class Pipeline:
         self._running: Iterator[Any] | None = None
         # This worker's step, kept if another worker could not make its own step.
         self._kept: PipelineStep | None = None
-        # A pickled batch without rows, to send to replicas without data; no bytes
-        # before the first batch.
+        # A pickled batch without rows, to send to replicas without data; empty before
+        # the first batch.
         self._form = b""
         self._has_failed = False
         # The hash that is compared in this step, and its batch (None for the end of the
@@ -209,8 +209,7 @@ class Pipeline:
                     "raise another error"
                 ) from error
             for _ in range(self._skips):
-                # Ignore errors, because the program has skipped the steps that failed
-                # before.
+                # Steps before the restored position may fail again, as they did before.
                 with contextlib.suppress(Exception):
                     next(self._running, None)
         return next(self._running, None)
@@ -233,8 +232,9 @@ class Pipeline:
     def agree(self, step: PipelineStep, leaders: Any) -> int:
         """Agree with the other pipelines on the outcome of a step, and return it.
 
-        Collective over ``leaders`` (None for a single pipeline). After BATCH, each
-        replica has a part; the part has no rows if the replica's data have ended.
+        Collective over ``leaders`` (None for a single pipeline). If the outcome is
+        BATCH, each replica has a part, which has no rows if the replica's data have
+        ended.
         """
         states = step.states
         if leaders is not None:

@@ -62,8 +62,8 @@ class Placer:
         """Put the numeric arrays of a batch on the GPU, if the options say so.
 
         The program's current stream waits for the copy; the host does not wait. Other
-        leaves stay where they are. Of the leaves in host memory, read-only ones are
-        copied, and with ``copies`` all of them.
+        leaves stay where they are. Leaves in host memory are copied if they are
+        read-only, or if ``copies`` is set.
         """
         leaves, structure = flatten(batch)
         going = []
@@ -88,8 +88,8 @@ class Placer:
     def deliver(self, parts: list[Any], *, copies: bool) -> Tree:
         """Return this rank's parts of a batch as one distributed element.
 
-        With ``copies``, copy the parts of this rank's pipeline, because it may
-        overwrite its buffers.
+        With ``copies``, copy the parts of this rank's pipeline, because the pipeline
+        may overwrite its buffers.
         """
         # Unpickling is safe, because a rank of this job pickled the parts.
         return self.wrap(

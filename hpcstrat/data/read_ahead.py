@@ -130,7 +130,7 @@ class ReadAhead(Iterator[Tree]):
             self._tickets.put(ticket)
 
     def __next__(self) -> Tree:
-        """Return the next element, or raise the error that occurred instead of it."""
+        """Return the next element, or raise the error that prevented it."""
         if self._is_closed[0] or not self._ready:
             self.close()
             raise StopIteration
@@ -163,7 +163,7 @@ def read_ahead(parent: Stage, depth: int) -> Stage:
 
     def start(epoch: int) -> Iterator[Tree]:
         elements = parent.iterate(epoch)
-        # Use one thread, because only one can call the iterator at a time.
+        # Use one thread, because only one thread at a time can use an iterator.
         return ReadAhead(itertools.repeat(lambda: next(elements)), depth, 1)
 
     return Stream(

@@ -102,7 +102,7 @@ class Rows(Stage):
 
     # Number of rows to read at once when elements are requested one by one.
     block_rows: int = _BLOCK_ROWS
-    # The stage all of whose rows this stage has in every epoch, or None.
+    # The stage whose rows all occur in every epoch of this stage, or None.
     origin: Rows | None = None
 
     def read(self, places: Places, epoch: int) -> Tree:
@@ -128,7 +128,7 @@ class Rows(Stage):
         return self.cardinality if self.origin is None else self.origin.num_homes
 
     def keep(self, first: int, last: int) -> None:
-        """Let a cache keep only rows with homes from ``first`` to before ``last``."""
+        """Let a cache keep only rows whose `homes` are in ``range(first, last)``."""
         if self.origin is not None:
             self.origin.keep(first, last)
 

@@ -208,7 +208,7 @@ def buffered(parent: Stage, size: int | None, seed: int, reshuffles: bool) -> St
 
 
 def kept_errors_out(parent: Stage, logs: bool) -> Stream:
-    """Leave out the elements that raise an error; ``logs`` logs each error."""
+    """Leave out the elements that raise an error; with ``logs``, log each error."""
 
     def start(elements: Iterator[Tree], _: int) -> Iterator[Tree]:
         def step() -> Tree:
@@ -485,7 +485,8 @@ def sampled(
             f"expected a weight >= 0 for each of {len(parents)} data sets, found "
             f"{weights}; change the weights"
         )
-    # Leave out data sets of weight 0: the stream would wait for their ends forever.
+    # Leave out data sets of weight 0, because the stream would wait for their ends
+    # forever.
     drawn = [p for p, share in zip(parents, shares, strict=True) if share > 0]
     positive = shares[shares > 0]
     ends = np.cumsum(positive / np.sum(positive))

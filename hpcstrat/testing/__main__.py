@@ -41,7 +41,8 @@ def _fail(folder: Path, rank: int, size: int, exc: BaseException) -> NoReturn:
         done = [*folder.glob("*.failure"), *folder.glob("*.result")]
         return len(done) >= size
 
-    # Wait, because the end of this rank ends all ranks, even ranks about to report.
+    # Wait, because the end of this rank ends all ranks, even ranks that are about to
+    # report.
     wait_until(all_wrote, _GRACE_SECONDS)
     # The library's exception hook aborts the job here. Without this hook, the process
     # exits without MPI_Finalize, which would wait forever for ranks that wait for this

@@ -149,7 +149,7 @@ class RanksInStep:
                 write_whole(self.folder / name, own.encode())
             for rank in ranks:
                 os.kill(self.pids[rank], signal.SIGUSR1)
-                time.sleep(0.3)  # So that stacks of two ranks do not mix.
+                time.sleep(0.3)  # Keep the ranks' lines apart.
             self._abort("the other ranks' stacks are shown above")
 
         mine = _OUTCOMES.index(report.outcome)

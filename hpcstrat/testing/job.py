@@ -37,7 +37,7 @@ _NAP_SECONDS = 0.02
 _STACKS_SECONDS = 3.0
 _TERMINATE_SECONDS = 2.0
 # Seconds between searches for a launcher's processes, and seconds that a launcher may
-# run without any.
+# run without processes.
 _LOOK_SECONDS = 2.0
 _ALONE_SECONDS = 6.0
 _PROC = Path("/proc")
@@ -79,7 +79,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def note_rank(folder: Path, rank: int) -> None:
-    """Let the job of a folder read this process's stacks, and end this process."""
+    """Register this process with a job, which can then read its stacks and end it."""
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     pid = os.getpid()
@@ -121,8 +121,8 @@ class Job:
                 stdout=out,
                 stderr=err,
                 env={_SESSIONS: str(folder), **environment, _MARK: marks},
-                # With its own session, Ctrl-C in the terminal reaches only the caller,
-                # which ends the job.
+                # In its own session, the launcher does not receive the terminal's
+                # Ctrl-C; the caller receives it, and ends the job.
                 start_new_session=True,
             )
 
@@ -213,7 +213,7 @@ class Job:
         time.sleep(10 * _NAP_SECONDS)  # The last rank may still be writing.
 
     def stacks(self) -> dict[int, str]:
-        """Return the stacks of the ranks that wrote any since `show_stacks`."""
+        """Return the stacks that ranks have written since `show_stacks`, by rank."""
         found = {}
         for path in self.folder.glob("*.stacks"):
             if text := path.read_text(errors="replace"):

@@ -145,7 +145,7 @@ def run_test(item: pytest.Function, n: int) -> pytest.TestReport:
             report: Any = hook.pytest_report_from_serializable(
                 config=item.config, data=data
             )
-            if isinstance(report.longrepr, list):  # The reason of a skip.
+            if isinstance(report.longrepr, list):  # A skip's reason is a tuple.
                 report.longrepr = tuple(report.longrepr)
             if report.failed or finished.returncode == 0:
                 kept: pytest.TestReport = report

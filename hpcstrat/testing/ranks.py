@@ -99,7 +99,7 @@ def _size(item: pytest.Item) -> int:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """On a rank, keep tests of the job's size; otherwise, drop their fixtures."""
+    """On a rank, keep tests of its job's size; else, clear marked tests' fixtures."""
     sizes = {item: _size(item) for item in items}
     if config.option.in_job:
         here = launch_from_environment().size

@@ -100,7 +100,7 @@ class Finished:
 
 
 def _is_installed(module: ModuleType) -> bool:
-    """Return whether other processes can import a module without our sys.path."""
+    """Return whether a module can be imported without this process's sys.path."""
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] == "hpcstrat":
         return True
@@ -133,13 +133,13 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     finally:
         if by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    # The path is first, because Python needs it to import modules while it unpickles
-    # the call.
+    # sys.path is first in the pickle, because Python needs it to import modules while
+    # it unpickles the call.
     return pickle.dumps((sys.path, call))
 
 
 def _environment(changes: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the ranks' environment: without an outer job, and with this hpcstrat."""
+    """Return the ranks' environment: no outer job's variables, hpcstrat importable."""
     environment = clean_environment(changes)
     # Let a rank that crashes in C code print its stack; `Job.show_stacks` needs that,
     # too.

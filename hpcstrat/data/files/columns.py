@@ -58,7 +58,7 @@ class Column(Protocol):
 
 
 class _OpenFile:
-    """A file descriptor that is closed when its last user is gone."""
+    """A file descriptor that is closed when its last reference is deleted."""
 
     def __init__(self, path: str, seen: tuple[int, int]) -> None:
         try:
@@ -112,7 +112,7 @@ class OpenFiles:
 
 
 class ContiguousColumn:
-    """Rows that are contiguous in a file, with the shape and dtype of the file."""
+    """Rows of an array that is contiguous in a file."""
 
     how = "contiguous, read by preadv"
 
@@ -159,7 +159,7 @@ class ContiguousColumn:
             out[places] = out[places].byteswap()
 
 
-def _read_rows(  # noqa: PLR0917 - as of the compiled module
+def _read_rows(  # noqa: PLR0917 - arguments of the compiled one
     fd: int, offsets: Array, row_bytes: int, out: Any, places: Any, announces: bool
 ) -> int:
     """Read rows as reader.c does; return the number of rows before the file's end."""
