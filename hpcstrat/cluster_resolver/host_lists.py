@@ -21,8 +21,8 @@ class HostListClusterResolver(AllocationClusterResolver):
     """The ranks that an MPI launcher has started on the hosts of a scheduler's list.
 
     The list has the number of slots of each host. Ranks fill the hosts in the order of
-    the list: either all slots of a host, or the same number of ranks on each host. If
-    this rank is on another host than expected, an error is raised.
+    the list: each host up to its slots, or the same number of ranks on each host. If
+    this rank is on another host, an error is raised.
     """
 
     _scheduler = ""

@@ -17,7 +17,7 @@ def master_url(address: str, rpc_layer: str | None) -> str:
 
 
 class ClusterResolver(ABC):
-    """Base class: tells which tasks there are, and which task this process is.
+    """Base class of resolvers, which know a cluster's tasks and this process's task.
 
     Attributes
     ----------

@@ -89,7 +89,7 @@ def _show_array(array: Array) -> str:
 
 
 def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveError:
-    """Return the error that all replicas raise; it names the minority of workers."""
+    """Return the error that all replicas raise; it names the differing workers."""
     groups: dict[int, list[Sighting]] = {}
     for sighting in sightings:
         groups.setdefault(sighting[2], []).append(sighting)

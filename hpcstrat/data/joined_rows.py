@@ -159,7 +159,7 @@ class MixedRows(_JoinedRows):
         self._latest: tuple[Any, Any] = ((-1, -1), None)
 
     def _window(self, window: int, epoch: int) -> Array:
-        """Return a number for each place of a window, which encodes stage and row."""
+        """Return, for each place of a window, a number that encodes stage and row."""
         kept, numbers = self._latest
         if kept != (window, epoch):
             generator = generator_of(self._seed, epoch, window + 1)
@@ -226,7 +226,7 @@ def _quotas(weights: Sequence[float] | None, count: int) -> Array:
 
 
 class ZippedRows(Rows):
-    """One element of each stage, combined into one element, until the shortest ends."""
+    """One element of each stage, combined into one, until the shortest stage ends."""
 
     def __init__(self, parents: Tree) -> None:
         self.parents, self._structure = flatten(parents)

@@ -504,7 +504,7 @@ def sampled(
 
 
 def zipped(parents: Tree) -> Stream:
-    """Combine one element of each stage into one element, until the shortest ends."""
+    """Combine one element of each stage into one, until the shortest stage ends."""
     stages, structure = flatten(parents)
     lengths = [stage.cardinality for stage in stages]
     # The minimum is UNKNOWN (-2) if a length is unknown, because the stage of that

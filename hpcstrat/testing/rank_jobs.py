@@ -207,7 +207,7 @@ class _KeptReport:
 
 
 class _Limit:
-    """Ends a job that a user started by hand, with stacks, if a test takes too long."""
+    """Ends a hand-started job, and prints its stacks, if a test takes too long."""
 
     def __init__(self, stderr: TextIO) -> None:
         self.stderr = stderr

@@ -162,7 +162,7 @@ class ContiguousColumn:
 def _read_rows(  # noqa: PLR0917 - arguments of the compiled one
     fd: int, offsets: Array, row_bytes: int, out: Any, places: Any, announces: bool
 ) -> int:
-    """Read rows as reader.c does; return the number of rows before the file's end."""
+    """Read rows as reader.c does; return the number of rows that were read."""
     numbers = range(len(offsets)) if places is None else places.tolist()
     lines = [memoryview(out[number]) for number in numbers]
     runs = list(runs_of(offsets, row_bytes))
