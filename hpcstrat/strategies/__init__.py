@@ -1,4 +1,4 @@
-"""Strategies: how a program's replicas are laid out over the job's ranks."""
+"""Strategies: classes that assign a program's replicas to the ranks of the job."""
 
 from hpcstrat.strategies.base import Strategy
 from hpcstrat.strategies.central_storage import CentralStorageStrategy

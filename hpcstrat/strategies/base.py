@@ -52,49 +52,50 @@ if TYPE_CHECKING:
 
 
 class Strategy(OlderMethods):
-    """Base class: everything that strategies share.
+    """Base class with the methods that all strategies share.
 
-    Programs make one of its subclasses. Collective methods raise RuntimeError inside a
-    replica function.
+    Programs create an instance of a subclass, such as `MirroredStrategy`. Collective
+    methods raise RuntimeError inside a replica function.
 
     Parameters
     ----------
     collectives : Collectives, optional
-        The calls between the processes.
+        The collective calls between the processes; default: those of a single process.
     rank : int
-        The number of this process among those of the strategy.
+        The number of this process among the strategy's processes.
     device : str
         The device of this process.
     logical_replicas : int, optional
-        How many replicas the processes have together; default: one each.
+        Total number of replicas of all processes; default: one for each process.
     on_error : str
-        ``"abort"``: an exception in a replica function is raised on its replica only,
-        and ends the job when nothing catches it. ``"raise"``: the same ``run`` raises
-        it on all replicas, so that all can skip a step together. ``run``, merge calls,
-        updates, assignments in cross-replica context and ``next()`` of a data set then
-        end with an agreement of all replicas.
+        ``"abort"``: an exception in a replica function is raised only on the replica in
+        which it occurred, and ends the job if the program does not catch it.
+        ``"raise"``: the same call of ``run`` raises an error on all replicas, so that
+        all can skip the step together. ``run``, merge calls, updates, assignments in
+        cross-replica context and ``next()`` of a data set then end with a collective
+        check for errors.
 
     Attributes
     ----------
     extended : StrategyExtended
         Further methods.
     rank, num_ranks : int
-        The number of this process, and how many processes there are.
+        The number of this process, and the number of all processes of the strategy.
     local_replicas : range
         The replicas of this process.
     """
 
-    # A kind of strategy overrides these attributes and the four methods after the
-    # constructor. No other module asks for the class of a strategy.
+    # Subclasses override these attributes and the four methods after the constructor.
+    # Other modules read these attributes and never test the class of a strategy.
     is_default = False
     # Whether there may be several replicas, so that values are distributed values.
     distributes = True
     # Whether each rank of a job runs an independent program, with its own variables.
     ranks_are_independent = False
     # Whether every step sums gradients over the replicas. The integrations of PyTorch,
-    # JAX and Keras need this, and refuse other strategies.
+    # JAX and Keras refuse strategies that do not.
     sums_each_step = True
-    # Whether variables and batches go to this replica's GPU, also from host memory.
+    # Whether variables and batches in host memory are copied to this replica's GPU.
     puts_on_gpu = False
     # Whether this rank may have a CheckpointManager.
     saves_checkpoints = True
@@ -113,43 +114,46 @@ class Strategy(OlderMethods):
         self.rank, self.num_ranks = rank, self._ranks.size
         self.device = device
         self.extended = StrategyExtended(self)
-        # Whether a process may have several replicas, which are not bound to it.
+        # Whether replicas are logical: a process may run several, one after the other.
         self.logical = logical_replicas is not None
         self.replicas = LocalReplicas(self, self._ranks, rank, logical_replicas)
         self.local_replicas = self.replicas.block
-        # The calls between logical replicas; None if those of processes will do.
+        # The collective calls between logical replicas. None if each process runs one
+        # replica, because the calls between processes are enough then.
         self.meetings = self.replicas.meetings
         self.cross_entry = self.replicas.cross_entry
         self.raises_together = on_error == "raise"
-        # Writes a digest at each entry into `run`, on rank 0, if the settings ask.
+        # Writes a digest of the variables at each call of `run`. None except on rank 0,
+        # and except if the settings request digests.
         self.digests: StepDigests | None = None
-        # Functions to call once, at the end of this `run`, with whether it failed.
+        # Functions to call once at the end of the current `run`. Their argument says
+        # whether the run failed.
         self.run_ends: list[Callable[[bool], None]] = []
         # Division of the replicas into groups; None if all are in sync.
         self.split: Split | None = None
         self._settings: Settings | None = None
 
     def variable_class(self, options: VariableOptions) -> Any:
-        """Return the class of new variables; for the library's own modules."""
+        """Return the class of new variables; called by the library's own modules."""
         on_read = options.synchronization is VariableSynchronization.ON_READ
         return SyncOnReadVariable if on_read else MirroredVariable
 
     def variable_made(self, variable: MirroredVariable) -> None:
-        """Note a new variable whose copies are to be compared.
+        """Register a new variable, whose copies the divergence checks then compare.
 
         Logically collective over the strategy's replicas. For the library's own
         modules.
         """
 
     def update_backend(self) -> type[UpdateBackend]:
-        """Return the class that makes optimizer steps.
+        """Return the `UpdateBackend` class that makes this strategy's optimizer steps.
 
         For the library's own modules.
         """
         return Copies
 
     def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
-        """Make an optimizer's step, here or on other ranks.
+        """Make an optimizer's step, here or on the ranks that have the variables.
 
         Collective over the strategy's replicas. For the library's own modules.
         """
@@ -157,12 +161,12 @@ class Strategy(OlderMethods):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas; with groups of replicas, of this replica's group."""
+        """Number of replicas in this replica's sync group."""
         return self.replicas.num_replicas
 
     @property
     def replica_id(self) -> int:
-        """The running replica; in cross-replica context the first of this process."""
+        """The running replica, or in cross-replica context this process's first."""
         block = self.local_replicas
         if len(block) == 1:
             return block.start
@@ -172,7 +176,7 @@ class Strategy(OlderMethods):
 
     @property
     def collectives(self) -> Any:
-        """Calls between replicas, or between processes in cross-replica context.
+        """Collective calls of the replicas; in cross-replica context, of the processes.
 
         For the library's own modules.
         """
@@ -183,7 +187,7 @@ class Strategy(OlderMethods):
         return self._ranks
 
     def device_of(self, replica: int) -> str:
-        """Return the device of a replica; for the library's own modules."""
+        """Return the device of a replica; called by the library's own modules."""
         del replica
         return self.device
 
@@ -202,26 +206,27 @@ class Strategy(OlderMethods):
 
     @property
     def lost_ranks(self) -> tuple[int, ...] | None:
-        """The replicas that are known to have died; None if there are none."""
+        """The ranks that are known to have died; None if no rank has died."""
         return None
 
     @property
     def cluster_resolver(self) -> Any:
-        """The resolver in use; None if MPI alone says which ranks there are."""
+        """The cluster resolver that the program passed to the constructor, or None."""
         return None
 
     @property
     def settings(self) -> Settings:
-        """The settings of the watch over the ranks; the same on every replica."""
-        # Not in the constructor: the environment may be wrong, and the default strategy
-        # is made when the package's names are loaded.
+        """The settings of timeouts and checks; the same on every replica."""
+        # Resolved here, not in the constructor: wrong environment variables raise an
+        # error, and importing the package, which makes the default strategy, must not
+        # fail.
         if self._settings is None:
             self._settings = Settings().resolved()
         return self._settings
 
     @contextmanager
     def scope(self) -> Iterator[Self]:
-        """Make this the current strategy, in cross-replica context.
+        """Make this strategy the current one, in cross-replica context, inside a block.
 
         Not collective.
 
@@ -253,11 +258,11 @@ class Strategy(OlderMethods):
             pop(token)
 
     def _require_cross(self, what: str) -> None:
-        """Raise RuntimeError in replica context, and in another strategy's scope."""
+        """Raise RuntimeError in replica context, or in another strategy's scope."""
         entry = current()
         if entry is None or (entry.strategy is self and not entry.replica_context):
             return
-        # The default strategy is no other one: it stands for none.
+        # The default strategy does not count as another strategy.
         if entry.strategy.is_default or self.is_default:
             return
         if entry.strategy is not self:
@@ -279,20 +284,21 @@ class Strategy(OlderMethods):
     ) -> Any:
         """Call a function once on every replica.
 
-        Logically collective over the strategy's replicas: all must call it, but it does
-        not communicate by itself. With ``on_error="raise"`` its end is collective.
+        Logically collective over the strategy's replicas: all must call ``run``, but
+        the call does not communicate by itself. With ``on_error="raise"`` its end is
+        collective.
 
         Parameters
         ----------
         fn : callable
-            Runs in replica context.
+            The function, which runs in replica context.
         args : list or tuple
             Positional arguments. Each distributed value in them is replaced by this
             replica's component; variables are passed as they are.
         kwargs : dict, optional
-            Keyword arguments, treated likewise.
+            Keyword arguments; distributed values are replaced in the same way.
         options : RunOptions, optional
-            Accepted for tf.distribute's sake.
+            Ignored; accepted for compatibility with tf.distribute.
 
         Returns
         -------
@@ -303,7 +309,7 @@ class Strategy(OlderMethods):
         Raises
         ------
         ValueError
-            If ``args`` is no list or tuple.
+            If ``args`` is neither a list nor a tuple.
         ReplicaError
             With ``on_error="raise"``, if the function failed on another replica.
         """
@@ -314,7 +320,8 @@ class Strategy(OlderMethods):
         if self.digests is not None:
             self.digests.record()
         channel = self.collectives.channel
-        # Counted before anything can fail: the headers show which rank left out a step.
+        # The call is counted before anything can fail, so that the step counts in the
+        # headers show which rank skipped a step.
         if channel is not None:
             if channel.elsewhere is not None:
                 channel.elsewhere()
@@ -323,7 +330,8 @@ class Strategy(OlderMethods):
             number = None if channel is None else {"run": channel.position.run_index}
             fn = active.recorder.around(fn, "run", "step", number)
         try:
-            # Not `together`: a null context would take a fifth of an empty run.
+            # `together` is not used here, because its null context would take a fifth
+            # of the time of an empty run.
             if self.raises_together:
                 with self.collectives.section("run"):
                     result = self.replicas.run(fn, args, kwargs)
@@ -337,26 +345,26 @@ class Strategy(OlderMethods):
         return result
 
     def _end_run(self, failed: bool) -> None:
-        # Removed first: the next run must not call a function that has raised.
+        # The list is emptied before the calls: if a function raises, the next run must
+        # not call it again.
         ends, self.run_ends = self.run_ends, []
         for function in ends:
             function(failed)
 
     def together(self, what: str) -> AbstractContextManager[None]:
-        """Return a context manager for code that runs on every replica.
+        """Return a context manager around code that all replicas run.
 
-        With ``on_error="raise"`` its end is collective over the strategy's replicas,
-        and raises an error of one replica on all. For the library's own modules.
+        With ``on_error="raise"`` the end of the block is collective over the strategy's
+        replicas: an error on one replica is raised on all. For the library's own
+        modules.
         """
         return self.collectives.section(what) if self.raises_together else _ALONE
 
     def require_idle(self, what: str) -> None:
-        """Raise if scheduled functions may write variables; for the library's own
-        modules.
-        """
+        """Raise an error if scheduled functions may still write variables."""
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
-        """Let other ranks wait longer for this replica without a warning.
+        """Let other ranks wait longer for this replica before they warn or give up.
 
         Not collective: any replica may call it, in any context. ``timeout_seconds`` of
         a call still applies.
@@ -364,14 +372,15 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         seconds : float
-            How long the block may take. ``warn_seconds`` and ``limit_seconds`` of this
-            replica's waits, and of ranks that wait for it, count from the end of the
-            block or of this time, whichever comes first.
+            How long the block may take. For this replica's waits, and those of ranks
+            that wait for it, ``warn_seconds`` and ``limit_seconds`` are counted from
+            the end of the block or from ``seconds`` after its start, whichever is
+            earlier.
 
         Returns
         -------
         context manager
-            With several nested blocks the longest time counts.
+            The block. With nested blocks the longest time counts.
 
         Raises
         ------
@@ -387,16 +396,17 @@ class Strategy(OlderMethods):
 
     @contextmanager
     def all_or_none(self, variable: Variable, what: str) -> Iterator[None]:
-        """Surround a change of this process's components of a variable.
+        """Undo a change of a variable's components in this process if the change fails.
 
-        With ``on_error="raise"`` its end is collective over the strategy's replicas: if
-        the change fails on any of them, all get their old values back. For the
-        library's own modules.
+        With ``on_error="raise"`` the end of the block is collective over the strategy's
+        replicas: if the change fails on any replica, all replicas restore the old
+        values. For the library's own modules.
         """
         if not self.raises_together:
             yield
             return
-        # The change may fail on another replica only; this one then undoes it, too.
+        # If the change fails on another replica only, this replica undoes its change,
+        # too.
         before = [component.copy() for component in variable.components]
         try:
             with self.together(f"{what} of variable {variable.name!r}"):
@@ -414,7 +424,7 @@ class Strategy(OlderMethods):
         *,
         out: Tree = None,
     ) -> Tree:
-        """Combine the replicas' values into one, on every rank.
+        """Sum or average the replicas' values; every rank gets the result.
 
         Collective over the strategy's replicas.
 
@@ -423,16 +433,18 @@ class Strategy(OlderMethods):
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value : PerReplica, SyncOnRead variable, or array_like of shape (...)
-            A plain value is this rank's contribution. Without an axis it may be a
-            nested structure.
+            A plain value is this rank's contribution. Without ``axis``, ``value`` may
+            be a nested structure.
         axis : int or tuple of int, optional
-            Also reduce over these dimensions of each replica's array. Their lengths may
-            differ between replicas, and weight the mean.
+            Also reduce over these dimensions of each replica's array. The lengths of
+            these dimensions may differ between replicas; ``MEAN`` is then the mean of
+            all elements.
         out : ndarray or tree of ndarray, optional
-            Where the results go, without an axis: writable arrays of the result's
-            structure, shapes and dtypes, in any memory order, that share no memory with
-            each other. The value itself reduces in place. Host arrays of other
-            libraries with DLPack, such as tensors of PyTorch, will do.
+            Arrays that receive the results; not with ``axis``. They must be writable,
+            have the structure, shapes and dtypes of the result, and share no memory
+            with each other; any memory order is allowed. ``out=value`` reduces in
+            place. Host arrays of other libraries with DLPack, such as tensors of
+            PyTorch, are allowed.
 
         Returns
         -------
@@ -443,10 +455,12 @@ class Strategy(OlderMethods):
         Raises
         ------
         ValueError
-            For an unknown operation, an axis out of range, a type without a sum, the
-            ``SUM`` of a Mirrored value, or an ``out`` that does not fit.
+            For an unknown operation, an axis out of range, a dtype that cannot be
+            summed, the ``SUM`` of a Mirrored value, or an ``out`` of another structure,
+            shape or dtype.
         TypeError
-            For an axis that is no integer or tuple, or a structure with an axis.
+            If ``axis`` is not an integer or a tuple of integers, or if ``value`` is a
+            nested structure and ``axis`` is given.
         CollectiveError
             If ranks disagree on structure, shape or dtype. On every rank.
         """
@@ -472,7 +486,8 @@ class Strategy(OlderMethods):
             self._require_cross("reduce")
         plain = self.meetings is None and axis is None
         if plain and type(value) is np.ndarray:
-            # Most calls are of this kind; each further check costs a microsecond.
+            # A fast path for plain arrays, the most frequent case: each further check
+            # would cost a microsecond.
             op = ReduceOp.parse(reduce_op)
             return self.collectives.reduce_in_call(op, value, "reduce", out=out)
         return value_reduction.reduce(self.replicas, reduce_op, value, axis, out)
@@ -488,12 +503,12 @@ class Strategy(OlderMethods):
         value : PerReplica or array_like of shape (...)
             A plain value is this rank's contribution.
         axis : int
-            At least 0; the lengths along it may differ.
+            At least 0. The lengths along this axis may differ between replicas.
 
         Returns
         -------
         ndarray
-            In replica order.
+            The values of all replicas, in replica order.
 
         Raises
         ------
@@ -502,7 +517,7 @@ class Strategy(OlderMethods):
         NotImplementedError
             For IndexedSlices.
         CollectiveError
-            If ranks disagree on another dimension. On every rank.
+            If values of different ranks differ in another dimension. On every rank.
         """
         self._require_cross("gather")
         own = joined(self.replicas.parts(value), axis, "gather", self.local_replicas)
@@ -516,12 +531,12 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         tree : tree
-            Other leaves stay as they are.
+            A nested structure. Leaves that are not distributed are returned unchanged.
 
         Returns
         -------
         tree
-            The same structure; variables give their component, read-only.
+            The same structure. For a variable, this replica's component, read-only.
         """
         index = own_index() or 0
         if len(self.local_replicas) > 1 and own_index() is None:
@@ -529,10 +544,10 @@ class Strategy(OlderMethods):
         return part_of(tree, index, variables=True)
 
     def experimental_local_results(self, value: Tree) -> tuple[Any, ...]:
-        """Return the values of this worker's replicas.
+        """Return the components of a distributed value on this worker's replicas.
 
-        Not collective, except on a MirroredStrategy, where it is collective over its
-        replicas.
+        Not collective, except on a MirroredStrategy: there the call is collective over
+        the strategy's replicas.
 
         Parameters
         ----------
@@ -555,9 +570,9 @@ class Strategy(OlderMethods):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Tree]
     ) -> Tree:
-        """Make a distributed value by a function.
+        """Return a distributed value whose components a function computes.
 
-        Not collective, but its end is with ``on_error="raise"``.
+        Not collective, except for the end of the call with ``on_error="raise"``.
 
         Parameters
         ----------
@@ -567,7 +582,8 @@ class Strategy(OlderMethods):
         Returns
         -------
         tree
-            With PerReplica leaves, also for one replica.
+            The function's results with PerReplica leaves, even if there is only one
+            replica.
         """
         what = "experimental_distribute_values_from_function"
         with self.together(what):
@@ -590,9 +606,9 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         dataset : Dataset or iterable of batches
-            Gives global batches.
+            The source of the global batches.
         options : InputOptions, optional
-            How to read them.
+            Options for reading the data set.
 
         Returns
         -------
@@ -616,7 +632,7 @@ class Strategy(OlderMethods):
         dataset_fn : callable
             Takes an InputContext and returns an iterable of per-replica batches.
         options : InputOptions, optional
-            How to read them.
+            Options for reading the batches.
 
         Returns
         -------
@@ -627,22 +643,23 @@ class Strategy(OlderMethods):
 
     @collective
     def random(self, name: str, seed: int = 0) -> RandomStreams:
-        """Return random streams: one for this replica, and one that all share.
+        """Return random streams: one for this replica, and one that all replicas share.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         name : str
-            Name of the streams. Other names give independent numbers; the same name and
-            seed give the same numbers again.
+            Name of the streams. Streams of different names are independent; the same
+            name and seed repeat the same numbers.
         seed : int
             At least 0, below 2**63.
 
         Returns
         -------
         RandomStreams
-            With ``generator`` and ``shared``; a `CheckpointManager` saves it.
+            Has the streams ``generator`` and ``shared``; a `CheckpointManager` can save
+            it.
 
         Raises
         ------
@@ -652,7 +669,8 @@ class Strategy(OlderMethods):
             If ranks disagree on name or seed. On every rank.
         """
         streams = RandomStreams(self, name, seed)
-        # The header has a digest of these words, and so of name and seed.
+        # The header contains a digest of this text, so that ranks which pass another
+        # name or seed get an error.
         self.collectives.barrier(f"random({name!r}, seed={streams.seed})")
         return streams
 
@@ -665,10 +683,10 @@ class Strategy(OlderMethods):
         self.collectives.barrier()
 
     def check_divergence(self) -> None:
-        """Compare all copies of all mirrored variables now.
+        """Compare the copies of all mirrored variables; raise an error if they differ.
 
-        Collective over the strategy's replicas, for the variables of all open
-        strategies over the same ranks.
+        Collective over the strategy's replicas. The call compares the variables of all
+        open strategies over the same ranks.
 
         Raises
         ------
@@ -679,55 +697,56 @@ class Strategy(OlderMethods):
 
     @collective
     def check_equal(self, tree: Tree) -> None:
-        """Compare arrays and numbers of the program itself between replicas.
+        """Raise an error if arrays or numbers of the program differ between replicas.
 
-        Collective over the strategy's replicas. For data outside of variables that must
-        be equal everywhere, such as parameters of another library's model, or a
-        configuration. All bytes are hashed; arrays on a GPU are copied to the host for
-        it.
+        Collective over the strategy's replicas. Use it for data outside of variables
+        that must be equal on all replicas, such as the parameters of another library's
+        model, or a configuration. All bytes are hashed; arrays on a GPU are copied to
+        the host first.
 
         Parameters
         ----------
         tree : tree
             Arrays of NumPy, CuPy or other libraries, tensors of PyTorch, numbers, str,
             bytes and None. Structure, types, shapes and all bits must be equal; NaN
-            equals NaN of the same bits, and -0.0 differs from 0.0. Of distributed
-            values and variables this replica's component is compared.
+            equals NaN of the same bits, and -0.0 differs from 0.0. For distributed
+            values and variables, this replica's component is compared.
 
         Raises
         ------
         DivergenceError
-            If anything differs, with the first such leaf as ``variable``, its first
-            ``element``, and as ``ranks`` the replicas whose value differs from most
-            others. On every replica.
+            If anything differs. ``variable`` is the first leaf that differs,
+            ``element`` its first different element, and ``ranks`` the replicas whose
+            value differs from the value of most replicas. On every replica.
         ValueError
-            For a leaf of another kind; on the other replicas ReplicaError.
+            For a leaf of an unsupported type; the other replicas raise ReplicaError.
         """
         self._require_cross("check_equal")
         check_equal(self, tree)
 
     @collective
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Give every replica one replica's Python object.
+        """Send one replica's Python object to all replicas.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         value : object
-            Anything that pickles, of any size; ignored on the other replicas.
+            On the root, any object that can be pickled, of any size; ignored on the
+            other replicas.
         root : int
-            The replica that gives its object.
+            The replica that sends its object.
 
         Returns
         -------
         object
-            The object on the root, a copy elsewhere.
+            On the root the object itself, on other replicas a copy.
 
         Raises
         ------
         ValueError
-            If there is no such replica.
+            If ``root`` is not the number of a replica.
         CollectiveError
             If ranks disagree on the root. On every rank.
         """
@@ -748,8 +767,8 @@ class Strategy(OlderMethods):
         Returns
         -------
         ArrivalReport
-            For all collective calls since the strategies over these ranks were made;
-            ``str`` gives a table, slowest replica first.
+            Covers all collective calls since the first strategy over these ranks was
+            made. ``str(report)`` is a table with the slowest replica first.
         """
         channel = self.collectives.channel
         if isinstance(channel, Channel):
@@ -760,15 +779,16 @@ class Strategy(OlderMethods):
 
     @contextmanager
     def timeline(self, directory: str | os.PathLike[str]) -> Iterator[None]:
-        """Record what each rank does in a block of the program.
+        """Record a timeline of each rank's work in a block of the program.
 
         Collective over the strategy's replicas, at both ends of the block.
 
         Parameters
         ----------
         directory : str or path
-            Where each rank writes its own file; made if it is missing. The command
-            ``hpcstrat timeline merge`` makes one trace of the files.
+            The directory in which each rank writes its own file; created if it is
+            missing. The command ``hpcstrat timeline merge`` merges the files into one
+            trace.
 
         Yields
         ------
@@ -778,9 +798,9 @@ class Strategy(OlderMethods):
         Raises
         ------
         RuntimeError
-            If a timeline is being recorded already.
+            If another timeline is already being recorded.
         OSError
-            If a rank cannot write there. On every rank.
+            If a rank cannot write to the directory. On every rank.
         """
         path = os.fspath(directory)
         self.collectives.barrier(f"timeline in {path}")
@@ -799,7 +819,8 @@ class Strategy(OlderMethods):
             self.collectives.barrier("end of a timeline")
             together = True
         finally:
-            # After an error the others may be anywhere.
+            # After an error, `stop` makes no collective call, because the other ranks
+            # may be in another call.
             job_timeline.stop(together=together)
 
     def trace(self, name: str, **args: Any) -> AbstractContextManager[None]:
@@ -812,36 +833,37 @@ class Strategy(OlderMethods):
         name : str
             Name of the part.
         **args : object
-            Details to show with it.
+            Details that the timeline shows with the part.
 
         Returns
         -------
         context manager
-            Surrounds the part. Parts can be nested.
+            The block to record. Blocks can be nested.
         """
         return trace(name, **args)
 
     def close(self) -> None:
         """Free the communicators, if no other open strategy uses them.
 
-        Collective over the strategy's replicas; not collective after a loss was
-        noticed. A second call does nothing.
+        Collective over the strategy's replicas, except after the loss of a rank was
+        detected: then not collective. A second call does nothing.
 
         Raises
         ------
         CollectiveError
-            If another rank does something else. On every rank.
+            If another rank makes another call. On every rank.
         """
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        # Closing is collective: after an error the others may be anywhere.
+        # Closing is collective, and after an error the other ranks may be in another
+        # call: closing could deadlock.
         if kind is None:
             self.close()
 
-    # A copy would free the same communicator, and count as another strategy.
+    # Copies are refused: a copy would free the same communicators a second time.
     def __copy__(self) -> Self:
         raise RuntimeError(
             f"expected one object for {self!r}, found an attempt to copy it; share it"
@@ -857,10 +879,10 @@ class Strategy(OlderMethods):
         )
 
 
-# Shared by all strategies: it has no state, and every `run` uses it.
+# One null context for all strategies: it has no state.
 _ALONE = nullcontext()
 
 
 def _only(leaf: Any) -> Any:
-    # `_local` raises if this process has several replicas.
+    # `_local` raises an error, because this process has several replicas.
     return leaf._local if isinstance(leaf, DistributedValues) else leaf

@@ -1,4 +1,4 @@
-"""Replicas that share one copy of each variable."""
+"""`CentralStorageStrategy`: the ranks of a node share one copy of each variable."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class CentralStorageStrategy(MpiStrategy):
-    """Synchronous training on variables that lie once in the memory of each node.
+    """Synchronous training with one copy of each variable in the memory of each node.
 
     Collective over ``comm``. The ranks of a node share the host memory of each
-    variable, and of an optimizer's state. In a step each rank sums and updates a slice,
-    an N-th of the elements. Each of several nodes has a copy, and slices are summed
-    between nodes.
+    variable, and of an optimizer's state. In a step, each of the N ranks sums the
+    gradients of one slice, an N-th of the elements, and updates that slice. With
+    several nodes each node has its own copy, and the slices are also summed between
+    nodes.
 
     Parameters
     ----------
@@ -34,21 +35,23 @@ class CentralStorageStrategy(MpiStrategy):
     parameter_device : str, optional
         The device of variables: ``CPU:0``, which is the default.
     communication_options : CommunicationOptions, optional
-        Defaults of every call; an optimizer's step uses only ``timeout_seconds``.
+        Default options of all collective calls; an optimizer's step uses only
+        ``timeout_seconds``.
     replicas_per_worker : int, optional
-        Make the ranks of one node act as workers of this many replicas, each with a
-        copy of the variables; default: one worker per node.
+        Divide the ranks of each node into workers of this many replicas, each with its
+        own copy of the variables. Default: one worker per node.
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks; default: all of the job.
+        The ranks of the strategy; default: all ranks of the job.
     cross_device_ops : CrossDeviceOps, optional
-        How buffers other than gradients are summed; default: chosen by the library.
+        The algorithm that sums buffers other than gradients; default: chosen by the
+        library.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
     on_lost_rank : str
-        As for `MultiWorkerMirroredStrategy`. After a loss an update may be half made:
-        restore a checkpoint.
+        As for `MultiWorkerMirroredStrategy`. After the loss of a rank, variables may be
+        partly updated: restore a checkpoint.
     settings : Settings, optional
-        How the strategy watches over its ranks.
+        Settings of timeouts and checks.
 
     Attributes
     ----------
@@ -58,10 +61,10 @@ class CentralStorageStrategy(MpiStrategy):
     Raises
     ------
     ValueError
-        If a device is a GPU, one comes twice, or their number differs from that of
-        ranks; with the setting ``device="gpu"``. On every rank.
+        If a device is a GPU or is named twice, if the number of devices differs from
+        the number of ranks, or if the setting ``device`` is ``"gpu"``. On every rank.
     RankLostError
-        If a rank is lost meanwhile, with ``on_lost_rank="raise"``.
+        If a rank is lost during this call, with ``on_lost_rank="raise"``.
     """
 
     parameter_devices = ("CPU:0",)
@@ -86,7 +89,7 @@ class CentralStorageStrategy(MpiStrategy):
                 names = [parse_device(name) for name in compute_devices]
             _require_host(names or (), parameter_device)
         except Exception as error:
-            # The other ranks learn of the error when the ranks meet.
+            # `MpiStrategy` raises this error after it has notified the other ranks.
             problem = error
         super().__init__(
             comm=comm,
@@ -99,7 +102,8 @@ class CentralStorageStrategy(MpiStrategy):
             devices=names,
             problem=problem,
         )
-        # From here on all ranks have the same data: all raise and close, or none.
+        # From here on all ranks have the same settings and names, so either all ranks
+        # raise an error and close the strategy, or none.
         if self.settings.device == "gpu":
             self.close()
             raise ValueError(
@@ -121,7 +125,7 @@ class CentralStorageStrategy(MpiStrategy):
 
 
 def _require_host(names: Sequence[str], parameter_device: str | None) -> None:
-    """Refuse devices that cannot have variables in host memory."""
+    """Raise an error for devices other than CPUs."""
     where = "CPU:0" if parameter_device is None else parse_device(parameter_device)
     if where != "CPU:0":
         raise ValueError(

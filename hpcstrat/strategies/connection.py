@@ -1,4 +1,4 @@
-"""The connection of ranks: a topology and its channel, which strategies share."""
+"""Connections: a topology and its channel, shared by strategies over the same ranks."""
 
 from __future__ import annotations
 
@@ -40,25 +40,27 @@ class StrategyRequest:
     settings: Any = None
     devices: Sequence[str] | None = None
     logical_replicas: Any = None
-    # Arguments that only this kind of strategy has; its constructor has checked them.
+    # Arguments that only this kind of strategy has. Its constructor has already checked
+    # them.
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def survives(self) -> bool:
-        """Whether the other ranks survive the loss of a rank, and raise an error."""
+        """Whether the remaining ranks raise an error if a rank is lost."""
         return self.on_lost_rank == "raise"
 
     @property
     def key(self) -> Any:
         """A key that is equal for strategies that share a connection."""
-        # Only strategies over all ranks share a connection. A given communicator gets
-        # its own topology, with a key that nothing equals.
+        # Only strategies over all ranks share a connection. A strategy with its own
+        # communicator gets its own topology, under a unique key.
         return self.replicas_per_worker if self.comm is None else object()
 
     def call(self, size: int) -> Call:
-        """Return the call that makes the strategy; other arguments give another call.
+        """Return a description of the call that makes the strategy, with its arguments.
 
-        Default values are left out. ``size`` is the number of ranks of the job.
+        Ranks whose descriptions differ raise an error. Default values are left out.
+        ``size`` is the number of ranks of the job.
         """
         words = {
             "replicas_per_worker": self.replicas_per_worker,
@@ -69,7 +71,8 @@ class StrategyRequest:
             "progress_thread": self.progress_thread or None,
             **self.own,
         }
-        # Settings are left out: all take those of replica 0, see `_agree_on_settings`.
+        # Settings are left out, because all ranks use replica 0's settings; see
+        # `_agree_on_settings`.
         given = [f"{name}={value!r}" for name, value in words.items() if value]
         if self.comm is not None:
             own = self.comm.size
@@ -77,7 +80,7 @@ class StrategyRequest:
         return describe_call(f"creation of {self.kind}({', '.join(given)})")
 
     def check(self) -> None:
-        """Raise an error for arguments that this rank can see to be wrong."""
+        """Raise an error for wrong arguments, without communication."""
         check_on_error(self.on_error)
         if self.on_lost_rank not in ("abort", "raise"):
             raise ValueError(
@@ -121,7 +124,8 @@ class StrategyRequest:
 
 
 def _is_intracomm(comm: Any) -> bool:
-    # By its methods, as MPI is not loaded yet. COMM_NULL is false.
+    # The test looks for methods, not for a class, because MPI is not loaded yet.
+    # COMM_NULL is false.
     return bool(comm) and hasattr(comm, "Iallgather") and not comm.Is_inter()
 
 
@@ -129,7 +133,8 @@ class Connection:
     """A topology with its channel, and the number of strategies that use them.
 
     Collective over ``topology.replica_comm``. ``settings`` are resolved, and equal on
-    every rank. The last strategy that closes frees the topology.
+    every rank. When the last strategy that uses the connection is closed, the topology
+    is freed.
     """
 
     def __init__(
@@ -157,14 +162,12 @@ class Connection:
             raise
 
     def enter_device(self) -> None:
-        """Give the calling thread this rank's GPU: CUDA has a current GPU for each
-        thread.
-        """
+        """Make this rank's GPU the current CUDA device of the calling thread."""
         if self.topology.gpu is not None:
             library.use(self.topology.gpu.index)
 
     def _watch(self, topology: Topology, settings: Settings) -> None:
-        """Start divergence checks, the watchdog, and reports of late ranks."""
+        """Start divergence checks, the watchdog, and the reports about late ranks."""
         if self.channel is not None:
             self.copies = MirroredCopies(self.channel, settings)
             if settings.divergence != "off":
@@ -174,7 +177,7 @@ class Connection:
             lateness.watch(self.channel.arrivals, settings)
 
     def _record(self) -> None:
-        """Start the timeline that the settings ask for."""
+        """Start a timeline if the settings request one."""
         channel = self.channel
         comm = None if channel is None else channel.arrivals.comm
         directory = self.settings.timeline or ""
@@ -183,7 +186,7 @@ class Connection:
         try:
             job_timeline.start(directory, self.settings, self.topology, comm)
         except OSError:
-            # Every rank raises it, and frees what it has made so far.
+            # Every rank raises this error, and frees its channel.
             if channel is not None:
                 channel.close()
             raise
@@ -197,20 +200,22 @@ class Connection:
         if self.users:
             return
         _connections.pop(key, None)
-        # Both make calls, and need an open channel.
+        # `lateness.conclude` and `job_timeline.stop` make collective calls, and so need
+        # an open channel.
         if self.channel is not None:
             lateness.conclude(self.channel.arrivals)
         job_timeline.stop(self.topology)
         if self.channel is not None:
-            # Both read the channel until they are unregistered.
+            # `exits` and the watchdog read the channel until it is unregistered.
             exits.unregister(self.channel)
             watchdog.unregister(self.channel)
             self.channel.close()
         self.topology.close()
 
     def abandon(self, key: Any) -> None:
-        """Free what this rank can free alone, after other ranks have died."""
-        # The key may belong to a new connection of the survivors, or be None.
+        """Free, after ranks have died, what needs no call with other ranks."""
+        # The key may be None, or may by now belong to a new connection of the remaining
+        # ranks.
         if _connections.get(key) is self:
             del _connections[key]
         job_timeline.stop(self.topology, together=False)
@@ -235,7 +240,8 @@ def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
             found = given.resolved()
         except (TypeError, ValueError) as error:
             found = error
-    # The environment may differ between hosts; replica 0's counts.
+    # Environment variables may differ between hosts, so all ranks use those of replica
+    # 0.
     found = topology.replica_comm.bcast(found)
     if isinstance(found, Exception):
         raise found from found.__cause__
@@ -244,7 +250,7 @@ def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
 
 
 def as_loss(topology: Topology, error: Exception) -> Exception:
-    """Return a RankLostError for an error by which MPI reports a dead rank."""
+    """Return a RankLostError if an error reports a dead rank, else the error itself."""
     if not topology.survives or not is_loss(topology.mpi, error, topology.replica_comm):
         return error
     found = RankLostError(
@@ -256,7 +262,7 @@ def as_loss(topology: Topology, error: Exception) -> Exception:
 
 
 def _formed(request: StrategyRequest) -> Connection:
-    """Form a topology and its channel."""
+    """Return a new connection: a topology and its channel."""
     each = request.replicas_per_worker
     topology = Topology(
         request.comm, replicas_per_worker=each, survives=request.survives
@@ -274,7 +280,7 @@ def _formed(request: StrategyRequest) -> Connection:
 
 
 def _job_channel() -> Channel | None:
-    """Return an open channel of all ranks of the job, if there is one."""
+    """Return an open channel over all ranks of the job, or None."""
     for connection in _connections.values():
         if connection.channel is not None and connection.topology.spans_job:
             return connection.channel
@@ -284,7 +290,7 @@ def _job_channel() -> Channel | None:
 def _meet(
     creation: Creation, request: StrategyRequest, problem: Exception | None
 ) -> None:
-    """Let all ranks make the same strategy, or none."""
+    """Check that all ranks make the same strategy; raise an error on all if not."""
     mpi = start_mpi()
     world = Topology.world()
     good = request.comm is None or _is_intracomm(request.comm)
@@ -298,22 +304,23 @@ def _meet(
             mpi, comm, call, problem, survives=request.survives, guesses=not good
         )
         return
-    # The watchdog of the open channel watches the ranks.
+    # The watchdog of the open channel reports missing ranks meanwhile.
     creation.pause(True)
     if problem is not None:
         channel.failures.fail(call.text, problem)
         raise problem
-    # With an open channel, a rank that makes another call is noticed, too.
+    # Through the open channel, ranks also detect a rank that makes another collective
+    # call instead.
     channel.failures.meet()
     channel.agree(call)
     creation.pause(False)
 
 
 def subset(ranks: Sequence[int]) -> Any:
-    """Return a communicator of some ranks of the job, in this order.
+    """Return a communicator of some ranks of the job, in the order of ``ranks``.
 
-    Collective over these ranks; the wait for a missing rank ends with an error that
-    names it, as when a strategy is made.
+    Collective over these ranks. If a rank is missing, the wait ends with an error that
+    names it, as in the creation of a strategy.
     """
     with Creation("creation of a group", Settings()) as creation:
         creation.join(start_mpi(), ranks, "creation of a group")
@@ -323,11 +330,12 @@ def subset(ranks: Sequence[int]) -> Any:
 def connect(
     request: StrategyRequest, problem: Exception | None = None
 ) -> tuple[Any, Connection]:
-    """Return the connection that a strategy asks for, and its key.
+    """Return the connection that a strategy requests, and its key.
 
     Collective over ``request.comm``; the start of MPI is collective over all ranks of
-    the job. The connection gets one more user. ``problem`` is why this rank cannot make
-    the strategy: it is raised here, and a ReplicaError on the others.
+    the job. The connection's number of users increases by one. ``problem`` is an error
+    that prevents this rank from making the strategy: this rank raises it, and the other
+    ranks raise a ReplicaError.
     """
     refuse_children()
     given = request.settings if isinstance(request.settings, Settings) else Settings()
@@ -337,7 +345,8 @@ def connect(
                 request.check()
             except Exception as error:
                 problem = error
-        # Before MPI starts, as it looks for a GPU only then: see `gpu.binding.foresee`.
+        # Done before MPI starts, because MPI looks for a GPU only during its start; see
+        # `gpu.binding.foresee`.
         if problem is None:
             prepare_mpi(given, request.devices)
         world = start_mpi(threads=bool(request.progress_thread)).COMM_WORLD
@@ -350,10 +359,11 @@ def connect(
 
 
 def _found(key: Any, request: StrategyRequest) -> Connection:
-    """Return an open connection, or form one."""
+    """Return the open connection for this request, or a new one."""
     connection, settings = _connections.get(key), request.settings
     if connection is not None and connection.channel is not None:
-        # Pending calls use the communicators of the calls below.
+        # Pending calls are ended first, because they use the same communicators as the
+        # calls below.
         connection.channel.pending.drain()
     if connection is None:
         connection = _formed(request)
@@ -363,7 +373,8 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
             f"expected on_lost_rank as in the strategies that are open, found "
             f"{request.on_lost_rank!r}; give all the same, or close them first"
         )
-    # Replica 0 compares its settings, so that all ranks raise or none.
+    # Replica 0 compares its settings and sends the result, so that either all ranks
+    # raise or none.
     elif connection.topology.replica_comm.bcast(
         settings is not None and settings.differ_from(connection.settings)
     ):
@@ -379,7 +390,7 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
         try:
             connection.channel.pending.use_thread(connection.enter_device)
         except TopologyError:
-            # All ranks raise it, and so all of them close.
+            # All ranks raise this error, so all ranks close the connection.
             connection.close(key)
             raise
     return connection

@@ -1,4 +1,4 @@
-"""The current strategy and context of a program."""
+"""Functions that return the current strategy and the current context."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def get_strategy() -> Strategy:
     Returns
     -------
     Strategy
-        The default strategy outside everything.
+        The strategy; outside of all scopes, the default strategy.
 
     Raises
     ------
     RuntimeError
-        In a thread that has not inherited the context, in a job of several ranks: the
-        default strategy would be wrong there.
+        In a job of several ranks, in a thread that has not inherited the context: the
+        default strategy would be the wrong one.
     """
     entry = current()
     if entry is not None:
-        # Whatever is pushed is a Strategy, which lies above the stack.
+        # Entries are typed by a protocol, but only objects of class Strategy are
+        # pushed.
         return entry.strategy  # type: ignore[return-value]
     # With one rank the default strategy is right in any thread.
     main = threading.current_thread() is threading.main_thread()
@@ -48,7 +49,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is another than the default.
+    """Return whether the current strategy is not the default strategy.
 
     Not collective.
 
@@ -62,14 +63,15 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return the replica's context.
+    """Return the context of the running replica.
 
     Not collective.
 
     Returns
     -------
     ReplicaContext or None
-        None in cross-replica context; outside everything the default strategy's.
+        The context; None in cross-replica context. Outside of all scopes, the context
+        of the default strategy.
     """
     entry = current()
     context: ReplicaContext | None = (
@@ -79,15 +81,15 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this is cross-replica context.
+    """Return whether the current context is cross-replica context.
 
     Not collective.
 
     Returns
     -------
     bool
-        True in a scope, ``merge_call`` and ``update``; False inside ``run`` and
-        outside everything.
+        True in a scope, ``merge_call`` and ``update``; False inside ``run`` and outside
+        of all scopes.
     """
     entry = current()
     return entry is not None and entry.replica_context is None
@@ -101,12 +103,12 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     Parameters
     ----------
     strategy : Strategy or None
-        Replaces the one set before; None unsets it.
+        The new current strategy; None: the default strategy again.
 
     Raises
     ------
     RuntimeError
-        Inside a scope.
+        If the call is inside a scope.
     """
     entry = current()
     if entry is not None and not entry.is_base:
@@ -118,7 +120,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
 
 def get_loss_reduction() -> Any:
-    """Return how losses are combined over replicas.
+    """Return the operation that combines losses over replicas.
 
     Not collective.
 

@@ -1,4 +1,4 @@
-"""Strategies of one replica, which need no MPI."""
+"""Strategies with a single replica, which need no MPI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcstrat.variables import Variable
 
 
 class SingleReplicaStrategy(Strategy):
-    """One replica: variables and values are plain, and calls return their arguments."""
+    """Base of strategies with one replica: values and variables are plain."""
 
     distributes = False
     ranks_are_independent = True
@@ -28,7 +28,7 @@ class SingleReplicaStrategy(Strategy):
         *,
         out: Tree = None,
     ) -> Tree:
-        # Wrong operations are errors here, too, as on more ranks.
+        # A wrong operation raises an error here, too, as it does with several ranks.
         ReduceOp.parse(reduce_op)
         if axis is None and out is None:
             self._require_cross("reduce")
@@ -40,6 +40,6 @@ class SingleReplicaStrategy(Strategy):
 
 
 class DefaultStrategy(SingleReplicaStrategy):
-    """The current strategy outside of all scopes."""
+    """The strategy that is current outside of all scopes."""
 
     is_default = True

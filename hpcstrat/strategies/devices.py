@@ -1,4 +1,4 @@
-"""Names of devices, and the GPU that each rank gets with its strategy."""
+"""Names of devices, and the assignment of GPUs to the ranks of a strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"/?(?:.*/)?(?:device:)?(cpu|gpu):(\d+)", re.IGNORECASE)
 
 
 def parse_device(name: str) -> str:
-    """Return a device's name as ``GPU:1``, also of ``/gpu:1`` and ``/device:GPU:1``."""
+    """Return a device name in the form ``GPU:1``, for example for ``/device:gpu:1``."""
     match = _NAME.fullmatch(str(name))
     if match is None:
         raise ValueError(
@@ -30,11 +30,11 @@ def parse_device(name: str) -> str:
 
 
 def gpu_numbers(names: Sequence[str]) -> list[int] | None:
-    """Return the numbers of the GPUs in names from `parse_device`; None without any.
+    """Return the numbers of the GPUs in names from `parse_device`; None for CPUs.
 
     Raises ValueError if only some devices are GPUs.
     """
-    # A collective call cannot use two kinds of memory.
+    # One collective call cannot use GPU memory on some ranks and host memory on others.
     numbers = [int(name[4:]) for name in names if name.startswith("GPU:")]
     if numbers and len(numbers) < len(names):
         raise ValueError(
@@ -45,9 +45,9 @@ def gpu_numbers(names: Sequence[str]) -> list[int] | None:
 
 
 def use_gpu(number: int) -> None:
-    """Compute on one of the GPUs that this process sees.
+    """Make a GPU that this process sees the current one.
 
-    Raises ValueError for a number too large; TopologyError without CuPy or a GPU.
+    Raises ValueError if ``number`` is too large, TopologyError without CuPy or a GPU.
     """
     library.load()
     gpus = library.visible_gpus()
@@ -60,10 +60,11 @@ def use_gpu(number: int) -> None:
 
 
 def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
-    """Take a GPU, and test what MPI can do with its memory, if that will be needed.
+    """Choose a GPU before MPI starts, and test whether MPI can use GPU memory.
 
-    Not collective; does nothing once MPI runs. The first rank makes the test, if its
-    result is not known; the others wait for it in the start of MPI.
+    Not collective. Does nothing after MPI has started, or if the strategy needs no GPU.
+    Rank 0 makes the test unless its result is already saved; the other ranks wait for
+    rank 0 in the start of MPI.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     launched = launch_from_environment()
@@ -82,8 +83,8 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
         if not launched.rank and settings.mpi_reads_gpu == "auto":
             _try_mpi()
     except Exception as error:
-        # Without a result MPI gets no GPU memory. All ranks raise an error about wrong
-        # settings later.
+        # Errors are not fatal: without a test result, GPU memory is not passed to MPI.
+        # If settings are wrong, all ranks raise an error later.
         get_logger("device").info("no GPU, or no trial, before MPI starts: %s", error)
 
 
@@ -103,7 +104,7 @@ def _try_mpi() -> None:
 
 
 class Devices:
-    """The devices of a topology's replicas; sets the topology's attributes about GPUs.
+    """The devices of a topology's replicas; sets GPU attributes of the topology.
 
     With ``replicas_per_worker`` a host may have several workers, whose ranks see the
     same GPUs.
@@ -118,18 +119,18 @@ class Devices:
         self._names: tuple[str, ...] | None = None
 
     def bind(self, names: Sequence[str] | None = None) -> tuple[str, ...]:
-        """Give each rank its GPU, the first time; name this worker's devices.
+        """Assign a GPU to each rank, once; return the names of this worker's devices.
 
         Collective over ``topology.replica_comm``. ``names`` has a device for each
-        replica, the same on every rank. Raises TopologyError on every rank if ranks
-        have the same GPU, or some have none.
+        replica, the same on every rank. Raises TopologyError on every rank if two ranks
+        have the same GPU, or if some ranks have no GPU.
         """
         topology = self._topology
         numbers = None if names is None else gpu_numbers(names)
         if names is not None and numbers is None:
             return tuple(names)
-        # Once for all strategies over these ranks, which share the channel between
-        # their GPUs.
+        # GPUs are assigned once for all strategies over these ranks, because those
+        # strategies share one channel between the GPUs.
         if self._names is None:
             binding = self._bound(numbers)
             if binding is None:
@@ -147,13 +148,14 @@ class Devices:
         return self._names
 
     def _bound(self, numbers: Sequence[int] | None) -> Binding | None:
-        """Bind all ranks; None if they compute on the CPU."""
+        """Bind all ranks to GPUs; return None if the ranks compute on CPUs."""
         topology, settings = self._topology, self._settings
         device = settings.device if numbers is None else "gpu"
         assert device is not None
         if device == "cpu":
             return None
-        # All ranks that see the same GPUs, also those of other workers.
+        # ``node`` has all ranks that see the same GPUs, including ranks of other
+        # workers.
         node: Any = topology.worker_comm
         if self._several:
             comm = topology.replica_comm

@@ -1,4 +1,4 @@
-"""``strategy.extended``: the less common methods of strategies."""
+"""``strategy.extended``: methods of strategies for authors of optimizers and layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CONSTANTS = (bool, int, float, complex, str)
 
 
 class StrategyExtended:
-    """Methods for those who write optimizers and layers.
+    """Methods of a strategy for authors of optimizers and layers.
 
     Collective methods raise RuntimeError inside a replica function, except `update`.
 
@@ -72,7 +72,7 @@ class StrategyExtended:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Combine the replicas' values, for a destination.
+        """Sum or average the replicas' values, as a value for a variable or device.
 
         Collective over the strategy's replicas.
 
@@ -83,19 +83,20 @@ class StrategyExtended:
         value : PerReplica or array_like of shape (...)
             A plain value is this rank's contribution.
         destinations : variable, distributed value or str
-            Where the result is wanted.
+            Where the program needs the result.
         options, experimental_hints : CommunicationOptions, optional
-            Accepted for tf.distribute's sake.
+            Ignored; accepted for compatibility with tf.distribute.
 
         Returns
         -------
         Mirrored or ndarray
-            Mirrored for a variable or distributed value of several replicas.
+            Mirrored if the destination is a variable or distributed value, and there
+            are several replicas.
 
         Raises
         ------
         ValueError
-            As ``Strategy.reduce``.
+            In the cases listed at ``Strategy.reduce``.
         """
         del options, experimental_hints
         self._strategy._require_cross("reduce_to")
@@ -116,7 +117,7 @@ class StrategyExtended:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Combine several values at once, in as few messages as possible.
+        """Sum or average several values at once, in as few messages as possible.
 
         Collective over the strategy's replicas.
 
@@ -125,19 +126,19 @@ class StrategyExtended:
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value_destination_pairs : sequence of (value, destinations)
-            As for `reduce_to`.
+            Values and destinations, each as in `reduce_to`.
         options, experimental_hints : CommunicationOptions, optional
-            Accepted for tf.distribute's sake.
+            Ignored; accepted for compatibility with tf.distribute.
 
         Returns
         -------
         list
-            Results in order.
+            One result for each pair, in order.
 
         Raises
         ------
         ValueError
-            As ``Strategy.reduce``.
+            In the cases listed at ``Strategy.reduce``.
         """
         del options, experimental_hints
         values = [value for value, _ in value_destination_pairs]
@@ -156,7 +157,7 @@ class StrategyExtended:
         pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions,
     ) -> list[Any]:
-        """Combine values by an algorithm that need not be the strategy's own.
+        """Combine values by a given algorithm instead of the strategy's own.
 
         Collective over the strategy's replicas. For the library's own modules.
         """
@@ -167,7 +168,9 @@ class StrategyExtended:
             op: ReduceOp, trees: list[Tree], what: str, out: Tree = None
         ) -> Tree:
             if strategy.meetings is not None:
-                # Sums of logical replicas are added in the order of a tree.
+                # Values of logical replicas are always added in a fixed tree order, so
+                # that sums have the same bits on any number of ranks; ``ops`` is not
+                # used.
                 return replicas.reduce_parts(op, trees, what, out)
             reductions = strategy.collectives.reductions_by(ops)
             return reductions.reduce_in_call(op, trees[0], what, options, out=out)
@@ -181,24 +184,25 @@ class StrategyExtended:
         ]
 
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
-        """Give all replicas replica 0's value.
+        """Send replica 0's value to all replicas.
 
         Collective over the strategy's replicas, for arrays.
 
         Parameters
         ----------
         tensor : array_like of any shape
-            Python numbers are returned as they are; those of NumPy are arrays.
+            Python numbers are returned unchanged; NumPy scalars are sent as arrays.
         destinations : variable, distributed value or str, optional
-            Where the value is wanted; default: on all replicas.
+            Where the program needs the value; default: on all replicas.
 
         Returns
         -------
         Mirrored
-            The value; a bare array with one replica.
+            The value; a plain array if there is only one replica.
         """
-        # Python's numbers are constants of the program, the same on all replicas.
-        # NumPy's were computed; some of their types are subclasses of Python's.
+        # Python numbers are constants of the program, equal on all replicas. NumPy
+        # scalars are results of computations and may differ, so the check is for exact
+        # types: ``np.float64`` is a subclass of ``float``.
         if type(tensor) in (bool, int, float, complex):
             return tensor
         ops = self._strategy.collectives.ops
@@ -208,7 +212,7 @@ class StrategyExtended:
         return self.broadcast_by_rank(tensor)
 
     def broadcast_by_rank(self, tensor: Any) -> Any:
-        """Give all replicas rank 0's value; for the library's own modules.
+        """Send rank 0's value to all replicas; called by the library's own modules.
 
         Collective over the strategy's replicas.
         """
@@ -227,59 +231,63 @@ class StrategyExtended:
     ) -> Any:
         """Call a function on each component of a variable.
 
-        Logically collective over the strategy's replicas; collective in replica
-        context, where all must call it together.
+        Logically collective over the strategy's replicas. In replica context the call
+        is collective, because it makes a merge call.
 
         Parameters
         ----------
         var : Variable
-            Of this strategy.
+            A variable of this strategy.
         fn : callable
-            Takes the variable, whose methods then change only this replica's component,
-            and the arguments.
+            Called with the variable and the arguments. Inside the function the
+            variable's methods change only this replica's component.
         args, kwargs : sequence, mapping, optional
             Arguments; Mirrored values are replaced by their components.
         group : bool
-            Whether to return one value, or a tuple of this process's values.
+            True: return one value. False: return a tuple of this process's values.
 
         Returns
         -------
         object
-            Arrays as Mirrored (PerReplica for a SyncOnRead variable), other results
-            bare; with ``group=False`` a tuple with this replica's result.
+            The function's results. Arrays are returned as Mirrored, or as PerReplica
+            for a SyncOnRead variable; other results unchanged. With ``group=False``, a
+            tuple with the result of each replica of this process.
 
         Raises
         ------
         ValueError
-            If the variable is not of this strategy, or a mirrored one is given a
-            PerReplica argument, with which its components would differ.
+            If the variable does not belong to this strategy, or if a mirrored variable
+            would be updated with a PerReplica argument: its components would differ.
         """
         strategy = self._strategy
         entry = current()
-        # As tf.distribute has it: an update in replica context is a merge call.
+        # As in tf.distribute, an update in replica context is a merge call.
         if entry is not None and entry.strategy is strategy and entry.replica_context:
             return entry.replica_context.merge_call(
                 _update_in_merge, (var, fn, *args), dict(kwargs or {}, group=group)
             )
         strategy._require_cross("update")
-        # Checked before the change, so that after an error nothing is restored.
+        # The arguments are checked before the change, so that a wrong argument leaves
+        # no change to undo.
         with strategy.together("update"):
             self._check_update(var, args, kwargs)
-        # One array of a mirrored variable serves all replicas of this process.
+        # All replicas of this process share one array of a mirrored variable.
         mirrored = isinstance(var, MirroredVariable)
         replicas = strategy.replicas
         entries = replicas.update_entries[: 1 if mirrored else None]
         with strategy.all_or_none(var, "update"):
             results = [replicas.call(own, fn, [var, *args], kwargs) for own in entries]
         if not group:
-            # One result for each replica, also if one call has served them all.
+            # Return one result for each replica, even if a single call updated all of
+            # them.
             missing = len(replicas.update_entries) - len(results)
             return tuple(results + results[:1] * missing)
         if strategy.num_replicas_in_sync == 1:
             return results[0]
         if len(results) > 1:
             return replicas.joined(results, "update")
-        # Components of a SyncOnRead variable differ, and so do results made of them.
+        # Results computed from components of a SyncOnRead variable differ between
+        # replicas, because the components differ.
         return _grouped(results[0], replicas.mirrored if mirrored else PerReplica)
 
     def _check_update(self, var: Any, args: Any, kwargs: Any) -> None:
@@ -307,15 +315,14 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
-        """Put new variables on the devices of a variable.
+        """Check the variable on whose devices a block puts its new variables.
 
-        Not collective. Every process has one device, so that this only checks the
-        variable.
+        Not collective. Every process has only one device, so there is nothing to place.
 
         Parameters
         ----------
         colocate_with_variable : Variable
-            Of this strategy.
+            A variable of this strategy.
 
         Yields
         ------
@@ -325,9 +332,9 @@ class StrategyExtended:
         Raises
         ------
         RuntimeError
-            Outside of the strategy's scope.
+            If the block is outside of the strategy's scope.
         ValueError
-            If it is not a variable of this strategy.
+            If ``colocate_with_variable`` is not a variable of this strategy.
         """
         entry, own = current(), self._strategy
         if not own.is_default and (entry is None or entry.strategy is not own):
@@ -343,32 +350,32 @@ class StrategyExtended:
         yield
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether a variable belongs to this strategy.
+        """Return whether an object is a variable of this strategy.
 
         Not collective.
 
         Parameters
         ----------
         v : object
-            Anything.
+            Any object.
 
         Returns
         -------
         bool
-            True for its variables.
+            True for variables of this strategy.
         """
         owner = self._strategy if self._strategy.distributes else None
         return isinstance(v, Variable) and v._strategy is owner
 
     def value_container(self, value: Any) -> Any:
-        """Return the value itself: functions get variables, not their components.
+        """Return the value unchanged: functions receive variables, not components.
 
         Not collective.
 
         Parameters
         ----------
         value : object
-            Anything.
+            Any object.
 
         Returns
         -------
@@ -385,44 +392,46 @@ class StrategyExtended:
         Parameters
         ----------
         v : Variable
-            Of this strategy.
+            A variable of this strategy.
 
         Returns
         -------
         ndarray
-            The aggregate of a SyncOnRead variable.
+            The value; for a SyncOnRead variable, its components combined by its
+            aggregation.
         """
         return v.read_value()
 
-    # Methods that programs for the first tf.distribute still call.
+    # Methods of TensorFlow 1's tf.distribute, which old programs still call.
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether several workers each run the program."""
+        """Whether the program runs on more than one worker."""
         strategy = self._strategy
         return strategy.distributes and strategy.topology.num_workers > 1
 
     @property
     def experimental_should_init(self) -> bool:
-        """Whether this process initializes what all share: replica 0 alone."""
+        """Whether this process initializes shared data: True on replica 0 only."""
         return self._strategy.replica_id == 0
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes files of the program's own: replica 0 alone.
+        """Whether this process writes the program's own files: True on replica 0 only.
 
-        All replicas call `CheckpointManager`, whatever this says.
+        A `CheckpointManager` must be called by all replicas, also those with False
+        here.
         """
         return self._strategy.replica_id == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries: replica 0 alone."""
+        """Whether this process writes summaries: True on replica 0 only."""
         return self._strategy.replica_id == 0
 
     @contextmanager
     def _in_scope(self, what: str) -> Iterator[None]:
-        """Enter the scope, or check that it is the current one."""
+        """Enter the strategy's scope, or check that it is already the current scope."""
         if current() is not None:
             self._strategy._require_cross(what)
             yield
@@ -433,18 +442,18 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """The older name of ``Strategy.run``."""
+        """Call a function on every replica: the older name of ``Strategy.run``."""
         return self._strategy.run(fn, args, kwargs)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:
-        """Return the devices of state that belongs to several variables.
+        """Return the devices for optimizer state that belongs to several variables.
 
         Not collective.
 
         Parameters
         ----------
         var_list : sequence of Variable
-            Of this strategy.
+            Variables of this strategy.
 
         Returns
         -------
@@ -454,7 +463,7 @@ class StrategyExtended:
         Raises
         ------
         ValueError
-            If one is not a variable of this strategy.
+            If an object in ``var_list`` is not a variable of this strategy.
         """
         for variable in var_list:
             if not self.variable_created_in_scope(variable):
@@ -473,32 +482,35 @@ class StrategyExtended:
         kwargs: Any = None,
         group: bool = True,
     ) -> Any:
-        """Call a function that updates state which belongs to no single variable.
+        """Call a function that updates optimizer state shared by several variables.
 
         Logically collective over the strategy's replicas.
 
         Parameters
         ----------
         colocate_with : object
-            From `non_slot_devices`; every process has one device.
+            The result of `non_slot_devices`; ignored, because every process has one
+            device.
         fn : callable
-            Runs in update context, where variables change only this replica's
+            Runs in update context: assignments to variables change only this replica's
             component.
         args, kwargs : sequence, mapping, optional
             Arguments; Mirrored values are replaced by their components.
         group : bool
-            Whether to return one value, or a tuple of this process's values.
+            True: return one value. False: return a tuple of this process's values.
 
         Returns
         -------
         object
-            Arrays as Mirrored, other results bare; with ``group=False`` a tuple with
-            this replica's result.
+            The function's results. Arrays are returned as Mirrored, other results
+            unchanged. With ``group=False``, a tuple with one result for each replica of
+            this process.
 
         Raises
         ------
         ValueError
-            For a PerReplica argument, with which the state would differ.
+            For a PerReplica argument, because the state would then differ between
+            replicas.
         """
         del colocate_with
         strategy, replicas = self._strategy, self._strategy.replicas
@@ -513,16 +525,16 @@ class StrategyExtended:
     def experimental_make_numpy_dataset(
         self, numpy_input: Tree, session: Any = None
     ) -> Dataset:
-        """Return a data set of the rows of arrays.
+        """Return a data set whose elements are the rows of arrays.
 
         Not collective.
 
         Parameters
         ----------
         numpy_input : array, or nested structure of arrays
-            Of equal first dimension; not copied.
+            Arrays with equal first dimensions; not copied.
         session : object, optional
-            Accepted for tf.distribute's sake.
+            Ignored; accepted for compatibility with tf.distribute.
 
         Returns
         -------
@@ -544,32 +556,34 @@ class StrategyExtended:
         iterations: int = 1,
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> MultiStepContext:
-        """Call a function on each of the next batches.
+        """Call a function for each of the next batches of an iterator.
 
-        Collective over the strategy's replicas as far as the function and the data set
-        are.
+        Collective over the strategy's replicas if the function or the data set makes
+        collective calls.
 
         Parameters
         ----------
         fn : callable
-            Takes a MultiStepContext and a batch; runs in cross-replica context, in the
-            strategy's scope.
+            Called with a MultiStepContext and a batch. Runs in cross-replica context,
+            in the strategy's scope.
         iterator : iterator
-            Gives a batch for each step.
+            Returns a batch for each step.
         iterations : int
             Number of steps; at least 0.
         initial_loop_values : mapping of str to object, optional
-            ``last_step_outputs`` before the first step.
+            The initial content of ``last_step_outputs``.
 
         Returns
         -------
         MultiStepContext
-            With the outputs of the last step; ``run_op`` is the last result of ``fn``.
+            Contains the outputs of the last step; ``run_op`` is the last result of
+            ``fn``.
 
         Raises
         ------
         OutOfRangeError
-            If there are fewer batches, after the steps with these.
+            If the iterator ends before ``iterations`` batches; the steps with the
+            earlier batches have been made.
         ValueError
             For a negative number of steps.
         """
@@ -599,7 +613,7 @@ def _update_in_merge(
     group: Any = True,
     **kwargs: Any,
 ) -> Any:
-    # A merge call wraps each argument as a PerReplica, also the function.
+    # A merge call wraps each argument in a PerReplica, including the function.
     function = fn.values[0] if isinstance(fn, PerReplica) else fn
     same = [_unwrapped(argument) for argument in args]
     named = {k: _unwrapped(v) for k, v in kwargs.items()}
@@ -607,7 +621,7 @@ def _update_in_merge(
 
 
 def _unwrapped(tree: Tree) -> Tree:
-    """Unwrap Python constants, which are the program's."""
+    """Unwrap Python constants, which are equal on all replicas."""
 
     def bare(leaf: Any) -> Any:
         if type(leaf) is PerReplica and isinstance(leaf.values[0], _CONSTANTS):
@@ -618,7 +632,7 @@ def _unwrapped(tree: Tree) -> Tree:
 
 
 def _grouped(tree: Tree, kind: Any) -> Tree:
-    """Wrap the arrays of a result; other leaves stay bare."""
+    """Wrap the arrays of a result by ``kind``; return other leaves unchanged."""
 
     def wrapped(leaf: Any) -> Any:
         is_array = isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf)

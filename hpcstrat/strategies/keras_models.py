@@ -1,8 +1,9 @@
-"""Models of Keras that are made, compiled or trained in a strategy's scope.
+"""Detection of Keras models that are made, compiled or trained in a strategy's scope.
 
-Keras is never imported here. Its model class is changed when a strategy's scope is
-entered, and works as before for all other models. `hpcstrat.integrations.keras` does
-the work, and is loaded by the first call that trains, evaluates or predicts.
+This module never imports Keras. When a strategy's scope is entered, methods of the
+Keras model class are wrapped; models outside of a scope behave as before. The first
+call of such a model that trains, evaluates or predicts loads
+`hpcstrat.integrations.keras`, which distributes the model.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _owners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def watch_keras() -> None:
-    """Note models from here on; not collective."""
+    """Wrap the methods of the Keras model class, now or when Keras is imported."""
     keras = sys.modules.get("keras")
     model = getattr(keras, "Model", None)
     if model is None:
@@ -39,7 +40,8 @@ def watch_keras() -> None:
     elif "_hpcstrat_watched" not in vars(model):
         model._hpcstrat_watched = True
         model.__new__ = _made(model.__new__)
-        # In the class that defines it, as Keras asks whether a class overrides it.
+        # ``compile`` is wrapped in the class that defines it, because Keras checks
+        # whether a subclass overrides it.
         trainer = next(base for base in model.__mro__ if "compile" in vars(base))
         trainer.compile = _compiled(trainer.compile)
         for name in METHODS:
@@ -49,12 +51,12 @@ def watch_keras() -> None:
 
 
 def strategy_of(model: Any) -> Any:
-    """Return the strategy in whose scope a model of Keras was used; or None."""
+    """Return the strategy in whose scope a Keras model was used, or None."""
     return _owners.get(model)
 
 
 def _take(model: Any) -> None:
-    """Note that a model belongs to the current strategy, if there is one."""
+    """Record the current strategy, if any, as the owner of a model."""
     entry = current()
     if entry is not None and not entry.strategy.is_default:
         _owners[model] = entry.strategy
@@ -75,12 +77,14 @@ def _compiled(method: Any) -> Any:
     def compile_model(self: Any, *args: Any, **options: Any) -> Any:
         _take(self)
         if self in _owners:
-            # Earlier methods belong to the earlier optimizer.
+            # Distributed methods from an earlier ``compile`` use the earlier optimizer,
+            # so they are removed.
             for name in METHODS:
                 vars(self).pop(name, None)
             keras: Any = sys.modules["keras"]
             if keras.config.backend() == "tensorflow":
-                # Its XLA cannot call MPI; Keras would choose it on GPUs.
+                # Keras would compile the step with XLA on GPUs, and XLA code cannot
+                # call MPI.
                 options.setdefault("jit_compile", False)
         return method(self, *args, **options)
 
@@ -92,7 +96,8 @@ def _distributed(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        # The distributed method, on the model itself, calls the original one.
+        # If the model object itself has a distributed method, then that method makes
+        # this call, and wants the original one.
         if name in vars(self):
             return method(self, *args, **options)
         _take(self)
@@ -100,7 +105,7 @@ def _distributed(method: Any) -> Any:
         if strategy is None:
             return method(self, *args, **options)
         with strategy.collectives.section(f"{name} of Keras"):
-            # By name, as it is in a layer above this module.
+            # Imported by name, because integrations are in a layer above this module.
             found = importlib.import_module("hpcstrat.integrations.keras.distribution")
             given = inspect.signature(method).bind(self, *args, **options).arguments
             data = {key: value for key, value in given.items() if key != "self"}
@@ -112,8 +117,9 @@ def _distributed(method: Any) -> Any:
 
 
 def _refused_in_run(method: Any) -> Any:
-    """Refuse optimizer steps in replica functions, whose gradients nothing combines."""
-    # Some optimizers call another one; the program calls only the outermost.
+    """Refuse optimizer steps in replica functions if gradients are not combined."""
+    # Optimizers whose ``apply`` is running. Some optimizers call an inner one; only the
+    # outermost is checked, because the program calls only it.
     inside: list[Any] = []
 
     @functools.wraps(method)
@@ -140,7 +146,7 @@ def _refused_in_run(method: Any) -> Any:
 
 
 class _WhenImported:
-    """An import hook that finds Keras, to watch it from then on; see `importlib`."""
+    """An import hook that calls `watch_keras` after Keras is imported."""
 
     def find_spec(
         self,
@@ -148,7 +154,7 @@ class _WhenImported:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return a module spec that loads and watches Keras; None for other modules."""
+        """Return a spec that loads and watches Keras; None for other modules."""
         if name != "keras":
             return None
         sys.meta_path.remove(self)
@@ -159,7 +165,7 @@ class _WhenImported:
 
 
 class _ThenWatch(Loader):
-    """A loader that loads a module by another loader, and then watches Keras."""
+    """A module loader that calls another loader, and then `watch_keras`."""
 
     def __init__(self, spec: ModuleSpec, loader: Any) -> None:
         self._spec = spec
@@ -170,7 +176,8 @@ class _ThenWatch(Loader):
         return found
 
     def exec_module(self, module: ModuleType) -> None:
-        # Other code asks the module's loader for files of the package.
+        # The original loader is put back first, because other code gets files of the
+        # package from the module's loader.
         self._spec.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         watch_keras()

@@ -1,4 +1,4 @@
-"""The replicas of this process: their contexts, calls in these, and their values."""
+"""The replicas of this process: their contexts, function calls, and values."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from hpcstrat.variables import Variable
 
 
 class LocalReplicas:
-    """The replicas of this process; with logical replicas there may be several.
+    """The replicas of this process: one, or several logical replicas.
 
-    ``ranks`` are the calls between the processes; ``rank`` is the number of this one.
-    ``count`` is the number of logical replicas of all processes, or None.
+    ``ranks`` has the collective calls between the processes; ``rank`` is the number of
+    this process. ``count`` is the number of logical replicas of all processes, or None.
     """
 
     def __init__(
@@ -44,10 +44,12 @@ class LocalReplicas:
         self.block = self._sums.block
         # Objects that save and restore state when replicas take turns.
         self.listeners: list[Listener] = []
-        # Made once, as every `run` and merge call pushes one of these entries.
+        # Context entries are made once, because every `run` and merge call pushes an
+        # entry.
         self.cross_entry = ContextEntry(strategy)
         self.meetings: Meetings | None = None
-        # The sum of two ranks is the same in any order, and needs no tree.
+        # The sum of two ranks' values is the same in either order, so no tree is
+        # needed.
         plain = self.num_replicas == ranks.size <= 2
         if count is not None and not plain:
             self.meetings = Meetings(
@@ -66,7 +68,7 @@ class LocalReplicas:
         ]
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function as each replica, in turn; return distributed results."""
+        """Call a function for each replica, in turn; return distributed results."""
         if not isinstance(args, (list, tuple)):
             raise ValueError(
                 f"expected a list or tuple of arguments, found {type(args).__name__}; "
@@ -87,7 +89,7 @@ class LocalReplicas:
     def call(
         entry: ContextEntry, fn: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a function in a context, with the replica's part of each argument."""
+        """Call a function in a context, with this replica's part of each argument."""
         token = push(entry)
         try:
             if args:
@@ -100,7 +102,7 @@ class LocalReplicas:
     def merge(
         self, what: str, merge_fn: Callable[..., Any], given: list[Any]
     ) -> list[Any]:
-        """Call a merged function once, with the arguments of each replica.
+        """Call ``merge_fn`` once, with the replicas' arguments as distributed values.
 
         Collective over the strategy's replicas.
         """
@@ -125,10 +127,10 @@ class LocalReplicas:
     def joined(
         self, trees: list[Tree], what: str, wrap: Callable[..., Any] | None = None
     ) -> Tree:
-        """Make distributed values of a tree of each replica.
+        """Combine trees, one for each replica, into one tree of distributed values.
 
-        ``wrap`` makes a value of corresponding leaves; default: as for results of
-        `run`. ValueError if the structures differ.
+        ``wrap`` makes a distributed value of corresponding leaves; by default leaves
+        are wrapped like results of `run`. Raises ValueError if the structures differ.
         """
         if len(trees) == 1:
             return self.distributed(trees[0])
@@ -144,9 +146,7 @@ class LocalReplicas:
         return unflatten(flats[0][1], [(wrap or _wrap)(*column) for column in columns])
 
     def distributed(self, tree: Tree) -> Tree:
-        """Make distributed values of one replica's tree, such as the result of its
-        function.
-        """
+        """Return a tree with this replica's leaves wrapped as distributed values."""
         if self.meetings is not None and own_index() is not None:
 
             def act(trees: list[Tree]) -> list[Tree]:
@@ -156,11 +156,13 @@ class LocalReplicas:
         return tree if self.num_replicas == 1 else tree_map(_wrap, tree)
 
     def mirrored(self, value: Any) -> Mirrored:
-        """Return a distributed value that is equal on all replicas."""
+        """Return a Mirrored with this value for each replica of this process."""
         return Mirrored(*[value] * len(self.block))
 
     def parts(self, tree: Tree) -> list[Tree]:
-        """Return the part of each replica; plain values are in all parts."""
+        """Return a tree of components for each replica; all trees have the plain
+        values.
+        """
         return [
             part_of(tree, index, variables=True) for index in range(len(self.block))
         ]
@@ -174,10 +176,10 @@ class LocalReplicas:
         *,
         are_roots: bool = False,
     ) -> Tree:
-        """Combine a tree of arrays of each replica over all processes.
+        """Sum or average trees of arrays, one for each replica, over all processes.
 
         Collective over the strategy's replicas, in cross-replica context. With
-        ``are_roots`` the trees are this process's partial sums, see ``merges``.
+        ``are_roots`` the trees are already this process's partial sums; see ``merges``.
         """
         if self.meetings is None:
             return self._ranks.reduce_in_call(op, trees[0], what, out=out)
@@ -185,12 +187,12 @@ class LocalReplicas:
 
     @property
     def merges(self) -> list[int]:
-        """The number of pairs to add after each replica; see `TreeOrder`."""
+        """The number of pairs of sums to add after each replica; see `TreeOrder`."""
         return self.order.merges(self._rank)
 
 
 def _wrap(*leaves: Any) -> Any:
-    # None on all replicas stays None.
+    # A leaf that is None on all replicas is not wrapped.
     first = leaves[0]
     if isinstance(first, (Variable, DistributedValues)):
         return first

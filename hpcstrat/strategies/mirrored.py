@@ -1,4 +1,4 @@
-"""The replicas of one worker."""
+"""`MirroredStrategy`: one replica on each rank of a single node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MirroredStrategy(MpiStrategy):
-    """Synchronous training on the replicas of one worker, one MPI rank each.
+    """Synchronous training on the ranks of one node, with one replica on each rank.
 
     Collective over ``comm``.
 
@@ -25,27 +25,28 @@ class MirroredStrategy(MpiStrategy):
     ----------
     devices : sequence of str, optional
         One device per replica, in replica order. ``GPU:0`` is the first GPU that the
-        host's ranks see; naming GPUs is like the setting ``device="gpu"``. More CPU
-        devices than ranks make logical replicas, several on a rank, like
-        ``MultiWorkerMirroredStrategy(logical_replicas=...)``. Default: by the settings;
-        on CPUs ``CPU:0``, ``CPU:1``, ...
+        host's ranks see; naming GPUs has the effect of the setting ``device="gpu"``. If
+        there are more CPU devices than ranks, each rank runs several logical replicas,
+        as with ``MultiWorkerMirroredStrategy(logical_replicas=...)``. Default: GPUs or
+        CPUs, as the settings say; CPUs are named ``CPU:0``, ``CPU:1``, ...
     cross_device_ops : CrossDeviceOps, optional
-        How buffers are summed; default: chosen by the library.
+        The algorithm that sums buffers; default: chosen by the library.
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks, which must share a node; default: all of the job.
+        The ranks of the strategy, which must share a node; default: all ranks of the
+        job.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
     settings : Settings, optional
-        How the strategy watches over its ranks.
+        Settings of timeouts and checks.
 
     Raises
     ------
     ValueError
-        If the number of devices differs from the number of ranks, or one comes twice,
-        or only some are GPUs.
+        If the number of devices differs from the number of ranks, if a device is named
+        twice, or if only some devices are GPUs.
     TopologyError
-        If the ranks are spread over several nodes, or have the same GPU, or only some
-        have one. On every rank.
+        If the ranks are on several nodes, if two ranks have the same GPU, or if only
+        some ranks have a GPU. On every rank.
     """
 
     _gathers_results = True
@@ -64,10 +65,10 @@ class MirroredStrategy(MpiStrategy):
             if devices is not None:
                 names = [parse_device(name) for name in devices]
             if gpu_numbers(names or ()) is None and names is not None:
-                # With more devices than ranks, replicas share a rank.
+                # With more devices than ranks, each rank runs several logical replicas.
                 logical = _more_than_ranks(names, comm)
         except Exception as error:
-            # The other ranks learn of the error when the ranks meet.
+            # `MpiStrategy` raises this error after it has notified the other ranks.
             problem = error
         super().__init__(
             comm=comm,
@@ -78,7 +79,8 @@ class MirroredStrategy(MpiStrategy):
             logical_replicas=logical,
             problem=problem,
         )
-        # From here on all ranks have the same data: all raise and close, or none.
+        # From here on all ranks have the same topology and names, so either all ranks
+        # raise an error and close the strategy, or none.
         count = self.num_replicas_in_sync
         if self.topology.num_workers > 1:
             workers = self.topology.num_workers
@@ -93,6 +95,6 @@ class MirroredStrategy(MpiStrategy):
 
 
 def _more_than_ranks(names: Sequence[str], comm: Any) -> int | None:
-    """Return the number of devices, if there are more than ranks; else None."""
+    """Return the number of devices if it exceeds the number of ranks, else None."""
     size = launch_from_environment().size if comm is None else comm.size
     return len(names) if len(names) > size else None

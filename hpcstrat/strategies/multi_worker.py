@@ -1,4 +1,4 @@
-"""The replicas of all workers of a job."""
+"""`MultiWorkerMirroredStrategy`: one replica on each rank, on any number of nodes."""
 
 from __future__ import annotations
 
@@ -14,53 +14,56 @@ if TYPE_CHECKING:
 
 
 class MultiWorkerMirroredStrategy(MpiStrategy):
-    """Synchronous training on all ranks of a job, one replica each.
+    """Synchronous training on all ranks of a job, with one replica on each rank.
 
     Collective over ``comm``.
 
     Parameters
     ----------
     cluster_resolver : object, optional
-        Kept for programs that ask for it; MPI says which ranks there are.
+        Stored as the attribute ``cluster_resolver`` and otherwise unused; the ranks are
+        those of MPI.
     communication_options : CommunicationOptions, optional
-        Defaults of every call.
+        Default options of all collective calls.
     logical_replicas : int, optional
-        Number of replicas if it is larger than that of ranks, the same on every rank: a
-        rank then runs several in turn, and every result has the same bits on any number
-        of ranks; see ``docs/user-guide/same-bits.md``. Default: one replica on each
-        rank.
+        Total number of replicas, at least the number of ranks and equal on every rank.
+        Each rank runs several replicas, one after the other, and every result has the
+        same bits on any number of ranks; see ``docs/user-guide/same-bits.md``. Default:
+        one replica on each rank.
     replicas_per_worker : int, optional
-        Make the ranks of one node act as workers of this many replicas; default: one
+        Divide the ranks of each node into workers of this many replicas. Default: one
         worker per node.
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks; default: all of the job.
+        The ranks of the strategy; default: all ranks of the job.
     cross_device_ops : CrossDeviceOps, optional
-        How buffers are summed; default: chosen by the library.
+        The algorithm that sums buffers; default: chosen by the library.
     on_error : str
         ``"abort"`` or ``"raise"``; see `Strategy`.
     progress_thread : bool
-        Whether a thread continues started reductions, so that messages between workers
-        travel while the program computes. Needs ``MPI_THREAD_MULTIPLE``, which MPI has
-        if the first strategy of a program asks for the thread. The thread runs when the
-        program releases Python's interpreter lock, as NumPy does while it computes.
+        True: a thread continues started reductions, so that messages between workers
+        travel while the program computes. The thread needs ``MPI_THREAD_MULTIPLE``,
+        which MPI has if the first strategy of the program is made with
+        ``progress_thread=True``. The thread runs while the program releases Python's
+        interpreter lock, as NumPy does during computations.
     on_lost_rank : str
         ``"abort"``: the death of a rank ends the job. ``"raise"``: every remaining rank
         raises a RankLostError at its current or next collective call; then `close` this
-        strategy, and make another one of a communicator of the remaining ranks. Needs
-        ``mpirun --with-ft ulfm`` of Open MPI 5. `hpcstrat.elastic.run` does all this.
+        strategy, and make a new one with a communicator of the remaining ranks.
+        `hpcstrat.elastic.run` does both. ``"raise"`` needs ``mpirun --with-ft ulfm`` of
+        Open MPI 5.
     settings : Settings, optional
-        How the strategy watches over its ranks.
+        Settings of timeouts and checks.
 
     Raises
     ------
     ValueError
         If there are fewer logical replicas than ranks. On every rank.
     TopologyError
-        If MPI was started for one thread, and a progress thread is wanted, or the loss
-        of a rank cannot be survived here, or ranks have the same GPU, or only some have
-        one. On every rank.
+        If a progress thread is requested but MPI was started for one thread, if
+        ``on_lost_rank="raise"`` is not supported by this MPI library or launcher, if
+        two ranks have the same GPU, or if only some ranks have a GPU. On every rank.
     RankLostError
-        If a rank is lost meanwhile, with ``on_lost_rank="raise"``.
+        If a rank is lost during this call, with ``on_lost_rank="raise"``.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         on_lost_rank: str = "abort",
         settings: Settings | None = None,
     ) -> None:
-        # `MpiStrategy` raises it after telling the other ranks.
+        # `MpiStrategy` raises this error after it has notified the other ranks.
         problem = None
         if hasattr(cluster_resolver, "Get_size"):
             problem = TypeError(

@@ -1,4 +1,4 @@
-"""Methods of the first tf.distribute, which call those of today."""
+"""Methods of TensorFlow 1's tf.distribute, implemented by the current methods."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hpcstrat.engine.typing import Tree
 
 
 class InputIterator:
-    """Batches of a distributed data set, for methods of the first tf.distribute.
+    """Batches of a distributed data set, for methods of TensorFlow 1's tf.distribute.
 
     Parameters
     ----------
     dataset : DistributedDataset or DealtDataset
-        Gives the batches.
+        The source of the batches.
     """
 
     def __init__(self, dataset: ReducibleDataset) -> None:
@@ -29,9 +29,10 @@ class InputIterator:
         return f"InputIterator({self._dataset!r})"
 
     def initialize(self) -> None:
-        """Begin an iteration, the next epoch.
+        """Begin a new iteration over the data set, such as the next epoch.
 
-        Collective over the strategy's replicas. The first batch does so by itself.
+        Collective over the strategy's replicas. Without a call, the first iteration
+        begins at the first batch.
         """
         self._iterator = iter(self._dataset)
 
@@ -43,17 +44,17 @@ class InputIterator:
         Parameters
         ----------
         name : str, optional
-            Accepted for tf.distribute's sake.
+            Ignored; accepted for compatibility with tf.distribute.
 
         Returns
         -------
         tree
-            With PerReplica leaves.
+            The batch, with PerReplica leaves.
 
         Raises
         ------
         OutOfRangeError
-            At the end, on all replicas.
+            At the end of the data, on all replicas.
         """
         del name
         return self._begun().get_next()
@@ -72,10 +73,9 @@ class InputIterator:
 
 
 class OlderMethods:
-    """Methods that programs for the first tf.distribute call; a part of `Strategy`.
+    """Methods of `Strategy` for programs that were written for TensorFlow 1.
 
-    TensorFlow 2 still has most of them, outside of its reference.
-    """
+    TensorFlow 2 still has most of these methods, but does not document them."""
 
     def experimental_run_v2(
         self: Any,
@@ -84,28 +84,28 @@ class OlderMethods:
         kwargs: Any = None,
         options: Any = None,
     ) -> Any:
-        """The older name of `run`."""
+        """Call a function on every replica: the older name of `run`."""
         return self.run(fn, args, kwargs, options)
 
     def experimental_run(
         self: Any, fn: Callable[..., Any], input_iterator: Any = None
     ) -> Any:
-        """Call a function on every replica, with the next batch.
+        """Call a function on every replica with the replica's part of the next batch.
 
-        Collective over the strategy's replicas as far as the data set is.
+        Collective over the strategy's replicas if reading the data set is collective.
 
         Parameters
         ----------
         fn : callable
-            Takes this replica's batch, or nothing without an iterator; runs in replica
-            context.
+            Called with this replica's batch, or with no argument if there is no
+            iterator; runs in replica context.
         input_iterator : InputIterator, optional
-            From `make_dataset_iterator` or `make_input_fn_iterator`.
+            The result of `make_dataset_iterator` or `make_input_fn_iterator`.
 
         Returns
         -------
         object
-            As of `run`.
+            The result of `run`.
 
         Raises
         ------
@@ -117,9 +117,10 @@ class OlderMethods:
             return self.run(fn, args)
 
     def make_dataset_iterator(self: Any, dataset: Any) -> InputIterator:
-        """The older name of `experimental_distribute_dataset`; for `experimental_run`.
+        """Divide a data set between replicas, as an iterator for `experimental_run`.
 
-        The result has the methods ``get_next`` and ``initialize``.
+        Older name of `experimental_distribute_dataset`; the result has the methods
+        ``get_next`` and ``initialize``.
         """
         return InputIterator(self.experimental_distribute_dataset(dataset))
 
@@ -128,9 +129,10 @@ class OlderMethods:
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
-        """The older name of `distribute_datasets_from_function`.
+        """Distribute batches from a function: `distribute_datasets_from_function`.
 
-        For `experimental_run`. ``replication_mode`` is one of the options there.
+        The result is an iterator for `experimental_run`. ``replication_mode`` is the
+        field ``experimental_replication_mode`` of InputOptions.
         """
         options = InputOptions(experimental_replication_mode=replication_mode)
         return InputIterator(self.distribute_datasets_from_function(input_fn, options))
@@ -140,44 +142,44 @@ class OlderMethods:
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> Any:
-        """The older name of `distribute_datasets_from_function`."""
+        """Distribute batches from a function: `distribute_datasets_from_function`."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(
         self: Any, numpy_input: Tree, session: Any = None
     ) -> Dataset:
-        """The older name of ``extended.experimental_make_numpy_dataset``."""
+        """Return a data set of rows of arrays; see the same method of ``extended``."""
         make = self.extended.experimental_make_numpy_dataset
         dataset: Dataset = make(numpy_input, session)
         return dataset
 
     def unwrap(self: Any, value: Tree) -> tuple[Any, ...]:
-        """The older name of `experimental_local_results`."""
+        """Return this worker's components; see `experimental_local_results`."""
         results: tuple[Any, ...] = self.experimental_local_results(value)
         return results
 
     def group(self: Any, value: Tree, name: str | None = None) -> Any:
-        """Return None: replicas have no operations to group.
+        """Return None, because operations run at once and cannot be grouped.
 
         Not collective.
 
         Parameters
         ----------
         value : tree
-            The result of `run`, for example.
+            A value such as the result of `run`.
         name : str, optional
-            Accepted for tf.distribute's sake.
+            With a name the result is always None, as in TensorFlow.
 
         Returns
         -------
         object
-            With one replica and no name, the value itself.
+            None; with one replica and no name, the value itself.
         """
         alone = self.num_replicas_in_sync == 1 and name is None
         return value if alone else None
 
     def colocate_vars_with(self: Any, colocate_with_variable: Any) -> Any:
-        """The older name of ``extended.colocate_vars_with``."""
+        """Check a variable: older name of ``extended.colocate_vars_with``."""
         return self.extended.colocate_vars_with(colocate_with_variable)
 
     def configure(
@@ -187,7 +189,7 @@ class OlderMethods:
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Do nothing: MPI says which ranks there are, and there are no sessions.
+        """Do nothing, because MPI defines the ranks and there are no sessions.
 
         Not collective.
 
@@ -200,18 +202,18 @@ class OlderMethods:
         get_logger("strategies").debug("configure has nothing to do: MPI has the ranks")
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """Return the configuration of a session unchanged: there are no sessions.
+        """Return a session's configuration unchanged, because there are no sessions.
 
         Not collective.
 
         Parameters
         ----------
         config_proto : object
-            Anything.
+            Any object.
 
         Returns
         -------
         object
-            The same.
+            The same object.
         """
         return config_proto

@@ -35,7 +35,7 @@ def _require_ops(ops: Any) -> None:
 
 
 def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
-    """Refuse sums that would depend on the number of ranks, with logical replicas."""
+    """Refuse ops and options whose sums would depend on the number of ranks."""
     if options is not None:
         require_no_wire_dtype(options)
     found = None
@@ -53,19 +53,20 @@ def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
 class MpiStrategy(Strategy):
     """A strategy with one MPI rank per replica.
 
-    Collective over ``comm``. `MultiWorkerMirroredStrategy` describes the arguments;
-    ``arguments`` are the fields of `StrategyRequest`. Subclasses add ``own`` arguments,
-    in which all ranks must agree, ``devices`` that the program has named, and a
-    ``problem`` that they found on this rank: it is raised here once the other ranks
-    know of it.
+    Collective over ``comm``. The arguments are described at
+    `MultiWorkerMirroredStrategy`; ``arguments`` are fields of `StrategyRequest`.
+    Subclasses pass ``own``, arguments that must be equal on all ranks; ``devices``,
+    named by the program; and ``problem``, an error that they found on this rank. The
+    constructor raises ``problem`` after the other ranks know of it.
 
-    Raises on every rank if the environment has an unknown ``HPCSTRAT_`` variable
-    (ValueError), if another open strategy over the same ranks has other settings
-    (ValueError), and if ranks make different strategies, or one does not come in time
-    (CollectiveError). A wrong argument on another rank is a ReplicaError.
+    Every rank raises ValueError if the environment has an unknown ``HPCSTRAT_``
+    variable, or if an open strategy over the same ranks has other settings;
+    CollectiveError if ranks make different strategies, or if a rank does not make the
+    strategy in time; and ReplicaError if an argument is wrong on another rank.
     """
 
-    # Whether `experimental_local_results` has those of all ranks of this worker.
+    # Whether `experimental_local_results` returns the values of all ranks of this
+    # worker.
     _gathers_results = False
 
     def __init__(
@@ -78,8 +79,9 @@ class MpiStrategy(Strategy):
     ) -> None:
         request = StrategyRequest(kind=type(self).__name__, **arguments)
         logical_replicas = request.logical_replicas
-        # Arguments are checked before the ranks meet, where all learn of an error: an
-        # error that is raised here alone would leave the other ranks waiting.
+        # Errors in arguments are not raised here, but passed to `connect`, which raises
+        # an error on all ranks: an error on this rank alone would leave the other ranks
+        # waiting.
         if problem is None:
             try:
                 _require_ops(cross_device_ops)
@@ -90,7 +92,8 @@ class MpiStrategy(Strategy):
                 problem = error
         self._key, self._connection = connect(request, problem)
         connection = self._connection
-        # A strategy may be closed while other strategies use its connection.
+        # Whether this strategy is closed. Other strategies may still use its
+        # connection.
         self._closed = False
         hooked = cross_device_ops is not None and cross_device_ops.overrides()
         kind: Any = HookedCollectives if hooked else Collectives
@@ -99,7 +102,7 @@ class MpiStrategy(Strategy):
             collectives.strategy = self
         ranks = connection.topology.num_replicas
         if logical_replicas is not None and logical_replicas < ranks:
-            # On every rank, as all have asked for the same number.
+            # Every rank raises this error, because all ranks requested the same number.
             connection.close(self._key)
             raise ValueError(
                 f"expected logical_replicas >= {ranks}, the number of ranks, found "
@@ -122,11 +125,10 @@ class MpiStrategy(Strategy):
     def _require_devices(
         self, names: Sequence[str] | None, least: int, argument: str
     ) -> None:
-        """Refuse a number of named devices other than that of replicas, or too few
-        different ones.
+        """Raise an error for a wrong number of named devices, or too few distinct ones.
 
-        Collective over ``topology.replica_comm`` if it raises, as it then does on all
-        ranks.
+        An error is raised on all ranks; before it the strategy is closed, a collective
+        call over ``topology.replica_comm``.
         """
         count = self.num_replicas_in_sync
         if names is None or (len(names) == count and len(set(names)) >= least):
@@ -138,12 +140,13 @@ class MpiStrategy(Strategy):
         )
 
     def _bind(self, names: Sequence[str] | None = None) -> None:
-        """Give each rank its device, at the end of the constructor."""
+        """Assign a device to each rank, at the end of the constructor."""
         try:
             self._devices = self._connection.devices.bind(names)
         except Exception as error:
-            # All ranks raise it, as they agree on devices. After a loss, closing would
-            # wait for the lost rank.
+            # All ranks raise this error, because they agree on devices. After the loss
+            # of a rank the strategy is abandoned, because closing would wait for the
+            # lost rank.
             found = as_loss(self.topology, error)
             if isinstance(found, RankLostError):
                 self.abandon()
@@ -155,8 +158,9 @@ class MpiStrategy(Strategy):
             from hpcstrat.engine.gpu.replica_device import ReplicaDevice
 
             self.replicas.listeners.append(ReplicaDevice(self.topology.gpu.index))
-        # A GPU that the library found serves arrays that the program has put there;
-        # variables and batches go to it only if the program or the settings name it.
+        # Variables and batches are put on the GPU only if the program or the settings
+        # name it. A GPU that the library found by itself is only used for arrays that
+        # the program has put there.
         named = names is not None or self.settings.device == "gpu"
         self.puts_on_gpu = named and self.device.startswith("GPU:")
 
@@ -193,7 +197,8 @@ class MpiStrategy(Strategy):
     ) -> tuple[Any, ...]:
         if not self._gathers_results:
             return super()._local_results(value, parts, distributed)
-        # A value that is None on some ranks is distributed on the others only.
+        # All ranks exchange whether their value is distributed: if the value is None on
+        # some ranks, it is distributed on the other ranks only.
         found = self.collectives.all_gather_object(
             (distributed, parts), "experimental_local_results"
         )
@@ -203,7 +208,7 @@ class MpiStrategy(Strategy):
         return tuple(part for rank in ranks for part in found[rank][1])
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
-        # Checks the argument.
+        # The base class checks the argument.
         super().expect_slow(seconds)
         return watchdog.expect_slow(seconds)
 
@@ -224,11 +229,11 @@ class MpiStrategy(Strategy):
         return None if error is None else error.ranks
 
     def abandon(self) -> None:
-        """Free everything but the communicators, also if ranks have died.
+        """Free everything but the communicators; works even if ranks have died.
 
-        Afterwards no strategy over these ranks can make a call; ranks that are in one
-        raise RankLostError if the loss of ranks is survived. For the library's own
-        modules.
+        Afterwards no strategy over these ranks can make a collective call. With
+        ``on_lost_rank="raise"``, ranks that are in a collective call raise
+        RankLostError. For the library's own modules.
         """
         self._closed = True
         self._close_meetings()
@@ -242,16 +247,19 @@ class MpiStrategy(Strategy):
 
     @collective
     def close(self) -> None:
-        # No collective call ends once a rank is lost.
+        # After the loss of a rank no collective call can end, so the strategy is
+        # abandoned.
         if not self._closed and self.lost_ranks is not None:
             self.abandon()
         if not self._closed:
-            # Ranks that have left out a step meet the others here, too.
+            # Ranks whose step counts differ after an error count from 0 again here, so
+            # that they can close the strategy together.
             if self._connection.channel is not None:
                 self._connection.channel.failures.meet()
             self.collectives.barrier("close")
             self._closed = True
-            # First: plans have shared memory of the topology.
+            # Closed before the connection, because reduction plans use shared memory of
+            # the topology.
             self.collectives.close()
             self._close_meetings()
             if self._connection.copies is not None:

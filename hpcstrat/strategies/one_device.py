@@ -1,4 +1,4 @@
-"""One replica on a named device."""
+"""`OneDeviceStrategy`: one replica on a named device."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from hpcstrat.strategies.devices import gpu_numbers, parse_device, use_gpu
 
 
 class OneDeviceStrategy(SingleReplicaStrategy):
-    """One replica, on one device; in a job of several ranks, N independent programs.
+    """One replica on one device; the ranks of a job run independent programs.
 
     Not collective.
 
     Parameters
     ----------
     device : str
-        Such as ``"CPU:0"``, or ``"GPU:1"``, the second GPU that this process sees, on
-        which it computes from then on; variables are put there.
+        A name such as ``"CPU:0"`` or ``"GPU:1"``, the second GPU that this process
+        sees. A named GPU becomes this process's current GPU, and variables are put on
+        it.
 
     Raises
     ------
     ValueError
-        For a name that is no device's, or a GPU that this process does not see.
+        If the name is not a device name, or for a GPU that this process does not see.
     TopologyError
-        For a GPU, if there is no CuPy or none that it can use.
+        For a GPU, if CuPy is missing or finds no usable GPU.
     """
 
     def __init__(self, device: str = "CPU:0") -> None:

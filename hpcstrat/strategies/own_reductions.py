@@ -1,4 +1,4 @@
-"""Reductions by a CrossDeviceOps of the program, which overrides the hooks."""
+"""Reductions by a program's own subclass of CrossDeviceOps, through its hooks."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from hpcstrat.engine.values import PerReplica, localize
 def call_in_cross_replica(
     strategy: Any, function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a function of the program in a strategy's cross-replica context."""
+    """Call the program's function in a strategy's cross-replica context."""
 
     def call() -> Any:
         push(strategy.cross_entry)
         return function(*args)
 
-    # In a copy of the context, which ends with the call.
+    # The call runs in a copy of the context, so that the pushed entry disappears with
+    # the copy.
     return copy_context().run(call)
 
 
 class HookedCollectives(Collectives):
-    """Calls whose reductions are made by the hooks of a CrossDeviceOps.
+    """Collective calls whose reductions are made by the hooks of a CrossDeviceOps.
 
-    All reductions of the strategy, its optimizers and metrics come here.
-    """
+    All reductions of the strategy, its optimizers and its metrics use this object."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class HookedCollectives(Collectives):
     ) -> None:
         super().__init__(channel, ops, options)
         self._options = options or CommunicationOptions()
-        # The strategy sets itself.
+        # Set by the strategy's constructor to the strategy.
         self.strategy: Any = None
         self.reduce_in_call = self._by_hooks
         self.batch_reduce = self._entered
@@ -67,9 +67,7 @@ class HookedCollectives(Collectives):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a started reduction goes on while ranks compute: none can be
-        started.
-        """
+        """Whether started reductions continue while ranks compute: no."""
         return False
 
     def _by_hooks(
@@ -81,7 +79,7 @@ class HookedCollectives(Collectives):
         *,
         out: Tree = None,
     ) -> Tree:
-        """Reduce a tree by the hooks; see `Reductions.reduce_in_call`."""
+        """Reduce a tree through the hooks; see `Reductions.reduce_in_call`."""
         leaves, structure = flatten(trees)
         values = [
             PerReplica(v if isinstance(v, IndexedSlices) else to_reducible(v))
@@ -113,7 +111,7 @@ class HookedCollectives(Collectives):
     _entered = collective(_by_hooks)
 
     def _result(self, op: ReduceOp, given: Any, found: Any) -> Any:
-        """Return a hook's result as a new array."""
+        """Check a hook's result, and return it as a new array."""
         if isinstance(found, IndexedSlices) or is_device(found):
             return found
         is_mean = op is ReduceOp.MEAN and given.dtype.kind in "iu"
@@ -125,7 +123,8 @@ class HookedCollectives(Collectives):
                 "replicas get"
             )
         dtype = np.dtype(np.float64) if is_mean else given.dtype
-        # The caller may write into the result, but not into the given array.
+        # The caller may write to the result, so it must not share memory with the
+        # input.
         return array.astype(
             dtype, casting="same_kind", copy=np.may_share_memory(array, given)
         )

@@ -17,17 +17,17 @@ from hpcstrat.engine.typing import Tree
 from hpcstrat.engine.values import localize
 
 if TYPE_CHECKING:
-    # The strategy lies above: it makes the contexts.
+    # Imported for types only: the strategy module imports this module.
     from hpcstrat.strategies.base import Strategy
 
-# Types of an operation that can be keys of a dict.
+# Types of operations that can be keys of a dict.
 OPERATIONS = str, ReduceOp
 
 
 class ReplicaContext:
     """One replica's view of the strategy in a running replica function.
 
-    Made by the strategy; outside of ``run`` its methods raise RuntimeError.
+    The strategy makes this object. Its methods raise RuntimeError outside of ``run``.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class ReplicaContext:
     replica_id_in_sync_group : int
         The number of this replica, from 0 to ``num_replicas_in_sync - 1``.
     collectives : Collectives or Meetings
-        The calls of this replica.
+        The collective calls of this replica.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ReplicaContext:
     def _require_current(self, what: str) -> None:
         entry = current()
         active = None if entry is None else entry.replica_context
-        # The default strategy's context is what stands outside everything.
+        # Outside of all scopes the default strategy's context is the current one.
         if active is not self and not (entry is None and self._strategy.is_default):
             raise RuntimeError(
                 f"expected {what} inside the replica function of {self._strategy!r}, "
@@ -82,14 +82,14 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Leave replica context together with all replicas, for one function.
+        """Call a function in cross-replica context, together with all replicas.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         merge_fn : callable
-            Takes the strategy, then the arguments as distributed values; runs in
+            Called with the strategy, then the arguments as distributed values; runs in
             cross-replica context.
         args, kwargs : sequence, mapping, optional
             This replica's arguments.
@@ -97,7 +97,8 @@ class ReplicaContext:
         Returns
         -------
         object
-            The result of ``merge_fn``, with this replica's part of distributed values.
+            The result of ``merge_fn``; distributed values in it are replaced by this
+            replica's part.
 
         Raises
         ------
@@ -107,14 +108,16 @@ class ReplicaContext:
             With ``on_error="raise"``, if ``merge_fn`` failed on another replica.
         """
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        # Part of the header, so that replicas which merge other functions get an error.
+        # This text is part of the header, so that replicas which merge different
+        # functions get an error.
         what = f"merge_call of {name}"
         meetings = self._strategy.meetings
         if meetings is not None:
             self._require_current("merge_call")
             act = functools.partial(self._strategy.replicas.merge, what, merge_fn)
             return meetings.meet(what, act, (args, kwargs or {}))
-        # Outside of `together`, as every replica raises its errors anyway.
+        # `_merged` is called outside of `together`, because its errors are raised on
+        # every replica anyway.
         merged, named = self._merged(what, args, kwargs)
         strategy = self._strategy
         with strategy.together(what):
@@ -127,7 +130,7 @@ class ReplicaContext:
 
     @collective
     def _merged(self, what: str, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """Meet all replicas, and return the arguments of a merged function."""
+        """Wait for all replicas, and return a merged function's arguments."""
         self._require_current("merge_call")
         strategy = self._strategy
         strategy.collectives.barrier(what)
@@ -143,7 +146,7 @@ class ReplicaContext:
         experimental_hints: CommunicationOptions | None = None,
         out: Tree = None,
     ) -> Tree:
-        """Combine the replicas' values; every replica gets the result.
+        """Sum or average the replicas' values; every replica gets the result.
 
         Collective over the strategy's replicas.
 
@@ -152,13 +155,15 @@ class ReplicaContext:
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value : tree of array or IndexedSlices, each of shape (...)
-            This replica's part: same structure, shapes and dtypes on every replica.
+            This replica's value. Structure, shapes and dtypes must be equal on every
+            replica.
         options : CommunicationOptions, optional
-            For this call.
+            Options of this call only.
         experimental_hints : CommunicationOptions, optional
-            The older name of ``options``.
+            Older name of ``options``.
         out : tree of ndarray, optional
-            Where the results go, see ``Strategy.reduce``; not for IndexedSlices.
+            Arrays that receive the results, as in ``Strategy.reduce``; not for
+            IndexedSlices.
 
         Returns
         -------
@@ -169,10 +174,11 @@ class ReplicaContext:
         Raises
         ------
         CollectiveError
-            If replicas disagree. On every replica.
+            If structures, shapes, dtypes or operations differ between replicas. On
+            every replica.
         ValueError
-            For an unknown operation, a type that has no sum, or an ``out`` that does
-            not fit.
+            For an unknown operation, a dtype that cannot be summed, or an ``out`` of
+            another structure, shape or dtype.
         """
         options = options or experimental_hints
         if options is None and type(reduce_op) in OPERATIONS:
@@ -210,31 +216,34 @@ class ReplicaContext:
         *,
         out: Tree = None,
     ) -> PendingCall | EndedReduction:
-        """Start an `all_reduce`; the program waits for its result later.
+        """Start an `all_reduce`, and return at once an object to wait for its result.
 
-        Collective over the strategy's replicas; does not wait for them.
+        Collective over the strategy's replicas, but the call does not wait for them.
 
-        Several may be pending; they end in the order of their starts. Messages between
-        workers travel meanwhile, as far as the network carries them by itself. Every
-        call of the strategy, and ``test``, continues the reduction; ranks of a worker
-        move data during those calls.
+        Several reductions may be pending; they end in the order of their starts.
+        Meanwhile messages between workers travel if the network hardware moves them
+        without the CPU. Ranks of one worker move data only during calls of the
+        strategy, or of ``test``.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value : tree of array, each of shape (...)
-            As in `all_reduce`, without IndexedSlices; do not write it before the end.
+            As in `all_reduce`, but IndexedSlices are not allowed. Do not write to
+            ``value`` before the reduction has ended.
         options : CommunicationOptions, optional
-            For this call.
+            Options of this call only.
         out : tree of ndarray, optional
-            As in `all_reduce`; do not read or write it before the end.
+            As in `all_reduce`. Do not read or write ``out`` before the reduction has
+            ended.
 
         Returns
         -------
         PendingCall or EndedReduction
-            ``test()`` says whether it has ended; ``wait()`` returns the result of
-            `all_reduce`, or raises the replicas' disagreement.
+            ``test()`` returns whether the reduction has ended. ``wait()`` returns the
+            result of `all_reduce`, or raises a CollectiveError if the replicas' calls
+            differ.
 
         Raises
         ------
@@ -250,30 +259,32 @@ class ReplicaContext:
     def all_gather(
         self, value: Tree, axis: int, options: CommunicationOptions | None = None
     ) -> Tree:
-        """Concatenate the replicas' values along an axis; every replica gets them.
+        """Concatenate the replicas' values along an axis, on every replica.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         value : tree of array, each of shape (...)
-            This replica's part; the lengths along ``axis`` may differ.
+            This replica's value. The lengths along ``axis`` may differ between
+            replicas.
         axis : int
             At least 0, below the number of dimensions.
         options : CommunicationOptions, optional
-            Accepted for tf.distribute's sake.
+            Ignored; accepted for compatibility with tf.distribute.
 
         Returns
         -------
         tree of ndarray
-            Fresh arrays, in replica order.
+            New arrays that contain the values in replica order.
 
         Raises
         ------
         ValueError
             For scalars, or an axis out of range.
         CollectiveError
-            If replicas disagree on another dimension. On every replica.
+            If values of different replicas differ in another dimension. On every
+            replica.
         """
         del options
         self._require_current("all_gather")

@@ -10,10 +10,10 @@ from hpcstrat.engine.typing import Replicas
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The strategy of all replicas, that of this one's group, and who is in which.
+    """The strategies of all replicas and of this replica's group, and group numbers.
 
-    Both strategies have it. ``group_of`` says for each replica of all its group, from
-    0; each group has one.
+    Both strategies refer to this object. ``group_of`` has the group number, from 0, of
+    each replica of the whole job; no group is empty.
     """
 
     whole: Replicas
@@ -26,5 +26,5 @@ class Split:
 
     @property
     def own(self) -> int:
-        """This replica's group."""
+        """The number of this replica's group."""
         return self.group_of[self.whole.replica_id]

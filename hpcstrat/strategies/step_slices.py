@@ -1,4 +1,4 @@
-"""Step slices: in central storage each rank of a worker updates a slice of a step."""
+"""Slices of a step in central storage: each rank of a worker updates one slice."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from hpcstrat.variables import Variable
 
 _LINE_BYTES = 64
 _PIECE_BYTES = 512 << 10
-# An elementwise rule reads its arrays many times, and a block of each fits into the
-# cache: a step of Adam in one thread took 0.6 of the time of whole arrays of 64 MiB.
+# An elementwise rule reads its arrays many times, so it runs block by block: a block of
+# each array fits into the cache. For arrays of 64 MiB, a step of Adam in one thread
+# took 0.6 of the time without blocks.
 _BLOCK_BYTES = 256 << 10
 
 
 class StepSlices:
-    """Each rank's slices of a step in its worker: sums of gradients, and updates.
+    """The slices in which the ranks of a worker sum gradients and update variables.
 
-    The elements of all variables of a type, one variable after the other, are divided
-    between the ranks; for rules that are not ``by_elements``, at ends of variables. Of
-    sparse gradients each rank has a range of rows. There are as many slices as the
-    smallest worker has ranks, the same on every worker. It is an
-    `hpcstrat.strategies.update_backends.UpdateBackend`.
+    The variables of one dtype, one after the other, are divided into slices, one for
+    each rank. If the optimizer's rule is not ``by_elements``, slices end at the ends of
+    variables. For a sparse gradient, each rank has a range of rows. The number of
+    slices is the same on every worker: the number of ranks of the smallest worker. This
+    class is an `hpcstrat.strategies.update_backends.UpdateBackend`.
     """
 
     sums_whole = False
@@ -53,7 +54,7 @@ class StepSlices:
         self._label, self._op, self._by_elements = label, op, by_elements
         self._rank = topology.worker_comm.rank
         self._piece_bytes = min(_PIECE_BYTES, topology.slot_bytes)
-        # A piece has a cache line of each slice, at least.
+        # A piece contains at least one cache line of each slice.
         most = self._piece_bytes // _LINE_BYTES
         self._count = min(topology.smallest_worker, most)
         sparse = [isinstance(gradient, IndexedSlices) for gradient, _ in pairs]
@@ -67,9 +68,11 @@ class StepSlices:
             sum(array.nbytes for array in arrays),
         )
         self._pieces: list[SlicedPiece] = []
-        # Sums in the type of the addition, and in that of the variables.
+        # Pairs of arrays: the sums in the dtype of the addition, and in the variables'
+        # dtype.
         self._narrowed: list[tuple[Array, Array]] = []
-        # Slices of this rank: number of the variable, start, end, and gradient.
+        # This rank's slices, as tuples: number of the variable, start, end, and
+        # gradient.
         self._own: list[tuple[int, int, int, Array]] = []
         self._nbytes = 1
         signatures = tuple((array.dtype, array.shape) for array in arrays)
@@ -77,7 +80,7 @@ class StepSlices:
             self._divide(bucket)
 
     def _divide(self, bucket: Bucket) -> None:
-        """Plan the sums of the gradients of one type."""
+        """Plan the sums of all gradients of one dtype."""
         if not bucket.size:
             return
         wire, narrows = wire_dtype(bucket.dtype, self._op is ReduceOp.MEAN)
@@ -109,7 +112,7 @@ class StepSlices:
     def _claim(
         self, spans: Sequence[tuple[int, int, int, int]], gradient: Array
     ) -> None:
-        """Note this rank's slices, whose gradients are contiguous."""
+        """Append this rank's slices to ``_own``, with views of ``gradient``."""
         most = _BLOCK_BYTES // gradient.dtype.itemsize
         for place, start, stop, at in spans:
             block = most if self._by_elements else stop - start
@@ -119,17 +122,18 @@ class StepSlices:
                 self._own.append((self._dense[place], begin, end, part))
 
     def _bounds(self, bucket: Bucket, line: int) -> list[int]:
-        """Return the first elements of the slices, and the end."""
+        """Return the first element of each slice, and the end of the last slice."""
         even = [bucket.size * rank // self._count for rank in range(self._count)]
         if self._by_elements:
-            # Slices begin at cache lines, as two ranks that write one slow each other.
+            # Slices begin at cache lines, because two ranks that write to the same
+            # cache line slow each other down.
             return [*(start // line * line for start in even), bucket.size]
         ends = np.array([0, *(end for _, end, _ in bucket.parts)])
         nearest = [int(ends[np.argmin(np.abs(ends - start))]) for start in even]
         return [*nearest, bucket.size]
 
     def _rows(self) -> Iterator[tuple[int, slice]]:
-        """Yield the rows that this rank has of variables with sparse gradients."""
+        """Yield this rank's rows of each variable with a sparse gradient."""
         for number, index in enumerate(self._sparse):
             count = self._shapes[index][0]
             if self._rank >= self._count:
@@ -153,7 +157,8 @@ class StepSlices:
     def reduce(self, gradients: list[Any], out: list[Array] | None = None) -> list[Any]:
         """Return the combined gradients of this rank's slices, as in `arrays_here`.
 
-        Collective over the strategy's replicas. The next call overwrites them.
+        Collective over the strategy's replicas. The next call overwrites the returned
+        arrays.
         """
         del out
         [gradients] = gradients
@@ -166,7 +171,7 @@ class StepSlices:
             ]
             combined = self._collectives.batch_reduce(self._op, sparse, self._label)
         if self._dense:
-            # Pending calls use the same shared memory.
+            # Pending calls are ended first, because they use the same shared memory.
             channel.pending.drain()
             steps = reduce_slices(
                 self._pieces,
@@ -188,7 +193,7 @@ class StepSlices:
 
     @property
     def _divisor(self) -> int:
-        """The divisor of sums; 0 for none."""
+        """The divisor of sums; 0 if sums are not divided."""
         return self._collectives.size if self._op is ReduceOp.MEAN else 0
 
     def _own_rows(self, gradient: IndexedSlices, rows: slice) -> IndexedSlices:
@@ -201,7 +206,8 @@ class StepSlices:
         return not self.total(float(not finite))
 
     def total(self, squares: Any) -> float:
-        # Each worker has all slices, so that only those of the first worker count.
+        # Each worker has all slices, so only the first worker contributes its slices'
+        # sum.
         own = np.array(0.0 if self._worker_id else squares, np.float64)
         what = f"{self._label}: a number of all slices"
         return float(self._collectives.batch_reduce(ReduceOp.SUM, own, what))
@@ -215,8 +221,8 @@ class StepSlices:
         return reduced
 
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
-        """Update this rank's slices, and wait for the other ranks."""
-        # The others wait for this rank, and learn of its error.
+        """Update this rank's slices, and wait for the other ranks' updates."""
+        # The other ranks wait for this rank, so an error here is raised on all ranks.
         with self._collectives.all_raise(self._label):
             optimizer.update_here(gradients, routine)
         call = describe_call(f"end of {self._label}")
@@ -228,5 +234,5 @@ def _flat(gradient: Any) -> Array:
 
 
 def _lasting(array: Array) -> Array:
-    """Return values that no rank writes; a variable's value is copied."""
+    """Return an array that no rank writes to; copy a read-only array."""
     return array if array.flags.writeable else array.copy()

@@ -1,4 +1,4 @@
-"""Outputs of steps, as methods of the first tf.distribute return them."""
+"""Outputs of steps, for methods of TensorFlow 1's tf.distribute."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from hpcstrat.engine.typing import Tree
 
 
 class MultiStepContext:
-    """Collects outputs of steps.
+    """The outputs of the last step of ``experimental_run_steps_on_iterator``.
 
     Parameters
     ----------
     strategy : Strategy
         The strategy that makes the steps.
     initial_loop_values : mapping of str to object, optional
-        Outputs before the first step.
+        The initial content of ``last_step_outputs``.
 
     Attributes
     ----------
     last_step_outputs, non_tensor_outputs : dict of str to object
-        The latest values given to `set_last_step_output` and `set_non_tensor_output`.
+        The latest values that were passed to `set_last_step_output` and
+        `set_non_tensor_output`.
     run_op : object
         The result of the last step.
     """
@@ -41,16 +42,16 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: Tree, reduce_op: ReduceOp | str | None = None
     ) -> None:
-        """Keep an output of this step, instead of the previous one's.
+        """Store an output of this step, which replaces the previous step's output.
 
-        Collective over the strategy's replicas with ``reduce_op``.
+        Collective over the strategy's replicas if ``reduce_op`` is given.
 
         Parameters
         ----------
         name : str
             Name of the output.
         output : tree
-            The value; in replica context this replica's.
+            The value; in replica context, this replica's value.
         reduce_op : ReduceOp or str, optional
             How to combine the replicas' values; without it, they stay PerReplica.
 
@@ -71,18 +72,18 @@ class MultiStepContext:
         self.last_step_outputs[name] = value
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Keep an output that is no array.
+        """Store an output of this step that is not an array.
 
-        Not collective in cross-replica context; in replica context as
-        ``Strategy.experimental_local_results``.
+        Not collective in cross-replica context; in replica context the call is
+        collective, because it makes a merge call.
 
         Parameters
         ----------
         name : str
             Name of the output.
         output : object
-            The value; in replica context this replica's value, and a tuple of this
-            worker's replicas is kept.
+            The value. In replica context, this replica's value; a tuple of the values
+            of this worker's replicas is then stored.
         """
         replica_context = self._replica_context()
         if replica_context is not None:

@@ -1,7 +1,7 @@
-"""Update backends: which ranks update each variable, and by which sums of gradients.
+"""Update backends: classes that sum gradients and update variables in a step.
 
-`Strategy.update_backend` returns the class for a kind of strategy. `Copies` is for
-variables with a copy on each rank.
+`Strategy.update_backend` returns the backend class of a strategy. The backend decides
+which ranks update each variable. `Copies` is for variables with a copy on each rank.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from hpcstrat.engine.typing import Array
 
 
 class UpdateBackend(Protocol):
-    """The part of an optimizer's step that depends on where variables are.
+    """The part of an optimizer's step that depends on where variables are stored.
 
-    A backend is made for gradients of one kind, that is their number, shapes and types,
-    and serves all steps with such gradients; it uses only the kind of the gradients in
-    ``pairs``. A step calls the methods in the order in which they stand here.
-    ``by_elements`` says whether the optimizer's rule treats each element by itself.
+    A backend is made for one list of shapes and dtypes of gradients, and is used for
+    all steps with such gradients; it does not keep the values in ``pairs``. A step
+    calls the methods in the order in which they are defined below. ``by_elements`` says
+    whether the optimizer's rule updates each element independently.
     """
 
     sums_whole: bool
@@ -41,54 +41,54 @@ class UpdateBackend(Protocol):
     ) -> None: ...
 
     def reduce(self, gradients: list[Any], out: list[Array] | None) -> list[Any]:
-        """Combine the lists of gradients of this process's replicas with all others.
+        """Sum or average gradients over all replicas of all processes.
 
-        Collective over the strategy's replicas. Results go into ``out`` if it is given,
-        and may be overwritten; the gradients are not modified.
+        Collective over the strategy's replicas. ``gradients`` has a list for each
+        replica of this process; the lists are not modified. Results are written to
+        ``out`` if it is given. The next call may overwrite them.
         """
 
     def all_finite(self, finite: bool) -> bool:
-        """Whether gradients are finite on all ranks; ``finite`` is whether they are
-        here.
+        """Return whether gradients are finite on all ranks; ``finite``: on this rank.
 
-        Collective over the strategy's replicas: all make the step, or none.
+        Collective over the strategy's replicas, so that either all replicas make the
+        step or none.
         """
 
     def total(self, squares: Any) -> Any:
-        """Return the square of the norm for clipping from that of this rank's
-        gradients.
+        """Return the squared norm of all gradients from the square of this rank's part.
 
         Collective over the strategy's replicas.
         """
 
     def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
-        """Return combined gradients of all elements; ``own`` are this rank's gradients.
+        """Return combined gradients of all elements; ``own`` is this rank's part.
 
-        Collective over the strategy's replicas. For the message about one that is not
-        finite.
+        Collective over the strategy's replicas. Used for the message about a gradient
+        that is not finite.
         """
 
     def gradients_here(self, reduced: list[Any]) -> list[Any]:
-        """Return the gradients by which this rank updates."""
+        """Return the gradients that this rank uses to update variables."""
 
     def arrays_here(self, wholes: list[list[Array]]) -> list[tuple[int, list[Array]]]:
-        """Return the arrays that this rank updates, an item for each gradient here.
+        """Return the arrays that this rank updates, one item for each of its gradients.
 
-        ``wholes`` are the arrays of each variable and its state. An item has the number
-        of the variable, and views of its arrays.
+        ``wholes`` has the arrays of each variable and its state. An item contains the
+        number of the variable, and views of the variable's arrays.
         """
 
     def update(self, optimizer: Any, gradients: list[Any], routine: Any) -> None:
-        """Call ``optimizer.update_here(gradients, routine)``, with exchanges around it.
+        """Call ``optimizer.update_here(gradients, routine)`` and synchronize the ranks.
 
         Collective over the strategy's replicas. ``routine.targets`` has the arrays to
-        update for each gradient here; ``optimizer.iterations`` counts the step
-        afterwards.
+        update for each of this rank's gradients. Afterwards ``optimizer.iterations``
+        has increased by one.
         """
 
 
 class Copies:
-    """Each rank updates its copy of every variable, by the whole sums."""
+    """A backend in which each rank updates its copy of every variable."""
 
     sums_whole = True
     sums_in_place = True
@@ -104,7 +104,8 @@ class Copies:
     ) -> None:
         del by_elements
         self._strategy = strategy
-        # Not the gradients, which the backend would keep alive.
+        # The gradients of ``pairs`` are not stored, because the backend would keep
+        # their memory alive.
         self._variables = [variable for _, variable in pairs]
         self._label, self._op = label, op
 

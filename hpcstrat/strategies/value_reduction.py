@@ -1,4 +1,4 @@
-"""``Strategy.reduce`` for each kind of value."""
+"""The implementation of ``Strategy.reduce`` for each kind of value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reduce(
     *,
     combine: Combine | None = None,
 ) -> Tree:
-    """Combine the replicas' values; see `Strategy.reduce`.
+    """Sum or average the replicas' values; see `Strategy.reduce`.
 
     Collective over ``topology.replica_comm``. ``combine`` replaces the strategy's own
     algorithm.
@@ -43,7 +43,7 @@ def reduce(
                 "it out"
             )
         return _over_axes(combine, op, arrays, axes)
-    # One value needs no list of leaves.
+    # A single value is reduced directly, without a list of leaves.
     if is_leaf(value) and not isinstance(value, Mirrored):
         return combine(op, replicas.parts(value), "reduce", out)
     return _structure(replicas, op, value, out, combine)
@@ -68,7 +68,8 @@ def _structure(
             f"Mirrored value, which is the same on all {count}; use MEAN, "
             "or multiply it by the number of replicas"
         )
-    # Mirrored values are not sent: the mean of equal values is any of them.
+    # Mirrored values are not sent, because the mean of equal values is the value
+    # itself.
     rest = [i for i in range(len(leaves)) if not mirrored[i]]
     if rest:
         parts = replicas.parts([leaves[i] for i in rest])
@@ -118,7 +119,7 @@ def _over_axes(
 ) -> Array:
     dtype = arrays[0].dtype
     label = f"reduce({op.name}, axis={axes if len(axes) > 1 else axes[0]})"
-    # Halves are added up in float32, and rounded once.
+    # float16 and bfloat16 arrays are summed in float32, and rounded once.
     wide = np.dtype(np.float32) if is_half(dtype) else dtype
     if op is ReduceOp.MEAN and dtype.kind in "iu":
         wide = np.dtype(np.float64)
@@ -129,8 +130,8 @@ def _over_axes(
         sums = [rounded(own, dtype) for own in sums]
         total: Array = combine(ReduceOp.SUM, sums, label)
         return total
-    # Lengths may differ between replicas, so that sums and counts are added, in one
-    # message: the mean is that of all elements.
+    # Lengths may differ between replicas, and the result is the mean of all elements.
+    # So sums and counts are both added over the replicas, in one message.
     counts = [np.prod([a.shape[i] for i in axes], dtype=np.int64) for a in arrays]
     parts = [[own, np.int64(n)] for own, n in zip(sums, counts, strict=True)]
     total, count = combine(ReduceOp.SUM, parts, label)
