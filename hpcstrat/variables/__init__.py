@@ -1,8 +1,9 @@
-"""Variables: plain, mirrored, synchronized on read, and in central storage.
+"""Variables: plain, mirrored, synchronized on read, sharded, and in central storage.
 
 In replica context an assignment to a mirrored variable combines the replicas' values by
-the variable's aggregation; an assignment to a SyncOnRead variable touches the replica's
-own component only, and reading it in cross-replica context combines the components.
+the variable's aggregation; an assignment to a SyncOnRead variable changes only the
+replica's own component. Reading a SyncOnRead variable in cross-replica context combines
+the components.
 """
 
 from hpcstrat.engine.values import HostValue

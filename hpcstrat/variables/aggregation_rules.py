@@ -1,8 +1,8 @@
-"""Aggregation rules: how the replicas' values are combined, and a value is divided.
+"""Aggregation rules: classes that combine replicas' values, and divide a value.
 
-Each `VariableAggregation` but ``NONE`` has a rule, which variables, checkpoints and
-elastic restores use. For a new aggregation add a member to the enumeration, a class
-here, and its line in ``_RULES``.
+Each `VariableAggregation` except ``NONE`` has a rule; variables, checkpoints and
+elastic restores use the rules. To add an aggregation, add a member to the enumeration,
+a class to this module, and an entry to ``_RULES``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _WIDEST = np.dtype(np.int64).itemsize
 
 
 class AggregationRule:
-    """The rule of one aggregation; all replicas call the same methods in the same
-    order.
-    """
+    """The rule of one aggregation; replicas call its methods in the same order."""
 
     divides = False
     """Whether replicas have parts of the value, not the whole value."""
@@ -39,45 +37,41 @@ class AggregationRule:
     """Methods of variables, such as ``scatter_max``, that have no meaning with it."""
 
     def type_problem(self, dtype: np.dtype[Any]) -> tuple[str, str] | None:
-        """Return the types that a variable must have, and advice; None for a good
-        type.
-        """
+        """Return text and advice for an error about a dtype; None for a valid dtype."""
         del dtype
         return None
 
     def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
-        """Combine the values of all replicas, and return one of the same kind.
+        """Combine the values of all replicas into one value of the same type.
 
         Collective over the strategy's replicas. ``parts`` has an item for each replica
-        of this process: an array in an assignment, an IndexedSlices in a scatter
-        method, a list of arrays if many variables are read at once.
+        of this process: an array for an assignment, an IndexedSlices for a scatter
+        method, or a list of arrays if several variables are read at once.
         """
         raise NotImplementedError
 
     def combine_saved(self, values: Array) -> Array:
-        """Combine the values of all replicas, along the first axis; not collective.
+        """Combine replicas' values that are stacked along the first axis.
 
-        Checkpoints of logical replicas have such values.
-        """
+        Not collective. Checkpoints of logical replicas contain such stacked values."""
         raise NotImplementedError
 
     def part(self, value: Array, num_replicas: int, replica_id: int) -> Array:
-        """Return a replica's part of a value, so that all parts combine to the
-        value.
-        """
+        """Return a replica's part of a value; all parts combine to the value."""
         del num_replicas, replica_id
         return value
 
-    # For elastic training, which loses replicas with their parts, and adds new ones.
+    # Methods for elastic training, in which replicas are lost with their parts, and new
+    # replicas are added.
 
     def after_loss(
         self, own: Array | None, lost: Array, *, keeps: bool, succeeds_first: bool
     ) -> Array | None:
-        """Return this replica's part after the loss of another replica; None for none.
+        """Return this replica's part, or None, after the loss of another replica.
 
-        ``lost`` is a copy of the lost part. One replica ``keeps`` it, beside its own
-        part. ``succeeds_first`` says whether replica 0 was lost, and this replica has
-        its number now.
+        ``lost`` is a copy of the lost part. ``keeps`` is True on the one replica that
+        must preserve the lost part. ``succeeds_first`` is True if replica 0 was lost
+        and this replica now has number 0.
         """
         del lost, keeps, succeeds_first
         return own
@@ -92,23 +86,23 @@ class AggregationRule:
         root: int,
         path: str,
     ) -> Array | None:
-        """Return this replica's part, once newcomers have parts that do not change the
-        value.
+        """Return this replica's part after new replicas have joined.
 
-        Collective over the strategy's replicas. ``part`` is None on newcomers; ``like``
-        is an array of its shape and type, with any values; ``root`` is a replica with a
-        part.
+        Collective over the strategy's replicas. The parts of the ``newcomers`` are
+        chosen so that the combined value does not change. ``part`` is None on
+        newcomers. ``like`` is any array with the shape and dtype of a part; ``root`` is
+        a replica that has a part.
         """
         raise NotImplementedError
 
     def loss(self, gone: Sequence[int], paths: str) -> str:
-        """Describe the loss of replicas' parts of variables; empty for no loss."""
+        """Return a text about lost parts of variables; empty if nothing is lost."""
         del gone, paths
         return ""
 
 
 class _ReductionRule(AggregationRule):
-    """A rule that is a reduction."""
+    """A rule that combines values by a reduction, ``op``."""
 
     op: ReduceOp
     refused_methods = NOT_SUMMABLE
@@ -117,14 +111,15 @@ class _ReductionRule(AggregationRule):
         return strategy.replicas.reduce_parts(self.op, list(parts), what)
 
     def combine_saved(self, values: Array) -> Array:
-        # In the order in which the replicas themselves would add them.
+        # The values are added in the same order as in a reduction over replicas, so
+        # that the result has the same bits.
         order = TreeOrder(len(values), 1)
         [total] = call_without_fp_warnings(order.sum_roots, 0, list(values))
         return np.asarray(total)
 
 
 class _SumRule(_ReductionRule):
-    """The parts of all replicas add up to the value."""
+    """The rule of SUM: the value is the sum of all replicas' parts."""
 
     op = ReduceOp.SUM
     divides = True
@@ -138,7 +133,7 @@ class _SumRule(_ReductionRule):
         del succeeds_first
         if not keeps:
             return own
-        # The total stays.
+        # The lost part is added to this part, so that the total does not change.
         total: Array = call_without_fp_warnings(np.add, own, lost)
         return total
 
@@ -160,7 +155,7 @@ class _SumRule(_ReductionRule):
 
 
 class _MeanRule(_ReductionRule):
-    """The value is the mean of all replicas'."""
+    """The rule of MEAN: the value is the mean of all replicas' values."""
 
     op = ReduceOp.MEAN
 
@@ -183,7 +178,8 @@ class _MeanRule(_ReductionRule):
         path: str,
     ) -> Array | None:
         del root
-        # Newcomers get the mean of the others, so that they do not change it.
+        # Newcomers get the mean of the other replicas' values, so that the mean does
+        # not change.
         term = np.zeros_like(like) if part is None else part
         what = f"mean of {path} for newcomers"
         total = strategy.collectives.batch_reduce(ReduceOp.SUM, term, what)
@@ -195,13 +191,14 @@ class _MeanRule(_ReductionRule):
 
 
 class _OnlyFirstReplica(AggregationRule):
-    """The value is replica 0's: of all replicas, not of each worker."""
+    """The rule of ONLY_FIRST_REPLICA: the value is replica 0's value."""
 
     def combine(self, strategy: Any, parts: Sequence[Any], what: str) -> Any:
         first = parts[0]
         if not isinstance(first, IndexedSlices):
             return strategy.collectives.broadcast(first, 0, what)
-        # As an object, as only replica 0 knows the number of rows.
+        # The rows are sent as a Python object, because only replica 0 knows their
+        # number.
         values, indices = strategy.collectives.broadcast_object(
             (first.values, first.indices), 0, what
         )
@@ -243,27 +240,29 @@ _RULES: dict[VariableAggregation, AggregationRule] = {
 
 
 def rule_of(aggregation: VariableAggregation | str) -> AggregationRule | None:
-    """Return the rule of an aggregation, or of its name; None for ``NONE``.
+    """Return the rule of an aggregation, given by member or name; None for ``NONE``.
 
-    ValueError for an unknown name.
-    """
+    Raises ValueError for an unknown name."""
     parsed = VariableAggregation.parse(aggregation)
     return None if parsed is VariableAggregation.NONE else _RULES[parsed]
 
 
 @without_fp_warnings
 def share_of(total: Array, num_replicas: int, replica_id: int) -> Array:
-    """Return one replica's share of a total, so that the shares add up to it.
+    """Return one replica's share of a total; the sum of all shares is the total.
 
-    Shares of integers are exact: the first replicas get the remainder. Floats are
-    divided; their sum is exact if the number of replicas is a power of two.
+    Integers are divided exactly: shares of the first replicas are larger by one if
+    there is a remainder. Floats are divided; the sum of the shares is exact if the
+    number of replicas is a power of two.
     """
     if total.dtype.kind in "iu":
-        # A narrow type may not hold the number of replicas.
+        # Narrow integers are widened first, because their dtype may not be able to
+        # represent the number of replicas.
         wide = total if total.dtype.itemsize == _WIDEST else total.astype(np.int64)
         remainder = replica_id < wide % num_replicas
         return (wide // num_replicas + remainder).astype(total.dtype)
-    # The sum of bools is whether any is true: one true part is enough.
+    # The sum of bools is their logical or, so one share is the total and the others are
+    # False.
     if total.dtype.kind == "b":
         return total if replica_id == 0 else array_module(total).zeros_like(total)
     return (total / num_replicas).astype(total.dtype, copy=False)

@@ -1,4 +1,4 @@
-"""Variables that lie once in the memory of each worker."""
+"""Central variables, with one copy in the shared memory of each worker."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from hpcstrat.variables.variable import apply_into, scatter_into
 
 
 class CentralVariable(MirroredVariable):
-    """A variable that lies once in the memory of each worker, for all its replicas.
+    """A variable with one copy in the shared memory of each worker.
 
-    A `CentralStorageStrategy` makes one for every `Variable`. It is used as a mirrored
-    variable is, but every update is collective over the strategy's replicas, in every
-    context: each replica writes a slice after all have come and before any goes on. So
-    a replica never reads half of an update.
+    In the scope of a `CentralStorageStrategy` every `Variable` is a central variable.
+    It is used like a mirrored variable, but every update is collective over the
+    strategy's replicas, in every context: each replica writes one slice, after all
+    replicas have called and before any call returns. So no replica reads a half-updated
+    variable.
     """
 
     _kind = "central"
@@ -54,7 +55,7 @@ class CentralVariable(MirroredVariable):
         return self._laid_out(array, what, sends=sends)
 
     def _laid_out(self, array: Array, what: str, *, sends: bool) -> Array:
-        """Return a copy in memory that the worker shares.
+        """Return a copy of an array in memory that the worker's ranks share.
 
         Collective over the strategy's replicas.
         """
@@ -70,7 +71,8 @@ class CentralVariable(MirroredVariable):
         return made[0]
 
     def _made(self) -> None:
-        # A single worker has no copies to compare.
+        # With a single worker there is only one copy, so divergence checks have nothing
+        # to compare.
         if self._strategy.topology.num_workers > 1:
             super()._made()
 
@@ -99,13 +101,14 @@ class CentralVariable(MirroredVariable):
         return self._component.copy()
 
     def _apart(self, array: Array) -> Array:
-        """Return values that do not change while ranks write the variable."""
-        # Otherwise a rank could read elements that another one has already written.
+        """Return an array that does not change while ranks write to the variable."""
+        # If the array shared memory with the variable, a rank could read elements that
+        # another rank has already overwritten.
         shares = np.may_share_memory(array, self._component)
         return array.copy() if shares else array
 
     def _write(self, method: str, count: int, write: Callable[[slice], None]) -> None:
-        """Let each replica of a worker write its part of ``count`` elements or rows."""
+        """Write this replica's part of ``count`` elements or rows; all replicas do so."""
         collectives: Any = self._strategy.collectives
         channel = collectives.channel
         if channel is None:
@@ -118,9 +121,7 @@ class CentralVariable(MirroredVariable):
         channel.drive(steps, call, collectives.timeout_seconds)
 
     def _copied(self) -> Array:
-        """Return a copy in the worker's memory; collective over the strategy's
-        replicas.
-        """
+        """Return a copy in the worker's shared memory; collective over all replicas."""
         what, lay = f"copy of variable {self.name!r}", self._laid_out
         own: Array = self._strategy.collectives.call(
             what, functools.partial(lay, self._component, what, sends=False)

@@ -1,4 +1,4 @@
-"""Partitioners cut variables into shards; a shard is on one parameter server."""
+"""Partitioners divide variables into shards, each stored on one parameter server."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = [
 
 
 class Partitioner(ABC):
-    """Returns the number of parts of a variable along each of its dimensions."""
+    """Base class of functions that return a variable's number of parts per dimension."""
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Return the number of parts along each dimension: 1 except for ``axis``."""
+        """Return the number of parts along each dimension: 1, except along ``axis``."""
 
 
 class FixedShardsPartitioner(Partitioner):
-    """A fixed number of shards; fewer if there are not enough rows.
+    """Divide a variable into a fixed number of shards, or fewer if it has fewer rows.
 
     Parameters
     ----------
     num_shards : int
-        At least 1.
+        Number of shards, at least 1.
 
     Raises
     ------
     ValueError
-        For less.
+        If ``num_shards`` is less than 1.
 
     Examples
     --------
@@ -55,21 +55,22 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """As many shards as there can be of a least size.
+    """Divide a variable into as many shards as a minimum shard size allows.
 
     Parameters
     ----------
     min_shard_bytes : int
-        Least size of a shard, in bytes.
+        Minimum size of a shard, in bytes.
     max_shards : int
-        Most shards.
+        Maximum number of shards.
     bytes_per_string : int
-        Accepted for tf.distribute's sake: there are no variables of texts.
+        Ignored, because variables cannot contain strings; accepted for compatibility
+        with tf.distribute.
 
     Raises
     ------
     ValueError
-        For numbers below 1.
+        If an argument is less than 1.
 
     Examples
     --------
@@ -96,21 +97,22 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """As few shards as there can be of a largest size.
+    """Divide a variable into as few shards as a maximum shard size allows.
 
     Parameters
     ----------
     max_shard_bytes : int
-        Largest size of a shard, in bytes; a row is never cut.
+        Maximum size of a shard, in bytes. Rows are never divided.
     max_shards : int, optional
-        Most shards, which may then be larger.
+        Maximum number of shards; shards may then be larger than ``max_shard_bytes``.
     bytes_per_string : int
-        Accepted for tf.distribute's sake: there are no variables of texts.
+        Ignored, because variables cannot contain strings; accepted for compatibility
+        with tf.distribute.
 
     Raises
     ------
     ValueError
-        For numbers below 1.
+        If an argument is less than 1.
 
     Examples
     --------
@@ -148,6 +150,6 @@ def _positive(name: str, value: int) -> int:
 def _parts(shape: Sequence[int], axis: int, wanted: int) -> list[int]:
     parts = [1] * len(shape)
     if shape:
-        # No shard is empty.
+        # The number of shards is at most the number of rows, so that no shard is empty.
         parts[axis] = max(1, min(wanted, shape[axis]))
     return parts

@@ -1,4 +1,4 @@
-"""Variables of several replicas."""
+"""Distributed variables: mirrored variables, and variables synchronized on read."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _ALONE = ObjectCollectives(None)
 
 
 class DistributedVariable(Variable, DistributedValues):
-    """A variable with one component per replica; a process holds those of its replicas.
+    """A variable with one component for each replica.
 
-    One array serves all replicas of a process for a mirrored variable, whose components
-    are equal.
+    A process has the components of its own replicas. For a mirrored variable, all
+    replicas of a process share one array, because their components are equal.
     """
 
     _is_distributed = True
@@ -52,22 +52,25 @@ class DistributedVariable(Variable, DistributedValues):
         def shared() -> Any:
             own = make(initial_value, dtype)
             self._require_type(own.dtype)
-            # The library's own state is equal on all replicas: nothing is sent.
+            # Nothing is sent for the library's own state, because its initial value is
+            # equal on all replicas.
             if type(initial_value) is HostValue and initial_value.is_own:
                 return own
             if type(initial_value) is not Adopted:
                 return collectives.broadcast(own, 0, what)
-            # The owner of the memory goes on to use it, so the value is written there.
+            # The memory's owner continues to use it, so replica 0's value is copied
+            # into that memory.
             if not initial_value.is_equal:
                 np.copyto(own, collectives.broadcast(own, 0, what))
             return own
 
-        # As a collective call, so that Ctrl-C in a callable ends it on all replicas.
+        # Made as a collective call, so that Ctrl-C in a callable initial value ends the
+        # call on all replicas.
         component: Array = collectives.call(what, shared)
         return component
 
     def _require_type(self, dtype: np.dtype[Any]) -> None:
-        """Refuse a type that the variable's aggregation cannot combine."""
+        """Raise an error for a dtype that the variable's aggregation cannot combine."""
         rule = rule_of(self.aggregation)
         problem = None if rule is None else rule.type_problem(dtype)
         if problem is not None:
@@ -80,7 +83,8 @@ class DistributedVariable(Variable, DistributedValues):
     def _combined(self, parts: Sequence[Any], what: str) -> Any:
         """Combine the values of all replicas by the variable's aggregation.
 
-        Collective over the strategy's replicas; ``parts`` are those of this process's.
+        Collective over the strategy's replicas. ``parts`` has the values of this
+        process's replicas.
         """
         rule = rule_of(self.aggregation)
         assert rule is not None
@@ -88,15 +92,15 @@ class DistributedVariable(Variable, DistributedValues):
 
     @property
     def collectives(self) -> ObjectCollectives:
-        """The calls between replicas that a use of the variable makes in this context.
+        """The object for the collective calls of this variable in the current context.
 
         For the library's own modules.
         """
-        # `channel.entries` looks for this name.
+        # The decorator in `channel.entries` reads an attribute of this name.
         return self._strategy.collectives if self._communicates() else _ALONE
 
     def _communicates(self) -> bool:
-        """Whether a use of the variable is collective in the current context."""
+        """Return whether the variable's methods are collective in this context."""
         raise NotImplementedError
 
     @property
@@ -104,12 +108,12 @@ class DistributedVariable(Variable, DistributedValues):
         return self._view
 
     def _mode(self) -> str:
-        """Return the context in which this variable is used."""
+        """Return the current context: cross-replica, replica or update."""
         entry = current()
         if entry is None:
             return _CROSS
         if entry.strategy is not self._strategy:
-            # A program does not choose the default strategy, so it mixes none.
+            # The default strategy is allowed here, because no program enters its scope.
             if entry.strategy.is_default:
                 return _CROSS
             raise RuntimeError(
@@ -121,7 +125,7 @@ class DistributedVariable(Variable, DistributedValues):
         return _UPDATE if entry.updating else _CROSS
 
     def _as_mirrored(self, result: Any) -> Any:
-        # As in tf.distribute, one replica gives bare values.
+        # As in tf.distribute, results are not wrapped if there is only one replica.
         if result is None or self._strategy.num_replicas_in_sync == 1:
             return result
         return self._strategy.replicas.mirrored(result)
@@ -130,11 +134,11 @@ class DistributedVariable(Variable, DistributedValues):
 class MirroredVariable(DistributedVariable, Mirrored):
     """A variable whose components are kept equal."""
 
-    # For messages: the kind of variable, and the danger without an aggregation.
+    # Words for messages: the kind of variable, and the danger without an aggregation.
     _kind, _danger = "mirrored", "its copies could come to differ"
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
-        # The meaning of AUTO for this class.
+        # AUTO means ON_WRITE for mirrored variables.
         self.synchronization = VariableSynchronization.ON_WRITE
         return super()._initialize(initial_value, dtype)
 
@@ -143,7 +147,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The array of this process's replicas, once for each, read-only."""
+        """The read-only array that this process's replicas share, once per replica."""
         return (self._view,) * len(self._strategy.local_replicas)
 
     def _made(self) -> None:
@@ -157,7 +161,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         Returns
         -------
         ndarray
-            Read-only; valid until the next update.
+            A read-only view, valid until the next update.
         """
         self._mode()
         return self._view
@@ -177,13 +181,14 @@ class MirroredVariable(DistributedVariable, Mirrored):
             return self._apply(method, self._converted(method, value), read_value)
         if mode is _UPDATE:
             return self._apply(method, self._one_value(method, value), read_value)
-        # A value that does not fit on one replica must not make the others' differ.
+        # If the value has a wrong shape or dtype on one replica, no replica may change
+        # the variable, because the components would differ.
         with self._strategy.all_or_none(self, method):
             result = self._apply(method, self._one_value(method, value), read_value)
         return self._as_mirrored(result)
 
     def _combines(self) -> bool:
-        """Whether an update in replica context combines values of several replicas."""
+        """Return whether updates in replica context combine several replicas' values."""
         strategy = self._strategy
         return strategy.num_replicas_in_sync > 1 or strategy.meetings is not None
 
@@ -199,7 +204,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         if meetings is None:
             return apply(self._combined([own], what))
 
-        # Logical replicas of a process share one array, which changes once for all.
+        # Logical replicas of a process share one array, which is updated once.
         def act(parts: list[Any]) -> list[Any]:
             apply(self._combined(parts, what))
             return parts
@@ -208,7 +213,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return self._component.copy() if read_value else None
 
     def _one_value(self, method: str, value: Any) -> Array:
-        """Convert a value; refuse one that differs between replicas."""
+        """Convert a value to the variable's dtype; raise an error for a PerReplica."""
         if type(value) is PerReplica:
             raise ValueError(
                 f"expected one value in {method} of {self._kind} variable "
@@ -233,7 +238,8 @@ class MirroredVariable(DistributedVariable, Mirrored):
         if mode is _UPDATE:
             return self._scatter_own(method, rows)
         if mode is _CROSS:
-            # As in `_update`.
+            # As in `_update`, an error on one replica must not change the other
+            # components.
             with self._strategy.all_or_none(self, method):
                 self._require_meaning(method)
                 result = self._scatter_own(method, rows)
@@ -248,9 +254,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return self._apply_combined(method, own, apply)
 
     def _require_meaning(self, method: str) -> None:
-        """Refuse methods that have no meaning with the aggregation, in every
-        context.
-        """
+        """Raise an error for a method that has no meaning with the aggregation."""
         rule = rule_of(self.aggregation)
         if rule is not None and method in rule.refused_methods:
             raise NotImplementedError(
@@ -269,7 +273,8 @@ class SyncOnReadVariable(DistributedVariable):
         self._components = [component, *(component.copy() for _ in more)]
         self._views = [view_of(own) for own in self._components]
 
-    # Of the running replica; in cross-replica context the first of this process.
+    # The component and view of the running replica; in cross-replica context, of the
+    # first replica of this process.
     @property
     def _component(self) -> Array:  # type: ignore[override]
         return self._components[own_index() or 0]
@@ -294,20 +299,22 @@ class SyncOnReadVariable(DistributedVariable):
         return other  # type: ignore[no-any-return]
 
     def _communicates(self) -> bool:
-        # An assignment itself does not, but reads the value that it returns.
+        # In cross-replica context an assignment is collective because it returns the
+        # new value, which it reads from all replicas.
         return self._mode() is _CROSS and self.aggregation is not _NONE
 
     @collective
     def value(self) -> Array:
-        """Return this replica's component, or in cross-replica context the aggregate.
+        """Return this replica's component, or in cross-replica context the combined
+        value.
 
         Collective over the strategy's replicas in cross-replica context.
 
         Returns
         -------
         ndarray
-            In replica context read-only and valid until the next update; in
-            cross-replica context a fresh array.
+            In replica context, a read-only view, valid until the next update; in
+            cross-replica context, a new array.
 
         Raises
         ------
@@ -327,7 +334,8 @@ class SyncOnReadVariable(DistributedVariable):
         return read_all([self])[0]
 
     def _lasting(self) -> Array | None:
-        # NumPy would not keep a temporary array alive.
+        # None in cross-replica context, because NumPy would not keep the temporary
+        # array alive.
         return self._view if self._mode() is not _CROSS else None
 
     @collective
@@ -341,7 +349,7 @@ class SyncOnReadVariable(DistributedVariable):
         return array.copy() if method == "assign" else self.read_value()
 
     def _assign_share(self, method: str, value: Any) -> Array:
-        """Give each replica of this process its share of a value that all are given."""
+        """Assign to each replica of this process its share of a value."""
         if type(value) is PerReplica:
             raise TypeError(
                 f"expected one value in {method} of variable {self.name!r} in "
@@ -377,17 +385,17 @@ class SyncOnReadVariable(DistributedVariable):
 
 
 def has_logical_replicas(variable: Variable) -> bool:
-    """Whether the ranks of a variable's strategy may have several replicas each."""
+    """Return whether a variable's strategy has logical replicas."""
     strategy = variable.distribute_strategy
     return strategy is not None and bool(strategy.logical)
 
 
 def class_for_state(*, on_read: bool = True) -> type[Variable]:
-    """Return the class for the library's own state, such as totals and counters.
+    """Return the variable class for the library's own state, such as counters.
 
-    Each replica has its own component, under every strategy that distributes: such
-    state is never in central storage or on servers. Without such a strategy it is a
-    plain variable.
+    Under every strategy that distributes variables, each replica has its own component
+    of such state: it is never in central storage or on parameter servers. Under other
+    strategies the class is the plain Variable.
     """
     entry = current()
     if entry is None or not entry.strategy.distributes:
@@ -396,17 +404,19 @@ def class_for_state(*, on_read: bool = True) -> type[Variable]:
 
 
 def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[Array]:
-    """Return the logical value of each variable, in one call for each aggregation.
+    """Return the value of each variable, with one collective call per aggregation.
 
-    Collective over the replicas of the variables' strategy, if any is a SyncOnRead
-    variable; they are of one strategy, in the same order on every replica. Plain and
-    mirrored variables give this replica's component, read-only, no copy. SyncOnRead
-    variables give the aggregate, or with aggregation ``NONE`` all components, of shape
-    (num_replicas, ...). With ``own_rows`` aggregation ``NONE`` gives this replica's
-    component instead, no copy, and with logical replicas every SyncOnRead variable
-    gives all components.
+    Collective over the strategy's replicas if a variable is a SyncOnRead variable. All
+    variables belong to one strategy, and their order is the same on every replica. For
+    plain and mirrored variables the value is this replica's component, read-only,
+    without a copy. For SyncOnRead variables it is the combined value, or with
+    aggregation ``NONE`` all components, of shape (num_replicas, ...). With
+    ``own_rows``, the value for aggregation ``NONE`` is this replica's component
+    instead, without a copy; but with logical replicas, the value of every SyncOnRead
+    variable is the array of all components.
     """
-    # Not by `Variable.value`, which would make a call for each variable.
+    # `Variable.value` is not used for SyncOnRead variables, because it would make a
+    # collective call for each of them.
     results: list[Any] = [
         variable.value() if variable.is_remote else variable._view
         for variable in variables

@@ -1,8 +1,8 @@
-"""Sharded variables: each rank has a part of the elements, which ranks can exchange.
+"""Sharded variables: each rank stores only a part of the elements.
 
-The elements of a variable are divided evenly between the ranks, in C order. The state
-of an optimizer then takes 1/N of the memory, as in ZeRO stage 1 (Rajbhandari et al.
-2020, https://arxiv.org/abs/1910.02054).
+The elements of a variable are divided evenly between the ranks, in C order. An
+optimizer's state then uses 1/N of the memory on each of N ranks, as in ZeRO stage 1
+(Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054).
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from hpcstrat.engine.values import HostValue
 from hpcstrat.variables.replicated import DistributedVariable
 from hpcstrat.variables.variable import apply_into
 
-# Smaller arrays are packed into one message; larger ones are sent in place.
+# Arrays of up to this size are packed into one message; larger arrays are sent without
+# a copy.
 _SMALL_BYTES = 64 << 10
 _LARGE_BYTES = 1 << 30
 
 
 def part_of_rank(size: int, strategy: Replicas, rank: int | None = None) -> slice:
-    """Return the elements of a variable that belong to a rank; default: this one."""
+    """Return the range of a variable's elements that a rank has; default: this rank."""
     rank = strategy.rank if rank is None else rank
     ranks = strategy.num_ranks
     return slice(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 class ShardedVariable(DistributedVariable):
-    """A flat part of a variable on each rank, for the state of optimizers.
+    """A variable of which each rank has a flat part, for the state of optimizers.
 
-    Reading or assigning the value is collective over the strategy's replicas.
-    """
+    Reading the value is collective over the strategy's replicas, and so is an
+    assignment that returns the new value."""
 
     is_sharded = True
 
@@ -55,7 +56,8 @@ class ShardedVariable(DistributedVariable):
         self.part = part_of_rank(math.prod(whole.shape), self._strategy)
         length = self.part.stop - self.part.start
         if not any(whole.strides) and whole.size:
-            # `whole` repeats one element; copying a slice of it would make it whole.
+            # If all strides are 0, `whole` repeats one element in memory; ``reshape``
+            # would allocate all its elements.
             return np.full(length, whole.flat[0], whole.dtype)
         return np.array(whole.reshape(-1)[self.part])
 
@@ -82,7 +84,7 @@ class ShardedVariable(DistributedVariable):
 
     @collective
     def value(self) -> Array:
-        """Return the whole value from the parts of all ranks: a fresh array.
+        """Return the whole value, gathered from all ranks, as a new array.
 
         Collective over the strategy's replicas.
         """
@@ -100,10 +102,9 @@ class ShardedVariable(DistributedVariable):
 
 
 def read_sharded(variables: Sequence[Any]) -> list[Array]:
-    """Return the values of sharded variables of one strategy, in one call.
+    """Return the values of sharded variables of one strategy, by one collective call.
 
-    Collective over the strategy's replicas, if there are any.
-    """
+    Collective over the strategy's replicas, unless ``variables`` is empty."""
     if not variables:
         return []
     names = ", ".join(variable.name for variable in variables)
@@ -119,10 +120,11 @@ def read_sharded(variables: Sequence[Any]) -> list[Array]:
 def exchange_parts(
     strategy: Replicas, arrays: Sequence[Array], what: str, seconds: float | None
 ) -> None:
-    """Give all ranks the parts that each rank has written of some arrays, in place.
+    """Exchange parts of arrays in place: each rank sends the part that it has written.
 
-    Collective over ``topology.replica_comm``. The arrays are contiguous, and divided as
-    in `part_of_rank`; ``seconds`` is how long to wait for late ranks.
+    Collective over ``topology.replica_comm``. Afterwards every rank has the whole
+    arrays. The arrays must be contiguous; `part_of_rank` defines the parts. ``seconds``
+    is the timeout for late ranks.
     """
     channel: Any = strategy.collectives.channel
     if channel is None:
@@ -157,13 +159,14 @@ def exchange_parts(
 
 
 def _exchange_large(comm: Any, strategy: Replicas, flat: Array) -> None:
-    """Exchange the parts of an array in place."""
+    """Exchange the ranks' parts of one array in place."""
     whole, width = flat.view(np.uint8), flat.itemsize
     spans = [part_of_rank(flat.size, strategy, rank) for rank in range(comm.size)]
     if whole.nbytes < _LARGE_BYTES:
         sizes = [(span.stop - span.start) * width for span in spans]
         comm.Allgatherv(comm.mpi.IN_PLACE, [whole, sizes, comm.mpi.BYTE])
         return
-    # Many MPIs have no displacements above 2**31 - 1 bytes: one rank after the other.
+    # In many MPI libraries displacements are limited to 2**31 - 1 bytes, so each rank
+    # broadcasts its part, one after the other.
     for rank, span in enumerate(spans):
         comm.cast_array(whole[span.start * width : span.stop * width], rank)

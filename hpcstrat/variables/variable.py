@@ -1,4 +1,4 @@
-"""The variable of one process, whose interface all variables share."""
+"""The plain variable of one process, and the interface that all variables share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from hpcstrat.engine.values import (
 )
 
 _OPERATIONS = {"assign_add": np.add, "assign_sub": np.subtract}
-# Arrays of any library have one of these attributes; numbers of Python have none.
+# Arrays of any library have one of these attributes; Python numbers have none.
 _MARKS = ("dtype", "__dlpack__", "__array__", "__cuda_array_interface__")
 _SCATTER = {
     "scatter_add": "add",
@@ -53,43 +53,46 @@ NOT_SUMMABLE = ("scatter_min", "scatter_max", "scatter_update")
 class Variable(AnnouncesInitErrors, ArrayOperators):
     """An array with a name that a program updates in place.
 
-    In the scope of a strategy that distributes variables, this makes a
+    In the scope of a strategy that distributes variables, the constructor makes a
     `MirroredVariable` (synchronization ``AUTO`` or ``ON_WRITE``) or a
     `SyncOnReadVariable` (``ON_READ``). All components start with replica 0's initial
-    value, which is collective over the strategy's replicas. A `CentralStorageStrategy`
-    makes a `CentralVariable`. Outside of such scopes it makes a plain variable.
+    value, so the constructor is collective over the strategy's replicas. In the scope
+    of a `CentralStorageStrategy` it makes a `CentralVariable`, and outside of such
+    scopes a plain variable.
 
     Parameters
     ----------
     initial_value : array_like of any shape, or callable
-        The first value; a callable is called once. Arrays keep their type, Python
-        floats become float32, Python integers int32. An array on a GPU makes a variable
-        on the program's current GPU; with the setting ``device="gpu"`` all values do.
+        The first value; a callable is called once. Arrays keep their dtype; Python
+        floats become float32, Python integers int32. If the value is an array on a GPU,
+        or with the setting ``device="gpu"``, the variable is on the program's current
+        GPU.
     trainable : bool, optional
-        Whether optimizers may change it; default: True, and False for ``ON_READ``.
+        Whether optimizers may change the variable; default: True, but False for
+        ``ON_READ``.
     name : str, optional
-        For messages, and for optimizers' state in checkpoints.
+        Name in messages, and of optimizer state in checkpoints.
     dtype : dtype, optional
-        Type of the value, which must hold it.
+        The dtype of the variable, which must be able to represent the initial value.
     synchronization : VariableSynchronization or str
         ``AUTO``, ``ON_WRITE`` or ``ON_READ``; plain variables ignore it.
     aggregation : VariableAggregation or str
-        How replicas' values are combined.
+        The operation that combines the replicas' values.
 
     Attributes
     ----------
     is_remote : bool
-        Whether other ranks hold the value, so that ``component`` is a copy.
+        Whether the value is stored on other ranks, so that ``component`` is a copy.
     is_sharded : bool
-        Whether each rank holds only its part of the elements as ``component``.
+        Whether each rank stores only its part of the elements, as ``component``.
 
     Raises
     ------
     RuntimeError
-        Inside ``run``, with logical replicas.
+        If the constructor is called inside ``run``, with logical replicas.
     ValueError
-        For a value that is no array; in a scope for synchronization ``NONE``, and for
-        ``MEAN`` of a type that is not floating.
+        If the value is not an array; in a scope, for synchronization ``NONE``, or for
+        aggregation ``MEAN`` of a dtype that is not floating.
     """
 
     is_remote = False
@@ -98,13 +101,14 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     _strategy: Any = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Variable:
-        """Choose the class by the current strategy."""
+        """Return an object of the current strategy's variable class."""
         entry = current()
         kind, strategy = cls, None
         if entry is not None and (cls is Variable or cls._is_distributed):
             strategy = entry.strategy
         if cls is Variable and strategy is not None:
-            # `__init__` parses them again, and announces a wrong one to all replicas.
+            # Wrong options are ignored here: `__init__` parses the options again, and
+            # raises errors on all replicas.
             options = VariableOptions()
             with contextlib.suppress(ValueError):
                 options = _options(*args[1:2], **kwargs)
@@ -148,19 +152,19 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         trainable: bool = True,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> Variable:
-        """Make a variable in memory that another library owns and updates.
+        """Return a variable whose memory another library owns and updates.
 
-        In a strategy's scope it makes a mirrored variable, and writes replica 0's value
-        into the memory of all: collective over the strategy's replicas. Outside it
-        makes a plain variable, and writes nothing. The variable is saved, restored in
-        place, compared and updated like any other, and has at once what the owner
-        writes; the owner must write the same on all replicas. For the library's own
-        modules.
+        In a strategy's scope the variable is mirrored, and replica 0's value is written
+        to the memory of all replicas: collective over the strategy's replicas. Outside
+        of a scope the variable is plain, and nothing is written. The variable is saved,
+        restored in place, compared and updated like any other variable. Because the
+        memory is shared, the variable changes when the owner writes; the owner must
+        write the same values on all replicas. For the library's own modules.
         """
         return Variable(Adopted(array), trainable, name=name, aggregation=aggregation)
 
     def _require_place(self) -> None:
-        """Refuse a variable that a single logical replica makes inside ``run``."""
+        """Raise an error if a logical replica makes a variable inside ``run``."""
         entry = current()
         inside = entry is not None and entry.replica_context is not None
         if inside and self._strategy.logical:
@@ -171,12 +175,12 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
             )
 
     def _keep(self, component: Array) -> None:
-        """Make an array the component, or the first of several components."""
+        """Store an array as the component, or as the first of several components."""
         self._component = component
         self._view = view_of(component)
 
     def _made(self) -> None:
-        """Finish the variable, once its component is there."""
+        """Finish the constructor, after the component is stored."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         value = self._first_value(initial_value)
@@ -184,7 +188,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
             return _require_lendable(value.array, self.name)
         stays = type(value) is HostValue
         array = as_array(value.array if stays else value, dtype)
-        # A plain variable belongs to no strategy, but may be made in a scope.
+        # A plain variable has no strategy, but if it is made in a scope, the scope's
+        # strategy decides about its device.
         entry = current()
         strategy = self._strategy
         if strategy is None and entry is not None:
@@ -206,17 +211,17 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
     @property
     def component(self) -> Array:
-        """This replica's own array, live and writable; no writes to it are checked."""
+        """This replica's own array, not a copy; writes to the array are not checked."""
         return self._component
 
     @property
     def components(self) -> Sequence[Array]:
-        """The arrays of this process's replicas, in their order."""
+        """The arrays of this process's replicas, in replica order."""
         return (self._component,)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Type of the value."""
+        """Dtype of the value."""
         return self._component.dtype
 
     @property
@@ -236,14 +241,14 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
     @property
     def device(self) -> str:
-        """Device that holds this replica's component."""
+        """Device on which this replica's component is stored."""
         if self._strategy is None or is_device(self._component):
             return place_of(self._component)
         return str(self._strategy.device)
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy that made the variable; None for a plain one."""
+        """The strategy that made the variable; None for a plain variable."""
         return self._strategy
 
     def _operand(self) -> Array:
@@ -258,33 +263,34 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Returns
         -------
         ndarray
-            Read-only; valid until the next update. Arrays on a GPU cannot be protected:
-            a write into one changes this replica's copy unnoticed.
+            A read-only view, valid until the next update. Arrays on a GPU cannot be
+            made read-only: a write to such an array changes this replica's component
+            without an error.
         """
         return self._view
 
     def read_value(self) -> Array:
         """Return a copy of the value.
 
-        Collective over the strategy's replicas as `value` is.
+        Collective over the strategy's replicas in the same cases as `value`.
 
         Returns
         -------
         ndarray
-            A fresh array.
+            A new array.
         """
         return self.value().copy()
 
     def numpy(self) -> Array:
-        """Return a copy of the value as an array of NumPy.
+        """Return a copy of the value as a NumPy array.
 
-        Collective over the strategy's replicas as `value` is. Waits for the variable's
-        GPU.
+        Collective over the strategy's replicas in the same cases as `value`. For a
+        variable on a GPU, the call waits until the GPU has computed the value.
 
         Returns
         -------
         numpy.ndarray
-            A fresh array.
+            A new array.
         """
         value = self.value()
         return to_host(value) if is_device(value) else value.copy()
@@ -305,16 +311,16 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Parameters
         ----------
         value : array_like of the variable's shape
-            Arrays must have the variable's dtype; Python numbers take it. Arrays in
-            host memory are copied to the GPU of a variable that is on one.
+            Arrays must have the variable's dtype; Python numbers are converted to it.
+            If the variable is on a GPU, arrays in host memory are copied to that GPU.
         read_value : bool
-            Whether to return the new value, which costs a copy.
+            Whether to return a copy of the new value.
 
         Returns
         -------
         ndarray, Mirrored or None
-            The new value: an array; for a mirrored variable in cross-replica context of
-            several replicas, Mirrored.
+            The new value as an array. In cross-replica context, for a mirrored variable
+            of several replicas, a Mirrored. None without ``read_value``.
 
         Raises
         ------
@@ -327,57 +333,59 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._update("assign", value, read_value)
 
     def assign_add(self, value: Any, read_value: bool = True) -> Any:
-        """Add to the value.
+        """Add an array to the value.
 
-        Collective over the strategy's replicas as `assign` is; for a SyncOnRead
-        variable also in cross-replica context, unless ``read_value`` is False.
+        Collective over the strategy's replicas in the same cases as `assign`. For a
+        SyncOnRead variable also collective in cross-replica context, unless
+        ``read_value`` is False.
 
         Parameters
         ----------
         value, read_value : array_like, bool
-            As for `assign`.
+            See `assign`.
 
         Returns
         -------
         ndarray, Mirrored or None
-            As for `assign`.
+            See `assign`.
 
         Raises
         ------
         ValueError
-            As for `assign`; and for a SyncOnRead variable with aggregation ``SUM`` or
-            ``NONE`` in cross-replica context.
+            In the cases listed at `assign`, and in cross-replica context for a
+            SyncOnRead variable with aggregation ``SUM`` or ``NONE``.
         """
         return self._update("assign_add", value, read_value)
 
     def assign_sub(self, value: Any, read_value: bool = True) -> Any:
-        """Subtract from the value.
+        """Subtract an array from the value.
 
-        Collective over the strategy's replicas as `assign_add` is.
+        Collective over the strategy's replicas in the same cases as `assign_add`.
 
         Parameters
         ----------
         value, read_value : array_like, bool
-            As for `assign_add`, whose errors it raises.
+            See `assign_add`, which also lists the errors.
 
         Returns
         -------
         ndarray, Mirrored or None
-            As for `assign`.
+            See `assign`.
         """
         return self._update("assign_sub", value, read_value)
 
     def scatter_add(self, sparse_delta: IndexedSlices) -> Any:
-        """Add rows.
+        """Add values to some rows of the variable.
 
-        Collective over the strategy's replicas as `assign` is.
+        Collective over the strategy's replicas in the same cases as `assign`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            Rows of the variable's dtype and other dimensions; a row that comes several
-            times counts several times. In replica context the rows of all replicas are
-            joined; with ``MEAN`` they are divided by the number of replicas first.
+            Values and row indices, with the variable's dtype, and its shape except for
+            the first dimension. Values for a repeated index are all applied. In replica
+            context the rows of all replicas are concatenated; with ``MEAN`` their
+            values are divided by the number of replicas first.
 
         Returns
         -------
@@ -387,21 +395,21 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Raises
         ------
         ValueError
-            For an index, a shape or a dtype that does not fit.
+            For an index out of range, or a wrong shape or dtype.
         NotImplementedError
             For a SyncOnRead variable.
         """
         return self._scatter("scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices) -> Any:
-        """Subtract rows.
+        """Subtract values from some rows of the variable.
 
-        Collective over the strategy's replicas as `scatter_add` is.
+        Collective over the strategy's replicas in the same cases as `scatter_add`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_add`.
+            See `scatter_add`.
 
         Returns
         -------
@@ -411,14 +419,14 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._scatter("scatter_sub", sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices) -> Any:
-        """Multiply by rows.
+        """Multiply some rows of the variable by values.
 
-        Collective over the strategy's replicas as `scatter_add` is.
+        Collective over the strategy's replicas in the same cases as `scatter_add`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_add`.
+            See `scatter_add`.
 
         Returns
         -------
@@ -428,14 +436,14 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._scatter("scatter_mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices) -> Any:
-        """Divide by rows.
+        """Divide some rows of the variable by values.
 
-        Collective over the strategy's replicas as `scatter_add` is.
+        Collective over the strategy's replicas in the same cases as `scatter_add`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_add`.
+            See `scatter_add`.
 
         Returns
         -------
@@ -445,14 +453,14 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices) -> Any:
-        """Take the smaller of the value and the rows.
+        """Replace elements of some rows by smaller values: the elementwise minimum.
 
-        Collective over the strategy's replicas as `scatter_add` is.
+        Collective over the strategy's replicas in the same cases as `scatter_add`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_add`; with aggregation ``SUM`` or ``MEAN`` it raises
+            See `scatter_add`. With aggregation ``SUM`` or ``MEAN`` the call raises
             NotImplementedError.
 
         Returns
@@ -463,14 +471,14 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices) -> Any:
-        """Take the larger of the value and the rows.
+        """Replace elements of some rows by larger values: the elementwise maximum.
 
-        Collective over the strategy's replicas as `scatter_add` is.
+        Collective over the strategy's replicas in the same cases as `scatter_add`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_min`.
+            See `scatter_min`, which also says when the call raises NotImplementedError.
 
         Returns
         -------
@@ -480,14 +488,14 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices) -> Any:
-        """Replace rows.
+        """Replace some rows of the variable.
 
-        Collective over the strategy's replicas as `scatter_add` is.
+        Collective over the strategy's replicas in the same cases as `scatter_add`.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            As for `scatter_min`.
+            See `scatter_min`, which also says when the call raises NotImplementedError.
 
         Returns
         -------
@@ -497,9 +505,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._scatter("scatter_update", sparse_delta)
 
     def _require_alone(self, method: str) -> None:
-        """Refuse an aggregation over replicas that each have their own plain
-        variable.
-        """
+        """Raise an error for an aggregation of a plain variable inside ``run``."""
         entry = current()
         if (
             entry is not None
@@ -519,7 +525,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._apply(method, self._converted(method, value), read_value)
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
-        # In place, so that views which programs have got show the new value.
+        # Updated in place, so that views which `value` has returned show the new value.
         apply_into(self._component, method, array)
         return self._component.copy() if read_value else None
 
@@ -528,7 +534,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._scatter_own(method, rows)
 
     def _scatter_own(self, method: str, rows: IndexedSlices) -> Any:
-        """Update this replica's component."""
+        """Update rows of this replica's component."""
         values, indices = self._rows(method, rows), rows.indices
         if is_device(self._component):
             values, indices = to_device(values), to_device(indices)
@@ -538,7 +544,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     def _rows(self, method: str, rows: IndexedSlices) -> Array:
         """Check rows against this variable and return them."""
         dtype = self._component.dtype
-        # An integer variable would cut quotients to integers without a message.
+        # In an integer variable, quotients would be truncated without a message.
         if method == "scatter_div" and dtype.kind in "biu":
             raise ValueError(
                 f"expected a floating variable for scatter_div, found {self.name!r} of "
@@ -568,11 +574,11 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     def _typed(self, method: str, value: Any) -> Array:
         """Return a value as an array of this variable's dtype.
 
-        All updates of variables follow this rule: arrays must have the dtype; numbers
-        of Python are converted, if the dtype holds them.
+        All updates of variables follow the same rule: arrays must have the variable's
+        dtype. Python numbers are converted if the dtype can represent them.
         """
         dtype = self._component.dtype
-        # The usual case needs no look at attributes, which takes longer.
+        # Plain NumPy arrays, the usual case, skip the slower test of attributes.
         array = value if type(value) is np.ndarray else None
         if array is None:
             is_array = any(hasattr(value, mark) for mark in _MARKS)
@@ -590,7 +596,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         if isinstance(value, ArrayOperators):
             value = value._operand()
         array = self._typed(method, value)
-        # NumPy would broadcast, which mostly hides a mistake.
+        # Other shapes are refused, because broadcasting by NumPy would mostly hide a
+        # mistake.
         if array.shape != self._component.shape:
             raise ValueError(
                 f"expected shape {self._component.shape} in {method} of variable "
@@ -608,7 +615,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            # NumPy looks for many of these.
+            # NumPy tests for many such names, so the error is made without a message.
             raise AttributeError(name)
         kind = type(self).__name__
         advice = (
@@ -669,10 +676,11 @@ def _options(
     aggregation: Any = VariableAggregation.NONE,
     **_: Any,
 ) -> VariableOptions:
-    """Parse arguments of a variable; ValueError for a wrong one."""
+    """Parse the options of a variable; raise ValueError for a wrong option."""
     aggregation = VariableAggregation.parse(aggregation)
     on = VariableSynchronization.parse(synchronization)
-    # As in tf.distribute: the replicas' parts of a total have no gradient.
+    # As in tf.distribute, ON_READ variables are not trainable by default: the replicas'
+    # parts of a total have no gradient.
     default = on is not VariableSynchronization.ON_READ
     return VariableOptions(
         on, aggregation, default if trainable is None else bool(trainable)
@@ -680,19 +688,20 @@ def _options(
 
 
 def apply_into(component: Array, method: str, array: Array) -> None:
-    """Assign, add or subtract an array, in place."""
+    """Assign an array to a component, or add or subtract it, in place."""
     operation = _OPERATIONS.get(method)
     if operation is None:
         np.copyto(component, array)
     elif is_device(component):
-        # CuPy gives no warnings, and `call_without_fp_warnings` is for NumPy alone.
+        # CuPy emits no floating-point warnings, and `call_without_fp_warnings` supports
+        # only NumPy.
         operation(component, array, out=component)
     else:
         call_without_fp_warnings(operation, component, array, component)
 
 
 def scatter_into(component: Array, method: str, indices: Array, values: Array) -> None:
-    """Update rows in place, by the name of a scatter method of variables."""
+    """Update rows of a component in place, like the scatter method of this name."""
     if method == "scatter_update":
         replace_at(component, indices, values)
     else:
@@ -700,7 +709,7 @@ def scatter_into(component: Array, method: str, indices: Array, values: Array) -
 
 
 def _require_lendable(array: Any, name: str) -> Array:
-    """Refuse arrays whose memory cannot be a component."""
+    """Raise an error if an array's memory cannot be a component; return the array."""
     found = ""
     if not (isinstance(array, np.ndarray) or is_device(array)):
         found = f"{type(array).__name__}; pass a view of it, as tensor.numpy() is"
@@ -720,7 +729,7 @@ def _require_lendable(array: Any, name: str) -> Array:
 
 
 def view_of(component: Array) -> Array:
-    """Return the read-only view for programs; CuPy cannot make one."""
+    """Return a read-only view of a component; for CuPy, a writable view."""
     view = component.view()
     if not is_device(component):
         view.flags.writeable = False
@@ -728,7 +737,7 @@ def view_of(component: Array) -> Array:
 
 
 def _advice(found: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-    """Return advice for a value of another dtype; a cast may change the value."""
+    """Return advice for an error message about a value of a wrong dtype."""
     whole = wanted.kind in "iub"
     if found.kind == "c" and wanted.kind != "c":
         return "take the value's real part, if that is meant"
