@@ -1,7 +1,7 @@
 """The tf.distribute programming model on MPI: one rank per replica.
 
-Names are loaded when they are first used: ``import hpcstrat`` starts no MPI and loads
-neither mpi4py nor h5py.
+Public names are loaded when they are first used: ``import hpcstrat`` alone does not
+start MPI, and loads neither mpi4py nor h5py.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from hpcstrat.variables import Variable as Variable
     from hpcstrat.variables import partitioners as partitioners
 
-    # These names are too long to be imported unchanged in one line.
+    # These names are too long for an import of the form ``import X as X`` on one line.
     CommunicationImplementation = _Implementation
     MultiWorkerMirroredStrategy = _MultiWorker
     experimental_set_strategy = _set_strategy
@@ -146,7 +146,7 @@ _MODULES = {
     "partitioners": "variables.partitioners",
     "testing": "testing",
 }
-# Public names by the module that defines them.
+# Public names, by the module that defines them.
 _NAMES = {
     "checkpoint": ("CheckpointManager", "KeepBest"),
     "engine.reduction.cross_device_ops": (
@@ -229,29 +229,32 @@ __all__ = sorted([*_HOMES, *_MODULES])  # noqa: PLE0605 - names of the table abo
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used."""
+    """Load and return a public name, when it is first used."""
     if name in _MODULES:
         return importlib.import_module(f"hpcstrat.{_MODULES[name]}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'hpcstrat' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hpcstrat.{home}"), name)
-    # Stored, as this slow function is then called once for each name.
+    # The value is stored, so that this slow function is called only once for each name.
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     """List the public names."""
-    # Also names that are not loaded yet: completion in a shell must show them.
+    # Names that are not loaded yet are included, so that completion in a shell shows
+    # them.
     return sorted([*globals(), *__all__])
 
 
-# This finder comes first: others would load the modules of a moved package twice.
+# The finder for old paths is first, because other finders would load the modules of a
+# moved package a second time.
 sys.meta_path.insert(0, OldPaths())
 
-# In a job of several ranks, by the launcher's variables, the other ranks must see that
-# this one has started, and how it ends, before MPI runs.
+# If the launcher's environment variables show a job of several ranks, report this
+# rank's state from now on, so that other ranks see its start and its end even before
+# MPI runs.
 if "mpi4py.MPI" in sys.modules or any(
     os.environ.get(name, "1") != "1"
     for name in (

@@ -1,4 +1,4 @@
-"""The version, apart from the package's names: files that are saved tell it."""
+"""The version of the package, which saved files contain."""
 
 __all__ = ["__version__"]
 

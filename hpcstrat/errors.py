@@ -1,8 +1,8 @@
-"""Exceptions of hpcstrat.
+"""Exceptions that hpcstrat raises.
 
-Every message is one sentence that says what was expected and what was found, then
-``;`` and what to do. Errors of arguments are the built-in ``ValueError``,
-``TypeError`` and ``RuntimeError``, as in tf.distribute.
+Every message is one sentence with the expected value, the value found, and after a
+``;`` advice. Wrong arguments raise the built-in ``ValueError``, ``TypeError`` and
+``RuntimeError``, as in tf.distribute.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = [
 
 
 class HpcstratError(Exception):
-    """Base class of the errors that only hpcstrat raises."""
+    """Base class of all exceptions that hpcstrat defines."""
 
 
 class TopologyError(HpcstratError, RuntimeError):
-    """The ranks that were started do not form what the strategy needs."""
+    """The ranks, the MPI library or the GPUs of the job do not meet a requirement."""
 
 
 class CollectiveError(HpcstratError, RuntimeError):
@@ -40,9 +40,9 @@ class CollectiveError(HpcstratError, RuntimeError):
     Parameters
     ----------
     message : str
-        What each rank called.
+        A message that says which call each rank made.
     ranks : sequence of int
-        The ranks that caused the error, where they are known.
+        The ranks that caused the error, if they are known.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -50,34 +50,36 @@ class CollectiveError(HpcstratError, RuntimeError):
         self.ranks = tuple(ranks)
 
     def __str__(self) -> str:
-        """Return the message, which some mixed-in classes would quote."""
+        """Return the message, which a mixed-in class such as KeyError would quote."""
         return str(self.args[0])
 
 
 class ReplicaError(CollectiveError):
-    """Another replica failed; raised on the replicas that did not.
+    """Another replica failed; raised on the replicas that did not fail.
 
-    Where that replica raised a ValueError, OSError or the like, this error is of that
-    class, too, so that the same ``except`` clause catches both.
+    If the failed replica raised a built-in exception such as ValueError or OSError,
+    this error is also an instance of that class, so that the same ``except`` clause
+    catches both errors.
     """
 
 
 class DivergenceError(CollectiveError):
-    """Copies that must be equal have come to differ; raised on every replica.
+    """Values that must be equal on all replicas differ; raised on every replica.
 
-    They are copies of a mirrored variable, or values given to ``Strategy.check_equal``.
+    The values are copies of a mirrored variable, or were passed to
+    ``Strategy.check_equal``.
 
     Parameters
     ----------
     message : str
-        Names the variable and the element, with the values.
+        A message with the variable, the element, and the different values.
     ranks : sequence of int
-        The replicas whose copies differ from those of most.
+        The replicas whose value differs from the value of most replicas.
     variable : str
-        Name of the first variable that differs, in order of creation; or of the leaf of
-        a tree, such as ``tree['bias'][0]``.
+        Name of the first variable that differs, in order of creation; or path of the
+        first leaf of a tree that differs, such as ``tree['bias'][0]``.
     element : tuple of int
-        Index of its first element that differs.
+        Index of the first element of the variable that differs.
     """
 
     def __init__(
@@ -93,18 +95,19 @@ class DivergenceError(CollectiveError):
 
 
 class RankLostError(CollectiveError):
-    """The process of a rank has died; raised on every rank that is left.
+    """The process of a rank has died; raised on every remaining rank.
 
-    It is raised with ``on_lost_rank="raise"``, and by `hpcstrat.elastic.run`. The
-    strategy can make no more calls. ``ranks`` are the replicas known to be lost; a
-    survivor that learns of the loss from another may not know them.
+    This error is raised with ``on_lost_rank="raise"``, and by `hpcstrat.elastic.run`.
+    The strategy can make no more collective calls. ``ranks`` has the replicas that are
+    known to be lost. It may be empty on a rank that another rank has notified of the
+    loss.
     """
 
 
 class NonFiniteError(HpcstratError, FloatingPointError):
     """A combined gradient is NaN or infinite; raised on every replica.
 
-    Only with the setting ``non_finite="raise"``; no variable has changed.
+    Raised only with the setting ``non_finite="raise"``, before any variable is changed.
     """
 
 
@@ -113,7 +116,7 @@ class CheckpointError(HpcstratError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """A checkpoint does not fit the program; nothing was restored."""
+    """A checkpoint does not match the program's objects; nothing was restored."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -121,12 +124,12 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class OutOfRangeError(HpcstratError):
-    """An iterator is at its end."""
+    """An iterator has no more elements."""
 
 
 class CancelledError(HpcstratError):
-    """A scheduled function was not run, because one before it had failed."""
+    """A scheduled function was not run, because an earlier function had failed."""
 
 
 class UnavailableError(HpcstratError):
-    """A parameter server, or data that a lost worker had, no longer exists."""
+    """A parameter server was lost, or a worker with needed data."""

@@ -1,4 +1,4 @@
-"""Losses over a global batch."""
+"""Losses that are scaled so that their sum over replicas is the global loss."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ def compute_average_loss(
 ) -> Array:
     """Return this replica's part of the mean loss over the global batch.
 
-    Not collective. The parts of all replicas add up to the mean, so that both the loss
-    and its gradient must be summed over replicas, for any sizes of the replicas'
-    batches.
+    Not collective. The sum of the parts of all replicas is the mean, for any sizes of
+    the replicas' batches. So both the loss and its gradient must be summed, not
+    averaged, over replicas.
 
     Parameters
     ----------
     per_example_loss : array_like of shape (n, ...)
         Loss of each of this replica's examples; ``n`` may be 0.
     sample_weight : array_like, optional
-        Weights that multiply the losses; broadcast against them.
+        Weights that multiply the losses; broadcast to the losses' shape.
     global_batch_size : int, optional
-        Number of examples of all replicas; default: ``n`` times the number of replicas,
-        which is right only if all have the same ``n``.
+        Number of examples of all replicas. Default: ``n`` times the number of replicas,
+        which is correct only if all replicas have the same ``n``.
 
     Returns
     -------
     ndarray of shape ()
-        Sum of the losses, divided by the global batch size; floating.
+        Sum of this replica's losses, divided by the global batch size; a floating
+        dtype.
 
     Raises
     ------
     ValueError
-        For a loss without examples, or a global batch size that is no positive integer.
+        If the loss is a scalar, or the global batch size is not a positive integer.
     RuntimeError
-        In cross-replica context.
+        If called in cross-replica context.
 
     Examples
     --------
@@ -65,7 +66,8 @@ def compute_average_loss(
         losses = losses * (to_device(weights) if is_device(losses) else weights)
     size = global_batch_size
     if size is None:
-        # A loss makes no call, so that the sizes of other replicas are unknown.
+        # The function makes no collective call, so the batch sizes of other replicas
+        # are unknown.
         size = losses.shape[0] * get_strategy().num_replicas_in_sync
     number = np.int64(size) if type(size) is int and size < 1 << 63 else as_array(size)
     if number.ndim or number.dtype.kind not in "iu" or number <= 0:
@@ -73,7 +75,7 @@ def compute_average_loss(
             f"expected a positive integer as global_batch_size, found {size!r}; pass "
             "the number of examples of all replicas"
         )
-    # The sum and the size may not fit a half type.
+    # The sum and the batch size could overflow in a 16-bit dtype.
     wide = np.dtype(np.float32) if is_half(losses.dtype) else losses.dtype
     mean = losses.sum(dtype=wide) / wide.type(number)
     return as_array(mean).astype(losses.dtype, copy=False)
@@ -81,25 +83,26 @@ def compute_average_loss(
 
 @without_fp_warnings
 def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
-    """Return this replica's part of a loss that does not depend on the examples.
+    """Return this replica's part of a loss, such as a penalty, without examples.
 
-    Not collective. Every replica adds its part to its loss, so that the sum over
-    replicas has the regularization once.
+    Not collective. Every replica adds its part to its own loss, so that the sum over
+    replicas contains the regularization loss once.
 
     Parameters
     ----------
     regularization_loss : array_like of any shape
-        The losses of all terms, such as one per layer; the same on every replica.
+        The losses of all regularization terms, such as one per layer; the same on every
+        replica.
 
     Returns
     -------
     ndarray of shape ()
-        Their sum, divided by the number of replicas; floating.
+        The sum of the losses, divided by the number of replicas; a floating dtype.
 
     Raises
     ------
     RuntimeError
-        In cross-replica context.
+        If called in cross-replica context.
 
     Examples
     --------

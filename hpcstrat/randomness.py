@@ -1,8 +1,8 @@
-"""Random numbers: a stream for each replica, and one that all replicas share.
+"""Random numbers: a stream for each replica, and a stream that all replicas share.
 
-All streams are Philox4x64-10, a counter-based generator (Salmon et al. 2011,
-https://doi.org/10.1145/2063384.2063405), whose keys NumPy's SeedSequence makes from the
-seed, the name, the replica and the generation.
+All streams use Philox4x64-10, a counter-based generator (Salmon et al. 2011,
+https://doi.org/10.1145/2063384.2063405). NumPy's SeedSequence computes each stream's
+key from the seed, the name, the replica and the generation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUM_WORDS = 12
 and a word whose bits 0 to 7 are the position in the buffer, bit 8 whether half a drawn
 word is left over, and bits 32 to 63 that half."""
 
-# The largest 32-bit word, which is no replica's number.
+# The largest 32-bit word, which is never the number of a replica.
 _SHARED = 2**32 - 1
 """Stands for the replica in the key of the shared stream."""
 
@@ -31,29 +31,29 @@ _SHARED = 2**32 - 1
 class RandomStreams:
     """The random streams of one name; made by ``Strategy.random``.
 
-    A `CheckpointManager` saves it under any name. On the same number of replicas a
-    restore continues the streams bit for bit. On another number, existing replicas
-    continue, and new ones get streams that were never used. The generators stay the
-    same objects.
+    A `CheckpointManager` can save this object. A restore on the same number of replicas
+    continues the streams bit for bit. On another number of replicas, replicas with a
+    saved stream continue it, and additional replicas get new, unused streams. A restore
+    does not replace the generator objects.
 
     Parameters
     ----------
     strategy : Strategy
-        The strategy whose replicas draw.
+        The strategy whose replicas use the streams.
     name : str
-        Name of the streams; other names give independent streams.
+        Name of the streams; streams of different names are independent.
     seed : int
-        At least 0, below 2**63.
+        Seed of the streams; at least 0, below 2**63.
 
     Attributes
     ----------
     generation : int
-        How many restores have changed the number of replicas.
+        Number of restores so far that have changed the number of replicas.
 
     Raises
     ------
     ValueError
-        If the seed is no integer of this range, or the name is no text.
+        If the seed is not an integer in this range, or the name is not a str.
     """
 
     checkpoint_section = "rng"
@@ -64,11 +64,11 @@ class RandomStreams:
         self.generation = 0
         self._strategy = strategy
         self._stream = _words_of(name)
-        # For each replica of this process: the generation in which its stream began.
+        # The generation in which each stream of this process's replicas began.
         replicas = strategy.local_replicas
         self._births = [0 for _ in replicas]
-        # By key, not by SeedSequence: its spawn() would count children, and the saved
-        # state has no such count.
+        # Generators are made with a key, not with a SeedSequence, because its spawn()
+        # counts children, and the saved state does not contain this count.
         self._own = [self._new(0, replica) for replica in replicas]
         self._shared = [self._new(0, _SHARED) for _ in replicas]
 
@@ -81,12 +81,13 @@ class RandomStreams:
     def generator(self) -> np.random.Generator:
         """This replica's own numpy.random.Generator.
 
-        It draws the same in every run with the same seed, on any number of replicas.
+        Its numbers are the same in every run with the same seed, on any number of
+        replicas.
         """
         return self._own[own_index() or 0]
 
     def generator_of(self, index: int) -> np.random.Generator:
-        """Return the generator of a replica of this process, by its place.
+        """Return the generator of this process's replica with an index.
 
         For the library's own modules.
         """
@@ -94,17 +95,17 @@ class RandomStreams:
 
     @property
     def shared(self) -> np.random.Generator:
-        """A numpy.random.Generator that gives the same numbers on all replicas.
+        """A numpy.random.Generator that returns the same numbers on all replicas.
 
-        All replicas must draw the same from it.
-        """
+        All replicas must make the same calls of its methods."""
         return self._shared[own_index() or 0]
 
     def _new(self, birth: int, replica: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=self._key(birth, replica)))
 
     def _key(self, birth: int, replica: int) -> Array:
-        # SeedSequence tells lists of a fixed number of words below 2**32 apart.
+        # SeedSequence has different results for different lists of words, if the number
+        # of words is fixed and each word is below 2**32.
         place = (*self._stream, birth, replica)
         return np.random.SeedSequence(self.seed, spawn_key=place).generate_state(
             2, np.uint64
@@ -125,9 +126,9 @@ class RandomStreams:
         Raises
         ------
         CollectiveError
-            If replicas have drawn differently from ``shared``. On every replica.
+            If replicas have made different calls on ``shared``. On every replica.
         """
-        # The shared stream's state is gathered to check that it is equal.
+        # The state of the shared stream is gathered, too, to check that it is equal.
         rows = [self._packed(index) for index in range(len(self._own))]
         both = self._strategy.collectives.all_gather(
             np.stack(rows), 0, f"state of the random streams {self.name!r}"
@@ -145,25 +146,25 @@ class RandomStreams:
             "bit_generator": _BIT_GENERATOR,
             "root_entropy": self.seed,
             "generation": self.generation,
-            # A copy: the other column is not kept alive with it.
+            # A copy, because a view would keep the other column alive, too.
             "state": np.ascontiguousarray(own),
             "shared": shared[0].copy(),
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Check that a state is of streams of this seed and name.
+        """Check that a saved state belongs to streams with this seed and name.
 
         Not collective.
 
         Parameters
         ----------
         state : dict of str to object
-            From `state`, for any number of replicas.
+            Result of `state`, saved on any number of replicas.
 
         Raises
         ------
         ValueError
-            If the state is of other streams.
+            If the state belongs to streams of another seed or name.
         """
         if state["bit_generator"] != _BIT_GENERATOR:
             raise ValueError(
@@ -181,7 +182,8 @@ class RandomStreams:
                 f"expected {_NUM_WORDS} words for each stream, found shapes "
                 f"{rows.shape} and {shared.shape}; restore an older checkpoint"
             )
-        # The key was drawn from the name, which is not saved itself.
+        # The saved key is compared, because it is computed from the name, which is not
+        # saved itself.
         if not np.array_equal(shared[1:3], self._key(0, _SHARED)):
             raise ValueError(
                 f"expected the state of the streams {self.name!r}, found that of "
@@ -189,30 +191,32 @@ class RandomStreams:
             )
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Continue the streams of a state.
+        """Continue the streams from a saved state.
 
         Not collective: call it on every replica with the same state.
 
         Parameters
         ----------
         state : dict of str to object
-            From `state`, for any number of replicas.
+            Result of `state`, saved on any number of replicas.
 
         Raises
         ------
         ValueError
-            If it is of another seed or name; nothing is changed.
+            If the state has another seed or name; nothing is changed.
         """
         self.check_state(state)
         rows = np.asarray(state["state"])
-        # New streams get another key, so that they repeat none of an earlier restore.
+        # If the number of replicas has changed, new streams use the next generation in
+        # their keys, so that they do not repeat streams of an earlier restore.
         changed = len(rows) != self._strategy.num_replicas_in_sync
         replicas = self._strategy.local_replicas
         own = [rows[r] if r < len(rows) else None for r in replicas]
         self.restore_own_state(state, own, changed=changed)
 
     def own_state(self) -> dict[str, Any]:
-        """Return `state` with the rows of this process's replicas only.
+        """Return the same dict as `state`, with only the rows of this process's
+        replicas.
 
         For the library's own modules.
         """
@@ -225,24 +229,24 @@ class RandomStreams:
         }
 
     def _packed(self, index: int) -> Array:
-        """Return the state of both streams of a replica of this process."""
+        """Return the packed state of both streams of a replica of this process."""
         own = _pack(self._own[index], self._births[index])
         return np.stack([own, _pack(self._shared[index], 0)])
 
     def restore_own_state(
         self, state: dict[str, Any], rows: Sequence[Array | None], *, changed: bool
     ) -> None:
-        """Continue from a row for each replica of this process; None starts a new
-        stream.
+        """Restore a row for each replica of this process; None starts a new stream.
 
-        Every replica calls it with the same ``shared`` and ``generation``. For the
+        Every replica must pass the same ``shared`` and ``generation``. For the
         library's own modules.
         """
         self.check_state(state)
         self.generation = int(state["generation"]) + changed
         replicas = self._strategy.local_replicas
         for index, (replica, row) in enumerate(zip(replicas, rows, strict=True)):
-            # In place: the program keeps its reference to the generator.
+            # The generator is changed in place, because the program may hold a
+            # reference to it.
             if row is not None:
                 birth = _unpack(np.asarray(row), self._own[index])
             else:
@@ -262,7 +266,7 @@ def _checked(name: Any, seed: Any) -> int:
         raise ValueError(
             f"expected text as the name of random streams, found {name!r}; name them"
         )
-    # True is an integer, too, and a seed of True is a mistake.
+    # bool is a subclass of int, but a seed of True is a mistake.
     whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
     if not whole or not 0 <= seed < 2**63:
         raise ValueError(
@@ -272,24 +276,26 @@ def _checked(name: Any, seed: Any) -> int:
 
 
 def _words_of(name: str) -> tuple[int, ...]:
-    """Return four words below 2**32 that stand for a name, on every machine."""
-    # The function hash() differs between processes.
+    """Return four words below 2**32 that identify a name, equal on every machine."""
+    # hash() is not used, because its results differ between processes.
     digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
-    # Little-endian on every machine: a checkpoint may move to another.
+    # The words are little-endian on every machine, because a checkpoint may be restored
+    # on another machine.
     return tuple(int(word) for word in np.frombuffer(digest, "<u4"))
 
 
 def _pack(generator: np.random.Generator, birth: int) -> Array:
-    """Return a generator's state as words; the first is the stream's generation."""
+    """Return a generator's state as words, the first of them the stream's generation."""
     state: Any = generator.bit_generator.state
-    # One word for the position in the buffer, and for half a word left over.
+    # The last word contains the position in the buffer, and an unused half of a drawn
+    # word.
     rest = state["buffer_pos"] | state["has_uint32"] << 8 | state["uinteger"] << 32
     key, counter = state["state"]["key"], state["state"]["counter"]
     return np.array([birth, *key, *counter, *state["buffer"], rest], np.uint64)
 
 
 def _unpack(words: Array, generator: np.random.Generator) -> int:
-    """Give a generator a state from `_pack`; return the stream's generation."""
+    """Set a generator to a state from `_pack`; return the stream's generation."""
     words = words.astype(np.uint64)
     rest = int(words[11])
     generator.bit_generator.state = {

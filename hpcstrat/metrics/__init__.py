@@ -1,10 +1,11 @@
-"""Metrics: averages over all examples that any replica has seen since the last reset.
+"""Metrics: averages over the examples of all replicas since the last reset.
 
-Each replica adds to totals of its own, without communication; `Metric.result` in
-cross-replica context adds them up in one reduction, and `results` does it for several
-metrics. So an average counts every example once, however the replicas' batches differ
-in size. Names, updates and weights follow ``tf.keras.metrics``; sums are float64.
-`Log` writes them down, once for each step also when the job is requeued.
+Each replica updates its own totals, without communication. In cross-replica context
+`Metric.result` sums the totals of all replicas in one reduction, and `results` sums
+those of several metrics in one reduction. So an average counts every example once, even
+if the replicas' batches differ in size. Names, updates and weights follow
+``tf.keras.metrics``; sums are float64. `Log` writes metrics to a file, once for each
+step even if the job is requeued.
 """
 
 from hpcstrat.metrics.averages import Mean, MeanMetricWrapper, Sum

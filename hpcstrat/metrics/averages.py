@@ -1,4 +1,4 @@
-"""Sums and weighted averages of values."""
+"""Metrics that are sums or weighted averages of values."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Sum(Metric):
     Parameters
     ----------
     name : str
-        For messages and checkpoints.
+        Name in messages and checkpoints.
     dtype : dtype
-        Type of the result.
+        Dtype of the result.
 
     Examples
     --------
@@ -47,20 +47,20 @@ class Sum(Metric):
     ) -> None:
         """Add values to this replica's total.
 
-        Not collective; in replica context.
+        Not collective; call it in replica context.
 
         Parameters
         ----------
         values : array_like of any shape
             Real numbers; may be empty.
         sample_weight : array_like, optional
-            As for `Mean.update_state`, but values are summed over dimensions that the
-            weights lack.
+            See `Mean.update_state`; but values are summed, not averaged, over
+            dimensions that the weights lack.
 
         Raises
         ------
         ValueError
-            For values that are no real numbers, or weights that do not fit.
+            If values are not real numbers, or weights have a wrong shape.
         """
         self._require_own()
         array = as_float64(values)
@@ -75,7 +75,7 @@ class Sum(Metric):
 
 
 class _Average(Metric):
-    """The sum of weighted values, divided by the sum of the weights."""
+    """Base of metrics: a sum of weighted values, divided by the sum of weights."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         super().__init__(name, dtype, ("total", "count"))
@@ -86,26 +86,26 @@ class _Average(Metric):
         if sample_weight is not None:
             array, weights = _fitted(array, as_float64(sample_weight), mean_over)
             array = array * weights
-            # A weight counts for each value that it multiplies.
+            # Each weight is counted once for each value that it multiplies.
             count = array_module(weights).broadcast_to(weights, array.shape).sum()
         self._add(total=array.sum(), count=count)
 
     @without_fp_warnings
     def result_of(self, totals: Any) -> Any:
         total, count = totals
-        # As in tf.keras, the mean of no examples is 0.
+        # As in tf.keras, the mean is 0 if there are no examples.
         return self.dtype.type(total / count if count else 0.0)
 
 
 class Mean(_Average):
-    """The weighted mean of all values; 0 without values.
+    """The weighted mean of all values; 0 if there are no values.
 
     Parameters
     ----------
     name : str
-        For messages and checkpoints.
+        Name in messages and checkpoints.
     dtype : dtype
-        Type of the result.
+        Dtype of the result.
 
     Examples
     --------
@@ -125,22 +125,22 @@ class Mean(_Average):
     ) -> None:
         """Add values to this replica's totals.
 
-        Not collective; in replica context.
+        Not collective; call it in replica context.
 
         Parameters
         ----------
         values : array_like of any shape
             Real numbers; may be empty.
         sample_weight : array_like, optional
-            A scalar; or of the values' shape, also with dimensions of 1; or with a last
-            dimension of 1 more; or of the values' first dimensions. Values are then
-            averaged over the other dimensions first; if only the last dimension is
-            missing, the weights are repeated along it.
+            A scalar, or an array of the values' shape, in which dimensions may be 1 or
+            a last dimension of 1 may be added. Weights may also have only the values'
+            first dimensions. If they lack only the last dimension, they are repeated
+            along it; else values are averaged over the missing dimensions first.
 
         Raises
         ------
         ValueError
-            For values that are no real numbers, or weights that do not fit.
+            If values are not real numbers, or weights have a wrong shape.
         """
         self._require_own()
         self._average(as_float64(values), sample_weight)
@@ -152,12 +152,12 @@ class MeanMetricWrapper(_Average):
     Parameters
     ----------
     fn : callable
-        Takes the labels and the predictions of a batch, and returns an array with a
-        value of each example; its first dimension is the batch.
+        Function of the labels and the predictions of a batch. It returns an array with
+        a value for each example; the first dimension is the batch.
     name : str
-        For messages and checkpoints.
+        Name in messages and checkpoints.
     dtype : dtype
-        Type of the result.
+        Dtype of the result.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class MeanMetricWrapper(_Average):
     ) -> None:
         """Add this replica's batch to its totals.
 
-        Not collective; in replica context.
+        Not collective; call it in replica context.
 
         Parameters
         ----------
@@ -189,18 +189,18 @@ class MeanMetricWrapper(_Average):
         Raises
         ------
         ValueError
-            For shapes, types or weights that do not fit.
+            If labels, predictions or weights have wrong shapes or dtypes.
         """
         self._require_own()
-        # Warnings of the function are shown, as it may be the program's own.
+        # Floating-point warnings of the function are shown, because it may be the
+        # program's own function.
         self._average(as_float64(self._fn(y_true, y_pred)), sample_weight)
 
 
 def as_float64(value: ArrayLike) -> Array:
-    """Return real numbers as float64, possibly the value itself.
+    """Return real numbers as float64, without a copy if they are float64.
 
-    ValueError for complex numbers, and other types.
-    """
+    Raises ValueError for complex numbers and other dtypes."""
     dtype = getattr(value, "dtype", None)
     array = as_array(value, np.float64 if dtype is None else None)
     if array.dtype.kind not in "biuf" and not is_half(array.dtype):
@@ -208,12 +208,13 @@ def as_float64(value: ArrayLike) -> Array:
             f"expected real numbers for a metric, found dtype {array.dtype}; convert "
             "them"
         )
-    # A long epoch's total in float32 would stop growing.
+    # Totals are float64, because in float32 the total of a long epoch would stop
+    # growing.
     return rounded(array, np.dtype(np.float64))
 
 
 def mean_over(array: Array, axis: int | tuple[int, ...]) -> Array:
-    """Return the mean over dimensions; 0 for empty ones."""
+    """Return the mean over dimensions; 0 if they are empty."""
     total = _sum_over(array, axis)
     return total / max(1, array.size // max(1, total.size))
 
@@ -224,7 +225,7 @@ def _sum_over(array: Array, axis: int | tuple[int, ...]) -> Array:
 
 
 def of_one_library(first: Array, second: Array) -> tuple[Array, Array]:
-    """Return both arrays on the GPU, if either is there."""
+    """Return both arrays; move both to the GPU if either is on a GPU."""
     if is_device(first) or is_device(second):
         return to_device(first), to_device(second)
     return first, second
@@ -233,7 +234,7 @@ def of_one_library(first: Array, second: Array) -> tuple[Array, Array]:
 def _fitted(
     values: Array, weights: Array, combine: Callable[..., Any]
 ) -> tuple[Array, Array]:
-    """Give values and weights shapes that can be multiplied, as tf.keras does."""
+    """Return values and weights with shapes that can be multiplied, as in tf.keras."""
     values, weights = of_one_library(values, weights)
     if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]

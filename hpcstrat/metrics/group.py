@@ -1,4 +1,4 @@
-"""Several metrics, read in one reduction."""
+"""Functions and a class that read several metrics in one reduction."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
     Parameters
     ----------
     metrics : dict of str to Metric, or sequence of Metric
-        Of one strategy; the same on every replica.
+        Metrics of one strategy; the same metrics on every replica.
 
     Returns
     -------
     dict or list of scalar
-        By the keys, or in the order, of the argument.
+        The results: a dict with the argument's keys, or a list in the argument's order.
 
     Raises
     ------
     ValueError
-        For metrics of several strategies.
+        If the metrics belong to several strategies.
     CollectiveError
         If replicas read different metrics. On every replica.
     """
@@ -44,12 +44,12 @@ def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
 
 
 class MetricGroup:
-    """Metrics by name, to be read, reset and saved together.
+    """Metrics by name that are read, reset and saved together.
 
     Parameters
     ----------
     metrics : dict of str to Metric, or sequence of Metric
-        A sequence is taken by the names of its metrics.
+        In a sequence, each metric's key is its ``name``.
 
     Raises
     ------
@@ -79,7 +79,7 @@ class MetricGroup:
         return len(self._metrics)
 
     def results(self) -> dict[str, Any]:
-        """Return all results, with one reduction.
+        """Return the results of all metrics, with one reduction.
 
         Collective over the strategy's replicas in cross-replica context, else not
         collective.
@@ -87,28 +87,27 @@ class MetricGroup:
         Returns
         -------
         dict of str to scalar
-            By name.
+            The results by name.
         """
         found: dict[str, Any] = results(self._metrics)
         return found
 
     def reset_state(self) -> None:
-        """Reset all metrics.
+        """Reset all metrics of the group.
 
-        Not collective, but in cross-replica context all ranks must do it.
-        """
+        Not collective, but in cross-replica context all ranks must make the call."""
         for metric in self._metrics.values():
             metric.reset_state()
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the state to save.
+        """Return the metrics' state that a checkpoint saves.
 
         Not collective.
 
         Returns
         -------
         dict of str to Variable
-            By ``<metric>/<total>``.
+            The totals, by ``<metric>/<total>``.
         """
         return {
             f"{name}/{total}": variable

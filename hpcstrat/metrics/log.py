@@ -1,4 +1,4 @@
-"""A log of numbers, text and pictures that a restore cuts back."""
+"""A log of numbers, text and pictures, which a restore truncates to its checkpoint."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ _PICTURES = "pictures"
 
 
 class Log:
-    """A log of metrics that has each step once, however often the job was requeued.
+    """A log of metrics that has each step only once, even if the job is requeued.
 
-    Give it to the `CheckpointManager` beside the model: a checkpoint then has the
-    position in the log, and a restore cuts the log back to it. Later lines are moved to
-    ``metrics.removed.jsonl``, as is an existing log when a training begins without a
-    restore.
+    Pass the log to the `CheckpointManager` together with the model: a checkpoint then
+    contains the position in the log, and a restore truncates the log to that position.
+    Later lines are moved to ``metrics.removed.jsonl``. An existing log is moved there,
+    too, when a training begins without a restore.
 
     Parameters
     ----------
     folder : str or path
-        The folder of ``metrics.jsonl``, to which replica 0 writes a line of JSON for
-        each call.
+        The folder of the file ``metrics.jsonl``. Replica 0 writes one line of JSON to
+        the file for each call.
     sinks : sequence of TensorBoard, MLflow
-        Further logs, which are cut back, too.
+        Additional logs, which a restore truncates in the same way.
     strategy : Strategy, optional
-        Default: the current one; a job of several ranks needs one.
+        Default: the current strategy. A job of several ranks needs a strategy.
 
     Raises
     ------
     ValueError
-        In a job of several ranks without a strategy.
+        If there is no strategy in a job of several ranks.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class Log:
         self._strategy = strategy or get_strategy()
         self._file = LogFile(self.folder)
         self._sinks = list(sinks)
-        # Whether the earlier lines of the file have been read.
+        # Whether the existing lines of the file have been read.
         self._is_begun = False
         token = push(self._strategy.cross_entry)
         try:
@@ -115,7 +115,7 @@ class Log:
         of: int | str = 0,
         **more: Any,
     ) -> None:
-        """Log numbers of a step; all replicas call it, also within `Strategy.run`.
+        """Log numbers of a step. All replicas call it, even inside `Strategy.run`.
 
         Collective over the strategy's replicas, unless ``of`` is 0.
 
@@ -126,8 +126,8 @@ class Log:
         values : dict of str to scalar, optional
             Numbers by name.
         of : int or str
-            The replica whose numbers are logged; or ``"mean"`` or ``"sum"`` of the
-            numbers of all replicas, in one reduction.
+            The replica whose numbers are logged; or ``"mean"`` or ``"sum"``, to log the
+            mean or sum over all replicas, computed in one reduction.
         **more : scalar
             More numbers, by name.
         """
@@ -141,7 +141,7 @@ class Log:
             self._append(step, scalars=numbers)
 
     def text(self, step: int, name: str, text: str, *, of: int = 0) -> None:
-        """Log a text.
+        """Log a text of a step.
 
         Collective over the strategy's replicas, unless ``of`` is 0.
 
@@ -159,7 +159,7 @@ class Log:
             self._append(step, text={name: text})
 
     def picture(self, step: int, name: str, picture: Any, *, of: int = 0) -> None:
-        """Log a picture.
+        """Log a picture of a step, as a PNG file.
 
         Collective over the strategy's replicas, unless ``of`` is 0.
 
@@ -170,8 +170,8 @@ class Log:
         name : str
             Name of the picture, and of a file in the folder ``pictures``.
         picture : array of shape (height, width) or (height, width, 3), or a figure
-            Type uint8, or numbers from 0 to 1; or a figure of matplotlib. Arrays need
-            Pillow.
+            An array of uint8, or of numbers from 0 to 1, which needs Pillow; or a
+            matplotlib figure.
         of : int
             The replica whose picture is logged.
         """
@@ -179,7 +179,7 @@ class Log:
         if not of:
             own = _as_png(picture) if self._writes() else None
         else:
-            # If it fails, the waiting replicas raise, too.
+            # If drawing fails, the waiting replicas raise an error, too.
             with self._strategy.collectives.all_raise("a picture for the log"):
                 own = _as_png(picture) if self._is(of) else None
         own = self._from(of, own)
@@ -191,7 +191,7 @@ class Log:
             self._append(step, pictures={name: path})
 
     def flush(self) -> None:
-        """Hand everything to the disk, and to the sinks.
+        """Write all records to the disk, and flush the sinks.
 
         Not collective.
         """
@@ -199,7 +199,7 @@ class Log:
         self._tell("flush")
 
     def close(self) -> None:
-        """Close the file, and the sinks.
+        """Close the file and the sinks.
 
         Not collective.
         """
@@ -209,11 +209,11 @@ class Log:
     def checkpoint_variables(self) -> dict[str, Variable]:
         """Return the position in the log; for the library's own modules.
 
-        All lines before that position are on the disk then.
-        """
+        When the call returns, all lines before that position are on the disk."""
         self._tell("flush")
         place = self._file.place()
-        # Replica 0 writes, so that its place is saved, and restored everywhere.
+        # Only replica 0 writes the log, so its position is saved, and restored on all
+        # replicas.
         np.copyto(self._place.component, np.array(place, np.uint64))
         return {"place": self._place}
 
@@ -224,13 +224,13 @@ class Log:
     def checkpoint_defer(
         self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
     ) -> None:
-        """Refuse state that is not a log's; for the library's own modules."""
+        """Raise ValueError, because no log has other state than its position."""
         raise ValueError(
             f"expected the place of a log, found {name!r}; restore what was saved"
         )
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Cut the log back to its place; for the library's own modules."""
+        """Truncate the log to its restored position; for the library's own modules."""
         if self._strategy.replica_id == 0:
             position, digest = (int(number) for number in self._place.component)
             self._cut((position, digest))
@@ -238,9 +238,10 @@ class Log:
     def _reduced(self, how: str, values: dict[str, Any]) -> dict[str, Any]:
         """Return the sums or means over all replicas."""
         context = self._context()
-        # `reduce` takes each distributed value by itself.
+        # Each distributed value is reduced by a separate call of `reduce`.
         apart = {n: v for n, v in values.items() if isinstance(v, DistributedValues)}
-        # If a value is no number on this replica, the waiting replicas raise, too.
+        # If a value on this replica is not a number, the waiting replicas raise an
+        # error, too.
         with self._strategy.collectives.all_raise("numbers for the log"):
             plain = {n: np.float64(v) for n, v in values.items() if n not in apart}
         found = {
@@ -254,14 +255,14 @@ class Log:
         return found
 
     def _from(self, replica: int, value: Any) -> Any:
-        """Return a replica's value on replica 0."""
+        """Return a replica's value on replica 0; the other results are unused."""
         if replica == 0:
             return value
         collectives = self._strategy.collectives
         return collectives.broadcast_object(value, replica, "value for the log")
 
     def _context(self) -> ReplicaContext | None:
-        """Return the context within `Strategy.run`; outside None."""
+        """Return the replica context inside `Strategy.run`; outside, None."""
         context = get_replica_context()
         return context if context and context.strategy is self._strategy else None
 
@@ -272,13 +273,11 @@ class Log:
         return bool(context.replica_id_in_sync_group == replica)
 
     def _writes(self) -> bool:
-        """Whether this replica writes the log."""
+        """Return whether this replica writes the log."""
         return self._is(0)
 
     def _begin(self) -> None:
-        """Move the log of an earlier training away before the first line of this
-        one.
-        """
+        """Move lines of an earlier training away, before this training's first line."""
         if not self._is_begun:
             self._cut(LogFile(self.folder).place())
 
@@ -299,7 +298,7 @@ class Log:
         self._tell("write", record)
 
     def _free_name(self, path: str) -> str:
-        """Return a new name for a picture's file, as a step may have several."""
+        """Return an unused file name for a picture, because a step may have several."""
         others = 0
         while (
             self.folder / (found := f"{path}{f'-{others}' * (others > 0)}.png")
@@ -308,9 +307,7 @@ class Log:
         return found
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Call the sinks on the writing replica; drop a sink that fails, as the file
-        has all.
-        """
+        """Call a method of each sink; drop a sink that fails. The file has all data."""
         if not self._is_begun:
             return
         for sink in [*self._sinks]:
@@ -329,7 +326,7 @@ class Log:
 
 
 def _as_png(picture: Any) -> bytes:
-    """Return a picture as a file."""
+    """Return a picture as the bytes of a PNG file."""
     stream = io.BytesIO()
     if hasattr(picture, "savefig"):
         picture.savefig(stream, format="png")

@@ -1,4 +1,4 @@
-"""A file of JSON lines that a restore cuts back to the position in a checkpoint."""
+"""A file of JSON lines; a restore truncates it to the position in the checkpoint."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from hpcstrat.engine.logs import get_logger
 
 _Record = dict[str, Any]
 
-# JSON has no such numbers, and most readers refuse Python's form of them.
+# JSON cannot represent NaN and infinity, and most readers refuse Python's notation, so
+# these values are written as strings.
 _NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
-    """Return a record as a line."""
+    """Return a record as one line of JSON."""
     known = dict(record)
     if "scalars" in known:
         known["scalars"] = {
@@ -35,12 +36,12 @@ def _name(value: float) -> str:
 
 
 def _decoded(data: bytes) -> Iterator[_Record]:
-    """Yield the records of whole lines; a last line that is cut off is left out."""
+    """Yield the records of complete lines; skip an incomplete last line."""
     for line in data.split(b"\n")[:-1]:
         try:
             record = json.loads(line)
         except ValueError:
-            # The end of a job cut this line off; another job has ended it.
+            # A job ended while it wrote this line; a later job has added the line end.
             continue
         if "scalars" in record:
             record["scalars"] = {
@@ -51,7 +52,7 @@ def _decoded(data: bytes) -> Iterator[_Record]:
 
 
 def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a log of metrics, also while a job writes it.
+    """Return the records of a log of metrics, even while a job writes it.
 
     Not collective.
 
@@ -63,9 +64,9 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Returns
     -------
     list of dict
-        In the order of the calls: ``step``, ``time`` (seconds since 1970) and one of
-        ``scalars``, ``text`` and ``pictures``, by name. Pictures are paths relative to
-        the folder.
+        One record for each call, in order: ``step``, ``time`` (seconds since 1970), and
+        one of ``scalars``, ``text`` and ``pictures``, which are dicts by name. Pictures
+        are paths relative to the folder.
     """
     found = Path(path)
     file = found / LogFile.NAME if found.is_dir() else found
@@ -73,10 +74,10 @@ def read_log(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class LogFile:
-    """The file of a log, for the one process that writes it.
+    """The file of a log, as used by the only process that writes it.
 
-    ``position`` is the length of the lines of this training. The next line removes
-    later ones, and an older file.
+    ``position`` is the length in bytes of the lines that belong to this training. `cut`
+    removes the lines after a position.
     """
 
     NAME = "metrics.jsonl"
@@ -97,7 +98,7 @@ class LogFile:
         return self._file
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a record, which then outlives this process."""
+        """Write a record to the file; it remains if this process is killed."""
         line, file = _encoded(record), self._open()
         self._is_dirty = True
         written = 0
@@ -107,19 +108,16 @@ class LogFile:
         self._hash.update(line)
 
     def place(self) -> tuple[int, int]:
-        """Return the position, and a hash of all before it, after writing all to the
-        disk.
-        """
+        """Sync the file to disk; return its position, and a hash of its data."""
         if self._file is not None and self._is_dirty:
             os.fsync(self._file)
             self._is_dirty = False
         return self.position, self._hash.intdigest()
 
     def cut(self, position: int, digest: int) -> tuple[list[_Record], list[_Record]]:
-        """Cut the file at a position; return the kept and the removed records.
+        """Truncate the file at a position; return the kept and the removed records.
 
-        Removed lines go into a file of their own.
-        """
+        The removed lines are appended to the file ``metrics.removed.jsonl``."""
         file = self._open()
         data, end = os.pread(file, os.fstat(file).st_size, 0), position
         if end > len(data):
@@ -137,13 +135,13 @@ class LogFile:
 
     def _keep_removed(self, data: bytes) -> None:
         with open(self.folder / self.REMOVED, "ab") as file:
-            # A line that was cut off gets its end.
+            # An incomplete line is completed with a line end.
             file.write(data if data.endswith(b"\n") else data + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Close the file, if it is open."""
+        """Close the file if it is open."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -1,4 +1,4 @@
-"""Sinks of a log of metrics beside its file: TensorBoard and MLflow."""
+"""Sinks, to which a log of metrics also writes its records: TensorBoard and MLflow."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """A further log that gets each record, in the process that writes the file."""
+    """An additional log that receives each record that is written to the file."""
 
     def open(self, folder: Path) -> None:
-        """Begin in the log's folder, the first time."""
+        """Prepare the sink for the log's folder; called before each other method."""
 
     def write(self, record: _Record) -> None:
-        """Take a record."""
+        """Write a record to the sink."""
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Keep the kept records, and no others."""
+        """Remove all records except the kept records."""
 
     def flush(self) -> None:
-        """Make everything visible to readers."""
+        """Make all records visible to readers."""
 
     def close(self) -> None:
-        """End."""
+        """Write all records, and close the sink."""
 
 
 def _missing(library: str, package: str) -> HpcstratError:
@@ -40,15 +40,15 @@ def _missing(library: str, package: str) -> HpcstratError:
 
 
 class TensorBoard:
-    """Also writes a log of metrics for TensorBoard.
+    """A sink that writes a log of metrics for TensorBoard.
 
-    After a restore TensorBoard drops later steps, so that it shows each step once.
-    Needs the package ``tensorboard``.
+    After a restore, TensorBoard drops the steps after the checkpoint, so that it shows
+    each step once. This class needs the package ``tensorboard``.
 
     Parameters
     ----------
     folder : str or path
-        For one log only; default: ``tensorboard`` in the folder of the log.
+        Folder for the files of one log; default: ``tensorboard`` in the log's folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -60,7 +60,7 @@ class TensorBoard:
         return f"TensorBoard({str(self._folder or self._root)!r})"
 
     def open(self, folder: Path) -> None:
-        """Find the library; for the library's own modules."""
+        """Check that tensorboard is installed; for the library's own modules."""
         self._root = folder
         self._folder = self._folder or folder / "tensorboard"
         try:
@@ -91,10 +91,9 @@ class TensorBoard:
         self._add(summary=Summary(value=values), **about)
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Drop steps from the first removed one; for the library's own modules.
+        """Drop steps from the first removed step on; for the library's own modules.
 
-        Kept records from there on are written again.
-        """
+        Kept records of these steps are written again."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self.close()
@@ -111,7 +110,7 @@ class TensorBoard:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits; for the library's own modules."""
+        """Write buffered events to the file; for the library's own modules."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -138,7 +137,7 @@ def _text(name: str, text: str) -> Any:
 def _picture(name: str, png: bytes) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    # Each file of this format has them in its header.
+    # The header of a PNG file contains width and height.
     width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
     image = Summary.Image(
         width=width, height=height, colorspace=3, encoded_image_string=png
@@ -147,20 +146,22 @@ def _picture(name: str, png: bytes) -> Any:
 
 
 class MLflow:
-    """Also writes a log of metrics as a run of MLflow.
+    """A sink that writes a log of metrics as a run of MLflow.
 
     MLflow cannot remove values of a metric. So a job that continues from a checkpoint
-    begins a new run, writes the kept records to it, and deletes the former run, which
-    ``mlflow gc`` removes for good. Needs the package ``mlflow`` or ``mlflow-skinny``.
+    begins a new run, writes the kept records to it, and deletes the previous run;
+    ``mlflow gc`` then removes that run permanently. This class needs the package
+    ``mlflow`` or ``mlflow-skinny``.
 
     Parameters
     ----------
     experiment : str
         Name of the experiment.
     run_name : str, optional
-        Default: MLflow chooses one.
+        Name of the run; default: chosen by MLflow.
     tracking_uri : str, optional
-        Default: as MLflow is configured, such as by ``MLFLOW_TRACKING_URI``.
+        Address of the tracking server; default: from MLflow's own configuration, such
+        as ``MLFLOW_TRACKING_URI``.
     """
 
     _STATE = "mlflow.json"
@@ -187,7 +188,7 @@ class MLflow:
         return f"MLflow({self._experiment!r}, run_name={self._run_name!r})"
 
     def open(self, folder: Path) -> None:
-        """Connect; for the library's own modules."""
+        """Connect to the tracking server; for the library's own modules."""
         if self._client is not None:
             return
         try:
@@ -198,7 +199,7 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=self._uri)
 
     def _run_id(self) -> str:
-        """Return the run of this log, which the first call begins."""
+        """Return the id of this log's run; the first call creates the run."""
         if self._run is None:
             found = self._client.get_experiment_by_name(self._experiment)
             experiment = (
@@ -212,7 +213,7 @@ class MLflow:
         return self._run
 
     def write(self, record: _Record) -> None:
-        """Take a record; numbers are sent together; for the library's own modules."""
+        """Write a record; send numbers in batches. For the library's own modules."""
         from mlflow.entities import Metric
 
         run, step = self._run_id(), record["step"]
@@ -243,14 +244,14 @@ class MLflow:
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits; for the library's own modules."""
+        """Send the waiting numbers; for the library's own modules."""
         self._sent, most = time.monotonic(), self._MOST
         while self._waiting:
             part, self._waiting = self._waiting[:most], self._waiting[most:]
             self._client.log_batch(self._run_id(), metrics=part)
 
     def close(self) -> None:
-        """End the run; for the library's own modules."""
+        """Send the waiting numbers and end the run; for the library's own modules."""
         if self._client is not None and self._run is not None:
             self.flush()
             self._client.set_terminated(self._run)

@@ -1,4 +1,4 @@
-"""The base of all metrics: each replica has totals, and reading adds them up."""
+"""The base class of metrics, which sum the totals of all replicas when read."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from hpcstrat.variables import SyncOnReadVariable, Variable, class_for_state, re
 
 
 class Metric(AnnouncesInitErrors):
-    """A quantity computed from totals that each replica keeps for itself.
+    """A quantity that is computed from totals; each replica has its own totals.
 
-    In the scope of a strategy that distributes variables, making it is collective over
-    the strategy's replicas, and it covers all of them; its updates raise RuntimeError
-    in cross-replica context. Elsewhere it covers this process.
+    In the scope of a strategy that distributes variables, the constructor is collective
+    over the strategy's replicas, and the metric covers the examples of all replicas;
+    ``update_state`` then raises RuntimeError in cross-replica context. Outside of such
+    a scope the metric covers the examples of this process.
 
     Parameters
     ----------
     name : str
-        For messages and checkpoints.
+        Name in messages and checkpoints.
     dtype : dtype
-        Type of the result; totals are float64.
+        Dtype of the result; totals are float64.
     totals : sequence of str
         Names of the totals.
     """
@@ -37,10 +38,12 @@ class Metric(AnnouncesInitErrors):
     def __init__(self, name: str, dtype: Any, totals: Sequence[str]) -> None:
         self.name = name
         self.dtype = np.dtype(dtype)
-        # By replica of this process and name: sums on a GPU, for which updates must not
-        # wait. `_settle` adds them to the totals in host memory.
+        # Sums on a GPU, by replica of this process and name of the total, because
+        # updates must not wait for the GPU. `_settle` adds these sums to the totals in
+        # host memory.
         self._on_device: dict[tuple[int, str], Array] = {}
-        # One type, for one buffer in messages. Counts of weights need not be integers.
+        # All totals have one dtype, so that a message needs only one buffer. Counts are
+        # float64, too, because sums of weights need not be integers.
         self._totals = {
             total: class_for_state()(
                 np.float64(0),
@@ -55,24 +58,21 @@ class Metric(AnnouncesInitErrors):
     def variables(self) -> list[Variable]:
         """The totals, as SyncOnRead variables with aggregation ``SUM``.
 
-        Waits for the GPU if values were there and the variables are not.
-        """
+        Waits for the GPU if values are on a GPU and the variables in host memory."""
         self._settle()
         return list(self._totals.values())
 
     @property
     def collectives(self) -> Any:
-        """The calls that reading the totals makes here; for the library's own
-        modules.
-        """
-        # `channel.entries` looks for this name.
+        """The object for the collective calls of `result`, in the current context."""
+        # The decorator in `channel.entries` reads an attribute of this name.
         first: Any = next(iter(self._totals.values()), None)
         distributed = isinstance(first, SyncOnReadVariable)
         return first.collectives if distributed else ObjectCollectives(None)
 
     @collective
     def result(self) -> Any:
-        """Return the metric since the last reset.
+        """Return the metric's value, computed from all updates since the last reset.
 
         Collective over the strategy's replicas in cross-replica context, else not
         collective.
@@ -80,20 +80,21 @@ class Metric(AnnouncesInitErrors):
         Returns
         -------
         scalar of the metric's dtype
-            In cross-replica context the metric of all replicas' examples, equal bit for
-            bit on every rank; inside ``run`` that of this replica.
+            In cross-replica context, the metric over all replicas' examples, equal bit
+            for bit on every rank; inside ``run``, the metric over this replica's
+            examples.
         """
         return self.result_of(read_totals(self.variables))
 
     def result_of(self, totals: Sequence[Array]) -> Any:
-        """Return the metric for some totals.
+        """Return the value of the metric that is computed from given totals.
 
         Not collective.
 
         Parameters
         ----------
         totals : sequence of ndarray of shape ()
-            In the order of `variables`.
+            Totals in the order of `variables`.
 
         Returns
         -------
@@ -103,10 +104,9 @@ class Metric(AnnouncesInitErrors):
         raise NotImplementedError(type(self).__name__)
 
     def reset_state(self) -> None:
-        """Set the totals to 0: all of them, or inside ``run`` this replica's.
+        """Set the totals of all replicas to 0, or inside ``run`` this replica's totals.
 
-        Not collective, but in cross-replica context all ranks must do it.
-        """
+        Not collective, but in cross-replica context all ranks must make the call."""
         own = own_index()
         for key in [k for k in self._on_device if own in (None, k[0])]:
             del self._on_device[key]
@@ -114,30 +114,30 @@ class Metric(AnnouncesInitErrors):
             variable.assign(0.0, read_value=False)
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the state to save.
+        """Return the totals that a checkpoint saves.
 
         Not collective.
 
         Returns
         -------
         dict of str to Variable
-            By name.
+            The totals by name.
         """
         self._settle()
         return dict(self._totals)
 
     @without_fp_warnings
     def _settle(self) -> None:
-        """Add the sums on the GPU to the totals."""
+        """Add the sums on the GPU to the totals in host memory."""
         kept, self._on_device = self._on_device, {}
         for (index, name), amount in kept.items():
             self._totals[name].components[index][...] += to_host(amount)
 
     def _require_own(self) -> None:
-        """Refuse to update the totals of all replicas at once."""
+        """Raise RuntimeError for an update in cross-replica context."""
         first = next(iter(self._totals.values()))
         distributed = isinstance(first, SyncOnReadVariable)
-        # In cross-replica context N replicas would each add the same value.
+        # In cross-replica context, each of N replicas would add the same value.
         if distributed and not _reads_own():
             raise RuntimeError(
                 f"expected update_state of metric {self.name!r} in replica context, "
@@ -154,7 +154,7 @@ class Metric(AnnouncesInitErrors):
                 self._on_device[key] = amount if kept is None else kept + amount
             else:
                 value = amount if is_device(amount) else np.float64(amount)
-                # Returning the new value would make a copy.
+                # The new value is not read, because reading it would make a copy.
                 total.assign_add(value, read_value=False)
 
     def __repr__(self) -> str:
@@ -167,16 +167,18 @@ class Metric(AnnouncesInitErrors):
 
 
 def read_totals(variables: Sequence[Variable]) -> list[Array]:
-    """Return totals of all replicas, or inside ``run`` this replica's, on the host.
+    """Return totals over all replicas, or inside ``run`` this replica's, on the host.
 
     Collective over the strategy's replicas in cross-replica context, in one reduction;
-    else not collective. ValueError for variables of several strategies.
+    else not collective. Raises ValueError for variables of several strategies.
     """
-    # Without a call, as other replicas need not read theirs.
+    # No collective call is made inside ``run``, because other replicas may not read
+    # their totals.
     if _reads_own():
         return [to_host(variable.value()) for variable in variables]
     strategies = {id(v.distribute_strategy): v.distribute_strategy for v in variables}
-    # Plain metrics belong to this process, and go with those of any strategy.
+    # Plain metrics belong to this process, and may be read together with the metrics of
+    # any strategy.
     strategies.pop(id(None), None)
     if len(strategies) > 1:
         raise ValueError(
@@ -187,7 +189,7 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
 
 
 def _reads_own() -> bool:
-    """Whether variables act on this replica's component in this context."""
+    """Return whether variables use this replica's component in the current context."""
     entry = current()
     if entry is None or entry.strategy.is_default:
         return False

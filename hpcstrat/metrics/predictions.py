@@ -1,4 +1,4 @@
-"""Metrics of pairs of label and prediction."""
+"""Metrics that compare labels with predictions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hpcstrat.metrics.averages import (
 
 
 def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
-    """Drop a last dimension of 1 that only one of the two has; demand one shape."""
+    """Drop a last dimension of 1 that only one array has; require equal shapes."""
     true, predicted = of_one_library(true, predicted)
     if true.ndim == predicted.ndim + 1 and true.shape[-1] == 1:
         true = true[..., 0]
     elif predicted.ndim == true.ndim + 1 and predicted.shape[-1] == 1:
         predicted = predicted[..., 0]
-    # NumPy would make an n x n array of shapes (n,) and (n, 1).
+    # Broadcasting is refused: NumPy would broadcast shapes (n,) and (n, 1) to (n, n).
     if true.shape != predicted.shape:
         raise ValueError(
             f"expected labels and predictions of one shape, found {true.shape} and "
@@ -35,17 +35,18 @@ def _matching(true: Array, predicted: Array) -> tuple[Array, Array]:
 
 
 def _over_columns(values: Array) -> Array:
-    """Average each example over the last dimension, if there is one."""
+    """Average each example's values over the last dimension, if there are columns."""
     array = values.astype(np.float64, copy=False)
-    # A vector holds one value for each example. tf.keras took it for one example, so
-    # that a small batch would weigh as much as a large one.
+    # A vector contains one value for each example. tf.keras treats a vector as a single
+    # example, so that a small batch has the same weight as a large batch.
     return mean_over(array, -1) if array.ndim > 1 else array
 
 
 @without_fp_warnings
 def _equal(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
     true, predicted = _matching(as_array(y_true), as_array(y_pred))
-    # A prediction of 0.1 in float32 is not the label 0.1 in float64.
+    # Predictions are converted to the labels' dtype, because 0.1 in float32 is not
+    # equal to 0.1 in float64.
     if true.dtype.kind == predicted.dtype.kind == "f":
         predicted = predicted.astype(true.dtype, copy=False)
     return as_array(true == predicted)
@@ -99,7 +100,7 @@ def _absolute_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
 
 
 class _PairMetric(MeanMetricWrapper):
-    """A mean of a function of labels and predictions, both set by a subclass."""
+    """Base of metrics whose function and default name a subclass sets."""
 
     _of_pairs: Callable[[ArrayLike, ArrayLike], ArrayLike]
     _default_name: str
@@ -109,17 +110,18 @@ class _PairMetric(MeanMetricWrapper):
 
 
 class Accuracy(_PairMetric):
-    """The share of predictions that equal their labels.
+    """The fraction of predictions that equal their labels.
 
-    Floats are compared in the labels' precision; unlike in tf.keras, 1.7 is not equal
-    to the integer label 1.
+    Floats are compared in the precision of the labels. Unlike in tf.keras, a prediction
+    of 1.7 is not equal to the integer label 1.
 
     Parameters
     ----------
     name : str, optional
-        For messages and checkpoints; default: as in tf.keras, such as ``accuracy``.
+        Name in messages and checkpoints; default: the name in tf.keras, such as
+        ``accuracy``.
     dtype : dtype
-        Type of the result.
+        Dtype of the result.
 
     Examples
     --------
@@ -134,18 +136,19 @@ class Accuracy(_PairMetric):
 
 
 class BinaryAccuracy(_PairMetric):
-    """The share of predictions that are above a threshold if their label is 1.
+    """The fraction of predictions on the side of a threshold that their label says.
 
-    Matches of several columns are averaged for each example.
+    A prediction above the threshold counts as label 1, others as label 0. If an example
+    has several columns, their matches are averaged.
 
     Parameters
     ----------
     name : str, optional
-        For messages and checkpoints.
+        Name in messages and checkpoints.
     dtype : dtype
-        Type of the result.
+        Dtype of the result.
     threshold : float
-        Predictions above it, not equal to it, count as 1.
+        Predictions greater than the threshold, but not equal to it, count as 1.
     """
 
     _default_name = "binary_accuracy"
@@ -163,20 +166,20 @@ class BinaryAccuracy(_PairMetric):
 
 
 class CategoricalAccuracy(_PairMetric):
-    """The share of rows whose largest prediction is that of the one-hot label.
+    """The fraction of rows whose largest prediction is at the label's position.
 
-    The arguments are those of `Accuracy`.
-    """
+    Labels are in one-hot form. The constructor's arguments are those of `Accuracy`."""
 
     _of_pairs = staticmethod(_equal_largest)
     _default_name = "categorical_accuracy"
 
 
 class SparseCategoricalAccuracy(_PairMetric):
-    """The share of rows whose largest prediction is that of the label, a class number.
+    """The fraction of rows whose largest prediction is at the index that the label is.
 
-    Labels have the predictions' shape without the last dimension, or with 1 there. The
-    arguments are those of `Accuracy`.
+    Labels are class numbers. Their shape is the predictions' shape without the last
+    dimension, or with a last dimension of 1. The constructor's arguments are those of
+    `Accuracy`.
     """
 
     _of_pairs = staticmethod(_equal_class)
@@ -186,8 +189,7 @@ class SparseCategoricalAccuracy(_PairMetric):
 class MeanSquaredError(_PairMetric):
     """The mean of squared differences, averaged over the columns of each example.
 
-    The arguments are those of `Accuracy`.
-    """
+    The constructor's arguments are those of `Accuracy`."""
 
     _of_pairs = staticmethod(_squared_of_columns)
     _default_name = "mean_squared_error"
@@ -196,8 +198,7 @@ class MeanSquaredError(_PairMetric):
 class MeanAbsoluteError(_PairMetric):
     """The mean of absolute differences, averaged over the columns of each example.
 
-    The arguments are those of `Accuracy`.
-    """
+    The constructor's arguments are those of `Accuracy`."""
 
     _of_pairs = staticmethod(_absolute_of_columns)
     _default_name = "mean_absolute_error"
@@ -206,11 +207,11 @@ class MeanAbsoluteError(_PairMetric):
 class RootMeanSquaredError(_PairMetric):
     """The square root of the mean of squared differences.
 
-    The mean over all replicas is taken first, then one root: roots cannot be averaged.
-    The arguments are those of `Accuracy`.
+    The mean over all replicas is computed before the root, because an average of roots
+    would be wrong. The constructor's arguments are those of `Accuracy`.
     """
 
-    # Not over columns first: all elements count alike, as in tf.keras.
+    # Columns are not averaged first, so all elements have equal weight, as in tf.keras.
     _of_pairs, _default_name = staticmethod(_squared), "root_mean_squared_error"
 
     @without_fp_warnings

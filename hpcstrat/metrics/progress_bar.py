@@ -1,4 +1,4 @@
-"""Progress of a training: a bar on a terminal, lines in a file, on rank 0 alone."""
+"""Progress of a training on rank 0: a bar on a terminal, or lines of text."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hpcstrat.engine.logs import is_first_rank
 
 
 class Progress:
-    """A progress bar; without a terminal, lines.
+    """A progress bar on a terminal; lines of text if there is no terminal.
 
-    Not collective: rank 0 shows it on standard error, other ranks do nothing.
+    Not collective: rank 0 shows the progress on standard error, other ranks do nothing.
 
     Parameters
     ----------
     total : int
         Number of all steps.
     title : str
-        Shown first.
+        Text at the beginning of the bar or line.
     start : int
-        Number of steps that are done, as after a restore.
+        Number of steps that are already done, for example after a restore.
     show : bool, optional
-        True for a bar also without a terminal, as under mpirun; False for nothing.
+        True: show a bar even without a terminal, as under mpirun. False: show nothing.
     every_seconds : float
         The time between lines.
 
@@ -62,7 +62,7 @@ class Progress:
 
     @property
     def has_bar(self) -> bool:
-        """Whether this process shows a bar."""
+        """Whether this process shows a progress bar."""
         return self._bar is not None
 
     def __enter__(self) -> Self:
@@ -77,16 +77,16 @@ class Progress:
             self._say()
 
     def advance(self, steps: int = 1, **values: float) -> None:
-        """Count steps as done.
+        """Add to the number of steps that are done.
 
         Not collective.
 
         Parameters
         ----------
         steps : int
-            Since the last call.
+            Number of steps since the last call.
         **values : float
-            Shown last, such as the loss.
+            Numbers to show at the end, such as the loss.
         """
         self.done += steps
         if values:

@@ -1,4 +1,4 @@
-"""Optimizers whose gradients are summed over replicas in one fused all-reduce."""
+"""Optimizers that sum gradients over replicas in one fused all-reduce."""
 
 from hpcstrat.optimizers.adagrad import Adagrad
 from hpcstrat.optimizers.adam import Adam, AdamW

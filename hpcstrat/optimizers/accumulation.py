@@ -1,4 +1,4 @@
-"""Sums of gradients over several calls of an optimizer, without communication."""
+"""Accumulation of gradients over several calls of an optimizer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TOTAL = VariableAggregation.SUM
 
 @dataclasses.dataclass(slots=True)
 class _Start:
-    """The state at the beginning of the current ``run``.
+    """The state of an accumulation at the beginning of the current ``run``.
 
-    ``before`` has copies of this replica's sum and count of each variable changed
-    since.
+    ``before`` has copies of this replica's sum and count for each variable that has
+    changed since.
     """
 
     calls: int
@@ -38,12 +38,12 @@ class _Start:
 
 
 class Accumulation:
-    """This replica's sums of gradients, kept as variables so that checkpoints save
-    them.
+    """This replica's sums of gradients, stored as variables that checkpoints save.
 
-    A checkpoint holds their total over replicas. After a restore each replica has an
-    equal share, whatever their number. It is then unknown which replica had which
-    gradient, so that at the end all replicas ask each other which variables have one.
+    A checkpoint contains the total of the sums over replicas. After a restore, each
+    replica has an equal share of the total, on any number of replicas. Because it is
+    then unknown which replica had which gradient, the replicas exchange at the end
+    which variables have a gradient.
     """
 
     def __init__(self, slots: Slots, steps: int, is_mean: bool) -> None:
@@ -61,25 +61,26 @@ class Accumulation:
 
     @property
     def calls(self) -> int:
-        """The number of calls whose gradients are in the sums."""
+        """The number of calls whose gradients have been added to the sums."""
         return 0 if self._calls is None else int(self._calls.component)
 
     @property
     def own(self) -> dict[str, Variable]:
-        """State that belongs to no variable, by its name for files."""
+        """The state that belongs to no variable, by its name in files."""
         return {} if self._calls is None else {_CALLS: self._calls}
 
     def add(
         self, pairs: Sequence[tuple[Gradient | None, Variable]], strategy: Strategy
     ) -> Sequence[tuple[Gradient | None, Variable]] | None:
-        """Add gradients to the sums; return the sums once they are complete, else None.
+        """Add gradients to the sums; return the sums if they are complete, else None.
 
-        Collective over the strategy's replicas the first time, then not. A step of one
-        call returns the gradients themselves.
+        Collective over the strategy's replicas only the first time. If a step is a
+        single call, the gradients themselves are returned.
         """
         if self.steps == 1:
             return pairs
-        # For all variables, with or without a gradient, as making sums is collective.
+        # Sums are made for all variables, even without a gradient, because making a sum
+        # is collective.
         self.build([variable for _, variable in pairs])
         assert self._calls is not None
         if self._start is None and strategy.raises_together:
@@ -99,7 +100,7 @@ class Accumulation:
     def _add(self, gradient: Gradient, variable: Variable) -> None:
         total, count = self._sum_and_count(variable)
         start = self._start
-        # Copied once in each run, unless the run began with empty sums.
+        # The sums are copied once in each run, unless the run began with empty sums.
         if start is not None and start.calls and id(variable) not in start.before:
             start.before[id(variable)] = variable, total.copy(), count.copy()
         if isinstance(gradient, IndexedSlices):
@@ -109,23 +110,18 @@ class Accumulation:
         count += 1
 
     def sums(self) -> list[Array]:
-        """Return this replica's sums, or zeros, in the order in which `add` returns
-        them.
-        """
+        """Return this replica's sums, or zeros, in the same order as `add`."""
         return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
 
     def unclaimed(self) -> dict[str, bool]:
-        """Return names of restored sums without a variable, and whether each has a
-        gradient.
-        """
+        """Return names of restored sums without a variable; True if with a gradient."""
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}
 
     def build(self, variables: Iterable[Variable]) -> None:
-        """Make the sums of variables.
+        """Make the sums for variables.
 
-        Collective over the strategy's replicas, if there are new variables.
-        """
+        Collective over the strategy's replicas if there are new variables."""
         if self.steps == 1:
             return
         slots, zero = self._slots, np.zeros((), np.int64)
@@ -136,7 +132,8 @@ class Accumulation:
                 module = array_module(variable.component)
                 array = module.zeros(variable.shape, variable.dtype)
                 slots.make(_SUM, variable, array, aggregation=_TOTAL)
-                # Counted apart: sums of zeros do not say whether there was a gradient.
+                # Gradients are counted separately, because a sum of zeros does not show
+                # whether there was a gradient.
                 slots.make(_COUNT, variable, zero, aggregation=_TOTAL)
 
     def _sum_and_count(self, variable: Variable) -> tuple[Array, Array]:
@@ -147,7 +144,7 @@ class Accumulation:
         return total.component, count.component
 
     def restart(self) -> None:
-        """Set everything to zero."""
+        """Set the sums and the number of calls to zero."""
         if self.steps == 1:
             return
         self._pending.clear()
@@ -156,14 +153,15 @@ class Accumulation:
         if self._calls is not None:
             self._calls.component[...] = 0
         if self._start is not None:
-            # An error later in this run does not undo the step.
+            # The step is complete: an error later in this run does not undo it.
             self._start = _Start(0, False, {}, {})
 
     def undo(self, error: Exception, strategy: Strategy) -> None:
-        """Restore the sums after a call that has failed.
+        """Restore or clear the sums after a call that has failed.
 
-        If all replicas leave ``run`` together, they return to their sums before it, and
-        can make the step again; otherwise this replica starts anew.
+        With ``on_error="raise"`` all replicas restore their sums from before the
+        ``run``, and can repeat the step. With ``"abort"``, or after a NonFiniteError,
+        this replica's sums are cleared.
         """
         if isinstance(error, NonFiniteError) or not strategy.raises_together:
             self.restart()
@@ -192,25 +190,25 @@ class Accumulation:
     def defer(
         self, name: str, value: Array, strategy: Replicas | None, *, is_part: bool
     ) -> bool:
-        """Take restored state of an accumulation and return True; return False for
-        other state.
+        """Store restored sums or counts and return True; return False for other state.
 
-        ``value`` is the total over replicas, or with ``is_part`` this replica's part.
+        ``value`` is the total over all replicas, or with ``is_part`` this replica's
+        part.
         """
         if name.partition("/")[0] not in (_SUM, _COUNT):
             return False
         if strategy is not None and not is_part:
             count = strategy.num_replicas_in_sync
-            # The parts add up to the total, and differ in their last bits at most.
+            # The sum of the shares equals the total, except for the last bits.
             value = share_of(value, count, strategy.replica_id)
         self._slots.wait(name, value, strategy, _TOTAL)
         return True
 
     def restored(self, num_replicas: int, now: int) -> bool:
-        """Continue restored sums, which ``num_replicas`` replicas made, on ``now``
-        replicas.
+        """Continue sums that ``num_replicas`` replicas saved, on ``now`` replicas.
 
-        Returns whether sums are dropped, as gradients are no longer accumulated.
+        Returns whether restored sums are dropped, because gradients are no longer
+        accumulated.
         """
         slots, self._start, self._pending = self._slots, None, {}
         counted = slots.waiting(_CALLS).get("", self._calls)
@@ -220,7 +218,8 @@ class Accumulation:
             return self.inherits
         if self.inherits:
             self._pending = {id(v): v for v, _ in slots.of_kind(_SUM)}
-        # The mean at the end divides by the present number of replicas.
+        # The mean will be divided by the present number of replicas, so the sums are
+        # scaled.
         if self._is_mean and now != num_replicas:
             sums = [slot for _, slot in slots.of_kind(_SUM)]
             sums += slots.waiting(_SUM).values()

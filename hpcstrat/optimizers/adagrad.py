@@ -17,28 +17,28 @@ from hpcstrat.optimizers.parameters import (
 
 
 class Adagrad(Optimizer):
-    """Rates that shrink with the sum of the squares of each element's gradients.
+    """Adagrad: each element's rate decreases with the sum of its squared gradients.
 
     Each step adds ``g ** 2`` to ``s`` and subtracts ``r * g / (sqrt(s) + epsilon)``
     from the variable (Duchi, Hazan and Singer, Adaptive subgradient methods for online
-    learning and stochastic optimization, JMLR 12:2121-2159, 2011). Sparse gradients
-    change their rows only.
+    learning and stochastic optimization, JMLR 12:2121-2159, 2011). A sparse gradient
+    changes only the rows that it contains.
 
     Parameters
     ----------
     learning_rate : float or callable
-        A number, or a function of the number of steps done.
+        A number, or a function of the number of completed steps.
     initial_accumulator_value : float
-        What ``s`` starts with; at least 0.
+        Initial value of ``s``; at least 0.
     epsilon : float
-        Positive.
+        Added to the denominator; positive.
     **options : object
         See `Optimizer`.
 
     Raises
     ------
     ValueError
-        For numbers out of range.
+        If a number is out of range.
     """
 
     elementwise = True

@@ -1,4 +1,4 @@
-"""Adam, and Adam with decoupled weight decay."""
+"""Adam, and AdamW with decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from hpcstrat.optimizers.rules import compiled_rules
 
 
 class Adam(Optimizer):
-    """Adaptive estimates of the gradient's first and second moments.
+    """Adam: steps from running estimates of the gradient's first and second moments.
 
     Algorithm 1 of Kingma and Ba, Adam: a method for stochastic optimization, ICLR 2015,
-    arXiv:1412.6980, with ``t`` the number of this step, from 1: ``m = beta_1 * m + (1 -
-    beta_1) * g``, ``v = beta_2 * v + (1 - beta_2) * g ** 2``, and the variable loses
-    ``r * m' / (sqrt(v') + epsilon)``, where ``m' = m / (1 - beta_1 ** t)`` and ``v' = v
-    / (1 - beta_2 ** t)``. A sparse gradient counts as zero outside of its rows.
+    arXiv:1412.6980, where ``t`` is the number of this step, from 1: ``m = beta_1 * m +
+    (1 - beta_1) * g``, ``v = beta_2 * v + (1 - beta_2) * g ** 2``, and ``r * m' /
+    (sqrt(v') + epsilon)`` is subtracted from the variable, where ``m' = m / (1 - beta_1
+    ** t)`` and ``v' = v / (1 - beta_2 ** t)``. A sparse gradient is zero outside of its
+    rows.
 
     Parameters
     ----------
     learning_rate : float or callable
-        A number, or a function of the number of steps done.
+        A number, or a function of the number of completed steps.
     beta_1, beta_2 : float
-        At least 0, below 1.
+        Decay rates of ``m`` and ``v``; at least 0, below 1.
     epsilon : float
-        Positive.
+        Added to the denominator; positive.
     **options : object
         See `Optimizer`.
 
@@ -73,24 +74,24 @@ class Adam(Optimizer):
             return
         number = value.dtype.type
         if kept != 1:
-            # Before the step, as decay applies to the variable's old value.
+            # Done before the step, because decay applies to the variable's old value.
             value *= number(kept)
         self._first_stage(step, gradient, *slots)
         gradient *= number(step.rate)
         value -= gradient
 
     def _kept(self, step: Step) -> float:
-        """Return the factor of the variable after this step's decay."""
+        """Return the factor that this step's weight decay applies to the variable."""
         del step
         return 1.0
 
     def _in_one_pass(
         self, arrays: tuple[Array, ...], step: Step, kept: float = 1.0
     ) -> bool:
-        """Update arrays by the compiled rule; return False if it cannot.
+        """Update arrays with the compiled rule; return False if it cannot be used.
 
-        The arrays are the gradient, the moments, and the variable; without the variable
-        the compiled rule does what `_first_stage` does.
+        The arrays are the gradient, the moments, and the variable. Without the
+        variable, the compiled rule does the work of `_first_stage`.
         """
         rules = compiled_rules()
         if rules is None:
@@ -110,7 +111,7 @@ class Adam(Optimizer):
         return taken
 
     def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
-        """Update the moments; overwrite the gradient by the step for a rate of 1."""
+        """Update the moments; overwrite the gradient with the step for a rate of 1."""
         if self._in_one_pass((gradient, *slots), step):
             return
         m, v = slots
@@ -120,8 +121,8 @@ class Adam(Optimizer):
         )
         m *= number(self.beta_1)
         m += scratch
-        # The gradient is squared before it is scaled by (1 - beta_2), as the square of
-        # the smaller number could underflow.
+        # The gradient is squared before it is scaled by (1 - beta_2), because the
+        # square of the scaled number could underflow.
         gradient *= gradient
         gradient *= number(1 - self.beta_2)
         v *= number(self.beta_2)
@@ -132,7 +133,8 @@ class Adam(Optimizer):
         np.divide(m, scratch, out=gradient)
         gradient /= number(self._bias(step))
 
-    # Powers in double: in float32 a difference from 1 loses digits.
+    # Powers are computed in double precision, because in float32 the difference from 1
+    # would lose digits.
 
     def _root(self, step: Step) -> float:
         return math.sqrt(1 - self.beta_2**step.number)
@@ -142,10 +144,10 @@ class Adam(Optimizer):
 
 
 class AdamWithDecay(Adam):
-    """The base of optimizers with weight decay, which some variables can be excluded
-    from.
+    """Base class of optimizers with weight decay, which can exclude some variables.
 
-    A variable is excluded if a regular expression of ``exclude`` is found in its name.
+    A variable is excluded if a regular expression in ``exclude`` matches a part of its
+    name.
     """
 
     def __init__(
@@ -163,7 +165,8 @@ class AdamWithDecay(Adam):
         super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
         self.weight_decay = weight_decay
         try:
-            # A str is one pattern, not one for each of its letters.
+            # A str is a single pattern; iterating over it would use each letter as a
+            # pattern.
             one = [exclude] if isinstance(exclude, str) else exclude
             self._exclude = [re.compile(pattern) for pattern in one]
         except (re.error, TypeError) as error:
@@ -180,25 +183,25 @@ class AdamWithDecay(Adam):
 
 
 class AdamW(AdamWithDecay):
-    """Adam, with weight decay apart from the gradient.
+    """AdamW: Adam with weight decay that is separate from the gradient.
 
-    Each step subtracts ``r * weight_decay`` times the variable as it was before, beside
-    what `Adam` subtracts (Loshchilov and Hutter, Decoupled weight decay regularization,
-    ICLR 2019, arXiv:1711.05101, Algorithm 2, whose factor of the schedule is the whole
-    learning rate here, as in other libraries).
+    In addition to `Adam`'s step, each step subtracts ``r * weight_decay`` times the
+    variable's old value (Loshchilov and Hutter, Decoupled weight decay regularization,
+    ICLR 2019, arXiv:1711.05101, Algorithm 2; as in other libraries, the learning rate
+    ``r`` replaces the paper's schedule multiplier).
 
     Parameters
     ----------
     learning_rate : float or callable
-        A number, or a function of the number of steps done.
+        A number, or a function of the number of completed steps.
     weight_decay : float
-        At least 0.
+        Factor of the weight decay; at least 0.
     beta_1, beta_2 : float
-        At least 0, below 1.
+        Decay rates of the moments; at least 0, below 1.
     epsilon : float
-        Positive.
+        Added to the denominator; positive.
     exclude : sequence of str
-        Regular expressions; variables in whose name one is found, such as ``"bias"``,
+        Regular expressions, such as ``"bias"``. Variables whose name contains a match
         do not decay.
     **options : object
         See `Optimizer`.
@@ -206,7 +209,8 @@ class AdamW(AdamWithDecay):
     Raises
     ------
     ValueError
-        For numbers out of range, or what is no regular expression.
+        If a number is out of range, or an item of ``exclude`` is not a regular
+        expression.
     """
 
     elementwise = True

@@ -1,4 +1,4 @@
-"""Gradients: checks, zeros for missing ones, norms and clipping."""
+"""Functions on gradients: checks, zeros for missing gradients, norms and clipping."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from hpcstrat.variables import Variable
 Gradient = Array | IndexedSlices
 Pairs = Sequence[tuple[Gradient | None, Variable]]
 
-# Elements squared at a time, so that a norm needs no array of the gradient's size.
+# Number of elements that are squared at a time, so that computing a norm does not
+# allocate an array of the gradient's size.
 _BLOCK = 1 << 15
 
 
 def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
-    """Return a gradient as an array, or rows, of its variable's type.
+    """Return a gradient as an array or IndexedSlices of its variable's dtype.
 
-    Numbers of Python are copied to the variable's memory; an array must be there
-    already, and is copied only for another type. Raises ValueError for a gradient that
-    does not fit.
+    Python numbers are copied to the variable's device. An array must already be on that
+    device, and is copied only if its dtype differs. Raises ValueError for a wrong
+    shape, dtype or device.
     """
     dtype, shape, name = variable.dtype, variable.shape, variable.name
     if dtype.kind not in "fc" and not is_half(dtype):
@@ -47,7 +48,7 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
             "leave it out, or make it a float"
         )
     sparse = isinstance(gradient, IndexedSlices)
-    # All replicas reduce in the type of the variable.
+    # Gradients are converted, so that all replicas reduce in the variable's dtype.
     array = to_reducible(gradient.values if sparse else gradient)
     array = _in_place_of(variable, array, sparse or hasattr(gradient, "dtype"))
     if array.dtype.kind == "c" and dtype.kind != "c":
@@ -74,17 +75,17 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
             f"expected rows from 0 to {shape[0] - 1} of variable {name!r}, found "
             f"{rows.min()} to {rows.max()}; check the indices"
         )
-    # Replicas may have made their indices with different types.
+    # Indices are converted, because their dtypes may differ between replicas.
     return IndexedSlices(values, rows.astype(np.int64, copy=False), shape)
 
 
 def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
-    """Return a gradient in the memory of its variable."""
+    """Return a gradient on its variable's device; copy only unplaced values."""
     component: Any = variable.component
     on_gpu = is_device(component)
     if on_gpu and not placed:
         return to_device(array)
-    # An array without elements is on no GPU in particular.
+    # An empty array belongs to no particular GPU.
     if on_gpu == is_device(array) and (
         not on_gpu or not array.size or component.device == array.device
     ):
@@ -103,10 +104,9 @@ def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
 
 
 def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
-    """Return a gradient that adds nothing, in the memory of the variable.
+    """Return a gradient of zeros, or without rows, on the variable's device.
 
-    In host memory it is a read-only view of one zero.
-    """
+    In host memory, dense zeros are a read-only view of a single zero."""
     module = array_module(variable.component)
     if sparse:
         values = module.empty((0, *variable.shape[1:]), variable.dtype)
@@ -118,7 +118,7 @@ def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
 
 
 def merged_rows(rows: IndexedSlices) -> IndexedSlices:
-    """Add up rows with the same index; fresh arrays, indices ascending."""
+    """Return new rows, in which rows with equal indices are summed, sorted by index."""
     indices, values = summed_rows(rows.indices, rows.values)
     return IndexedSlices(values, indices, rows.dense_shape)
 
@@ -126,8 +126,8 @@ def merged_rows(rows: IndexedSlices) -> IndexedSlices:
 def sum_of_squares(array: Array) -> Any:
     """Return the square of an array's norm, summed in double precision.
 
-    Equal bits give equal bits, whatever the alignment of the contiguous array. The
-    result of an array on a GPU stays there, without waiting.
+    Contiguous arrays with equal bits have results with equal bits, at any alignment in
+    memory. For an array on a GPU the result is on the GPU, and the host does not wait.
     """
     flat = array.reshape(-1)
     if flat.dtype.kind == "c":
@@ -137,9 +137,11 @@ def sum_of_squares(array: Array) -> Any:
         return array_module(flat).sum(doubles * doubles)
     total = 0.0
     for start in range(0, flat.size, _BLOCK):
-        # In double: squares of large float32 numbers overflow.
+        # Squared in double precision, because squares of large float32 numbers
+        # overflow.
         block = flat[start : start + _BLOCK].astype(np.float64)
-        # Not np.dot, whose order of summation depends on the BLAS and its threads.
+        # np.dot is not used, because its order of summation depends on the BLAS and its
+        # threads.
         np.multiply(block, block, out=block)
         total += float(np.add.reduce(block))
     return total
@@ -150,29 +152,29 @@ def clip_to_norm(
     limit: float,
     total: Callable[[Any], Any] = lambda squares: squares,
 ) -> Any:
-    """Scale arrays in place to a norm over all of them, and return the norm before.
+    """Clip arrays in place to a norm over all arrays; return the norm before clipping.
 
-    ``total`` adds up the squares of ranks that have other arrays. If the norm is not
-    finite, all elements become NaN, so that a broken step is seen, as in
-    tf.clip_by_global_norm. Pascanu, Mikolov and Bengio, On the difficulty of training
-    recurrent neural networks, ICML 2013, arXiv:1211.5063.
+    ``total`` adds the squares of other ranks, if ranks have different arrays. If the
+    norm is not finite, all elements become NaN, so that the error is visible, as in
+    tf.clip_by_global_norm. Method: Pascanu, Mikolov and Bengio, On the difficulty of
+    training recurrent neural networks, ICML 2013, arXiv:1211.5063.
     """
     squares: Any = total(sum(sum_of_squares(array) for array in arrays))
     if is_device(squares) and all(map(is_device, arrays)):
         return _clip_on_device(arrays, limit, squares)
     norm = math.sqrt(squares)
-    # The comparison is written so that NaN counts as too long.
+    # The comparison uses ``not``, so that NaN counts as too large.
     if not norm <= limit:
         scale(arrays, limit / norm if math.isfinite(norm) else math.nan)
     return norm
 
 
 def _clip_on_device(arrays: Sequence[Any], limit: float, squares: Any) -> Any:
-    """Clip by the square of a norm on a GPU; the host does not wait for it."""
+    """Clip with a squared norm that is on a GPU; the host does not wait for it."""
     module = array_module(squares)
     norm = module.sqrt(squares)
     factor = module.where(module.isfinite(norm), limit / norm, math.nan)
-    # A NaN fails the comparison, and stays the factor.
+    # A factor of NaN fails the comparison, and so remains NaN.
     factor = module.where(factor >= 1, 1.0, factor)
     for array in arrays:
         if is_half(array.dtype):
@@ -183,7 +185,7 @@ def _clip_on_device(arrays: Sequence[Any], limit: float, squares: Any) -> Any:
 
 
 def scale(arrays: Iterable[Array], factor: float) -> None:
-    """Multiply arrays in place, those of half types in float32."""
+    """Multiply arrays in place; float16 and bfloat16 are multiplied in float32."""
     if factor == 1:
         return
     with np.errstate(all="ignore"):
@@ -193,14 +195,14 @@ def scale(arrays: Iterable[Array], factor: float) -> None:
             elif is_device(array):
                 array[...] = array.astype(np.float32) * np.float32(factor)
             else:
-                # A half type would round a small factor to 0.
+                # In a 16-bit type, a small factor would be rounded to 0.
                 factors = np.float32(factor)
                 np.multiply(array, factors, out=array, casting="unsafe")
 
 
 def require_names(variables: Iterable[Variable]) -> None:
-    """Raise ValueError unless there are variables, all with different names."""
-    # Files have state by the names of variables.
+    """Raise ValueError if there are no variables, or two have the same name."""
+    # Checkpoints store state by the names of variables, so names must be unique.
     names = [variable.name for variable in variables]
     if not names:
         raise ValueError(
@@ -218,9 +220,10 @@ def require_names(variables: Iterable[Variable]) -> None:
 
 @without_fp_warnings
 def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
-    """Return gradients as arrays of their variables' types.
+    """Return gradients as arrays of their variables' dtypes.
 
-    Raises ValueError for gradients that do not fit, before the replicas meet.
+    Raises ValueError for gradients of a wrong shape, dtype or device, before any
+    communication.
     """
     pairs = [
         (None if gradient is None else _checked_gradient(gradient, variable), variable)
@@ -232,11 +235,11 @@ def checked(grads_and_vars: Iterable[tuple[Any, Variable]]) -> Pairs:
 
 
 def _require_owner(variables: Iterable[Variable]) -> None:
-    """Refuse variables whose copies would get different updates."""
+    """Raise an error for a variable whose copies would get different updates."""
     strategy = get_strategy()
     for variable in variables:
         owner = variable.distribute_strategy
-        # With one replica, a plain variable has no other copies.
+        # With one replica, a plain variable is allowed, because it has no other copies.
         if owner is strategy or (owner is None and strategy.num_replicas_in_sync == 1):
             continue
         if owner is None:
@@ -259,7 +262,7 @@ def _require_owner(variables: Iterable[Variable]) -> None:
 
 
 def require_gradients(pairs: Pairs) -> None:
-    """Refuse gradients that are all None."""
+    """Raise ValueError if all gradients are None."""
     if all(gradient is None for gradient, _ in pairs):
         names = ", ".join(variable.name for _, variable in pairs)
         raise ValueError(
@@ -269,7 +272,7 @@ def require_gradients(pairs: Pairs) -> None:
 
 
 class Filling:
-    """Gives all replicas gradients of the same kind for the same variables."""
+    """Replacement of missing gradients, so that all replicas have the same kinds."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
@@ -281,16 +284,18 @@ class Filling:
         shares: Sequence[Gradient] | None = None,
         unclaimed: Mapping[str, bool] | None = None,
     ) -> list[tuple[Gradient | None, Variable]]:
-        """Return the gradients, with zeros for those that only other replicas have.
+        """Return the gradients, with zeros for gradients that only other replicas have.
 
-        Collective over the strategy's replicas. ``shares`` are this replica's gradients
-        to use instead of zeros; ``unclaimed`` are variables that were not given, and
-        whether this replica has a gradient for them. A result is None if no replica has
-        a gradient, and dense if any replica's is. Raises ValueError on every replica if
-        any has a gradient for a variable that is not given.
+        Collective over the strategy's replicas. ``shares``, if given, are this
+        replica's gradients to use instead of zeros. ``unclaimed`` has the names of
+        variables that are not in ``pairs``, and whether this replica has a gradient for
+        them. A result is None if no replica has a gradient, and dense if the gradient
+        of any replica is dense. Raises ValueError on every replica if a replica has a
+        gradient for an unclaimed variable.
         """
         others = unclaimed or {}
-        # Row 0 marks dense gradients, row 1 sparse ones; all replicas get the sums.
+        # Row 0 marks dense gradients, row 1 sparse gradients; the rows are summed over
+        # all replicas.
         kinds = np.zeros((2, len(pairs) + len(others)), np.int64)
         kinds[0, len(pairs) :] = list(others.values())
         for index, (gradient, _) in enumerate(pairs):
@@ -305,7 +310,8 @@ class Filling:
         for index, (gradient, variable) in enumerate(pairs):
             agreed = gradient
             if isinstance(gradient, IndexedSlices) and dense[index]:
-                # Rows and whole arrays cannot be summed.
+                # Another replica has a dense gradient, and rows cannot be summed with
+                # it.
                 agreed = gradient.to_dense()
             elif gradient is None and dense[index] + sparse[index]:
                 if shares is not None:
@@ -317,7 +323,8 @@ class Filling:
         return filled
 
     def _note(self, name: str) -> None:
-        # Once for each variable: an unused layer has no gradient in every step.
+        # Logged once for each variable, because an unused layer lacks a gradient in
+        # every step.
         if name not in self._noted:
             self._noted.add(name)
             get_logger("optimizers").warning(

@@ -1,4 +1,4 @@
-"""LAMB."""
+"""LAMB: Adam with a learning rate for each variable, for large batches."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from hpcstrat.optimizers.parameters import CommonOptions, LearningRate, Step
 
 
 class LAMB(AdamWithDecay):
-    """Adam's steps, each variable's scaled to its norm, for large batches.
+    """LAMB: scales each variable's Adam step to the variable's norm, for large batches.
 
     Algorithm 2 of You et al., Large batch optimization for deep learning: training BERT
-    in 76 minutes, ICLR 2020, arXiv:1904.00962: with ``a`` Adam's step for a rate of 1
-    and ``u = a + weight_decay * x``, the variable ``x`` loses ``r * norm(x) / norm(u) *
-    u``. Where either norm is 0, their ratio counts as 1.
+    in 76 minutes, ICLR 2020, arXiv:1904.00962. If ``a`` is Adam's step for a rate of 1
+    and ``u = a + weight_decay * x``, then ``r * norm(x) / norm(u) * u`` is subtracted
+    from the variable ``x``. If either norm is 0, the ratio of the norms counts as 1.
 
     Parameters
     ----------
     learning_rate : float or callable
-        A number, or a function of the number of steps done.
+        A number, or a function of the number of completed steps.
     weight_decay : float
-        At least 0.
+        Factor of the weight decay; at least 0.
     beta_1, beta_2 : float
-        At least 0, below 1.
+        Decay rates of the moments; at least 0, below 1.
     epsilon : float
-        Positive.
+        Added to the denominator; positive.
     exclude : sequence of str
-        Regular expressions; variables in whose name one is found, such as ``"bias"``,
-        neither decay nor have their steps scaled, as in the authors' program.
+        Regular expressions, such as ``"bias"``. For variables whose name contains a
+        match, there is no weight decay and the step is not scaled, as in the authors'
+        program.
     **options : object
         See `Optimizer`.
 
     Raises
     ------
     ValueError
-        For numbers out of range, or what is no regular expression.
+        If a number is out of range, or an item of ``exclude`` is not a regular
+        expression.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class LAMB(AdamWithDecay):
             )
             norms = sum_of_squares(value), sum_of_squares(gradient)
             if is_device(value):
-                # On the GPU: to read the norms would wait for it in every step.
+                # Computed on the GPU, because reading the norms would wait for the GPU
+                # in every step.
                 rate = _trusted(rate, *norms).astype(value.dtype)
             elif all(norms):
                 rate *= math.sqrt(norms[0]) / math.sqrt(norms[1])
@@ -92,7 +95,7 @@ class LAMB(AdamWithDecay):
 
 
 def _trusted(rate: float, value: Any, direction: Any) -> Any:
-    """Return the rate of a variable by the squares of norms, without reading them."""
+    """Return a variable's rate from squared norms, on the GPU, without reading them."""
     ratio = np.sqrt(value) / np.sqrt(direction)
     trusted = (value != 0) & (direction != 0)
     return rate * array_module(value).where(trusted, ratio, 1.0)

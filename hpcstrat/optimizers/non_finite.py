@@ -1,8 +1,9 @@
-"""Combined gradients that are NaN or infinite.
+"""Detection of combined gradients that are NaN or infinite.
 
-With the backends `Copies` and `Parts` a combined gradient has the same bits on every
-replica, so that all replicas decide the same without a message; other backends agree in
-`UpdateBackend.all_finite`. Finding the replica that it comes from takes a message.
+With the backends `Copies` and `Parts`, a combined gradient has the same bits on every
+replica, so all replicas detect the same gradients without a message. Other backends
+exchange the result in `UpdateBackend.all_finite`. Finding the replica that caused a NaN
+needs a message.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
 
-# Copying so many elements takes less time than a call for each array.
+# Arrays of up to this size are copied together, because that is faster than a call for
+# each array.
 _SMALL = 1024
 
 _ADVICE = (
@@ -32,9 +34,7 @@ _ADVICE = (
 
 
 class NonFinite:
-    """Skips, reports or refuses an optimizer's steps with gradients that are not
-    finite.
-    """
+    """Policy for optimizer steps with gradients that are not finite."""
 
     def __init__(self) -> None:
         self.skipped = 0
@@ -49,10 +49,10 @@ class NonFinite:
     ) -> bool:
         """Return whether to skip a step whose gradients are not finite.
 
-        Collective over the strategy's replicas, with the same result. ``given`` are the
-        gradients of each replica of this process. The policy ``"raise"`` raises a
-        NonFiniteError on every replica; otherwise the 1st, 2nd, 4th, 8th ... such step
-        is logged.
+        Collective over the strategy's replicas, with the same result on each. ``given``
+        has the gradients of each replica of this process. With the policy ``"raise"``
+        every replica raises a NonFiniteError. With other policies the 1st, 2nd, 4th,
+        8th ... such step is logged.
         """
         self._steps += 1
         if policy == "raise":
@@ -60,7 +60,7 @@ class NonFinite:
             raise NonFiniteError(f"expected finite gradients, found that {message}")
         skips = policy == "skip"
         self.skipped += skips
-        # Less and less often, so that a broken run does not fill its log.
+        # Logged at powers of two only, so that a broken run does not fill its log.
         if self._steps & (self._steps - 1) == 0:
             message = _describe(strategy, given, combined)
             if strategy.replica_id == 0:
@@ -74,7 +74,7 @@ class NonFinite:
 
 
 def are_finite(combined: Sequence[Gradient]) -> bool:
-    """Whether all gradients are finite; waits for a GPU that has any of them."""
+    """Return whether all gradients are finite; waits for the GPU if any are there."""
     arrays = _arrays(combined)
     host = [array for array in arrays if not is_device(array)]
     found: Any = True
@@ -82,12 +82,12 @@ def are_finite(combined: Sequence[Gradient]) -> bool:
         if is_device(array):
             shown = array.astype(np.float32) if is_half(array.dtype) else array
             found = found & array_module(array).isfinite(shown).all()
-    # `bool` waits for the GPU, once for all arrays.
+    # `bool` waits for the GPU only once for all arrays.
     return all_finite(host) and bool(found)
 
 
 def all_finite(arrays: Iterable[Array]) -> bool:
-    """Whether no element of any array is NaN or infinite."""
+    """Return whether all elements of all arrays are finite."""
     small: dict[np.dtype[Any], list[Array]] = {}
     for array in arrays:
         if array.size <= _SMALL:
@@ -98,9 +98,9 @@ def all_finite(arrays: Iterable[Array]) -> bool:
 
 
 def is_finite(flat: Array) -> bool:
-    """Whether no element of a flat array is NaN or infinite."""
-    # One pass of the BLAS, which has these types only. Squares that overflow need the
-    # second look; vdot gives no warning of them.
+    """Return whether all elements of a flat array are finite."""
+    # A fast test by one call of the BLAS, which supports only these dtypes. If the sum
+    # of squares overflows, without a warning, the elements are tested themselves.
     if flat.dtype.char in "fdFD" and math.isfinite(np.vdot(flat, flat).real):
         return True
     return bool(np.isfinite(flat).all())
@@ -115,7 +115,7 @@ def _describe(
     given: Sequence[Sequence[tuple[Any, Variable]]],
     combined: Sequence[Gradient],
 ) -> str:
-    """Name the first gradient that is not finite, and the replicas it comes from."""
+    """Describe the first gradient that is not finite, and the replicas it is from."""
     bad = [
         index
         for index, array in enumerate(_arrays(combined))
@@ -148,7 +148,7 @@ def _describe(
 
 
 def _parts(own: Any, element: tuple[int, ...]) -> Array:
-    """Return this replica's part of an element, or several parts if it has rows."""
+    """Return this replica's element, or one for each row of an IndexedSlices."""
     if not isinstance(own, IndexedSlices):
         return to_host(own[element])
     rows = own.values[own.indices == element[0]]

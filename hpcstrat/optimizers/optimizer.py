@@ -1,6 +1,4 @@
-"""The base of all optimizers: gradients are summed, accumulated, clipped and
-applied.
-"""
+"""The base class of optimizers: it sums, accumulates, clips and applies gradients."""
 
 from __future__ import annotations
 
@@ -41,10 +39,11 @@ from hpcstrat.strategies import get_strategy
 from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import HostValue, Variable, class_for_state
 
-# Numbers the handles of optimizers: the newest has the largest number.
+# Numbers for the handles of optimizers: a newer handle has a larger number.
 _handles = itertools.count()
 
-# Attributes of one process, or of its variables, which `Optimizer.rule` leaves out.
+# Attributes that `Optimizer.rule` leaves out, because they belong to one process or to
+# its variables.
 _STATEFUL = (
     "_slots",
     "_current",
@@ -60,46 +59,48 @@ _STATEFUL = (
 
 
 class Optimizer(AnnouncesInitErrors, ABC):
-    """Sums gradients over replicas, and updates variables in place.
+    """Base class of optimizers that sum gradients over replicas and update variables.
 
-    A subclass has an update rule, `update`, and names the state that it needs.
-    Variables on a GPU, with gradients there, are updated there one by one, without
-    waiting for the GPU.
+    A subclass defines an update rule, `update`, and names the state that the rule
+    needs. Variables on a GPU are updated one by one on that GPU, without waiting for
+    it; their gradients must be on the same GPU.
 
     Parameters
     ----------
     learning_rate : float or callable
-        A number, or a function of the number of steps done.
+        A number, or a function of the number of completed steps.
     aggregation : VariableAggregation or str
-        How gradients are combined: ``SUM`` for a loss divided by the global batch size,
-        ``MEAN`` for one that each replica divides by its own.
+        How gradients are combined: ``SUM`` if each replica's loss is divided by the
+        global batch size, ``MEAN`` if it is divided by the replica's own batch size.
     accumulate_steps : int
-        How many calls of `apply_gradients` make one step. All but the last add to this
-        replica's sums, without communication once these exist; the last combines them
-        and updates. ``SUM`` takes the sum over the calls, ``MEAN`` their mean.
+        How many calls of `apply_gradients` make one step. All calls but the last add
+        gradients to this replica's sums, without communication except for the first
+        call, which makes the sums. The last call combines the sums and updates the
+        variables. ``SUM`` uses the sum over the calls, ``MEAN`` their mean.
     clip_global_norm : float, optional
-        Limit of the norm over all combined gradients together; longer ones are scaled.
+        Limit of the norm over all combined gradients together; if the norm is larger,
+        all gradients are scaled down.
     missing_gradients : {"error", "zeros"}
-        What to do about gradients that are None on some replicas only: raise a
-        CollectiveError that names the variable, or take zeros, and log it once. Zeros
-        cost a small message in each step.
+        Treatment of gradients that are None on some replicas only: raise a
+        CollectiveError that names the variable, or use zeros and log a warning once.
+        ``"zeros"`` costs a small message in each step.
     sharded : bool
-        Whether each rank has the state of a part of the elements only, updates these,
-        and gets the others from their ranks (ZeRO stage 1). State then takes 1/N of the
-        memory; results and checkpoints are the same. For rules of elements and LAMB,
-        and mirrored variables in host memory.
+        Whether each rank stores state for only a part of the elements, updates that
+        part, and receives the other parts from the other ranks (ZeRO stage 1). State
+        then uses 1/N of the memory; results and checkpoints are the same. Only for
+        ``elementwise`` rules and LAMB, with mirrored variables in host memory.
 
     Attributes
     ----------
     iterations : Variable
-        Number of steps done, int64.
+        Number of completed steps, int64.
     state : mapping of str to float
-        The first value of each kind of state that a variable has, by its name in
-        checkpoints; a subclass sets it.
+        The initial value of each kind of state, by the kind's name in checkpoints, such
+        as ``{"momentum": 0.0}``; set by a subclass.
     elementwise : bool
-        Whether `update` treats each element by itself, so that several small variables
-        may be updated as one array. It holds for the class that sets it, and not for a
-        subclass with another `update`.
+        Whether `update` updates each element by itself, so that several small variables
+        may be updated as one array. A subclass with its own `update` does not inherit
+        this value.
 
     Raises
     ------
@@ -143,7 +144,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             HostValue(np.zeros((), np.int64)), trainable=False, name="iterations"
         )
         self._slots = Slots()
-        # Variables of the latest step, by id.
+        # Ids of the variables of the latest step.
         self._current: frozenset[int] = frozenset()
         self._accumulation = Accumulation(
             self._slots, int(accumulate_steps), self._op is ReduceOp.MEAN
@@ -156,7 +157,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because of NaN or infinity; not in checkpoints."""
+        """Number of steps skipped because of NaN or infinity; not in checkpoints."""
         return self._non_finite.skipped
 
     def __getstate__(self) -> dict[str, Any]:
@@ -166,33 +167,35 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def update(
         self, step: Step, gradient: Array, value: Array, *slots: Any, **named: Any
     ) -> None:
-        """Update a value and its state in place: the rule, which a subclass defines.
+        """Update a variable's array and its state in place; defined by subclasses.
 
-        Not collective: all replicas get the same arguments. `apply_gradients` calls it
-        for each variable; for ``elementwise`` rules several small variables may come as
-        one flat array.
+        Not collective: all replicas get the same arguments. `apply_gradients` calls
+        this method for each variable. For ``elementwise`` rules, several small
+        variables may be passed as one flat array.
 
         Parameters
         ----------
         step : Step
-            Learning rate and number of the step; name of the variable.
+            Learning rate, number of the step, and name of the variable.
         gradient : ndarray
-            Combined, scaled and clipped; the rule may overwrite it.
+            The combined gradient, scaled and clipped; the rule may overwrite it.
         value : ndarray of the same shape and dtype
             The variable's array.
         *slots : ndarray of the same shape and dtype
-            Its state, in the order of ``state``. A rule may name each of them instead.
+            The variable's state, in the order of ``state``. A subclass may use a named
+            parameter for each array instead.
         **named : object
-            Nothing; type checkers then accept rules with other parameters.
+            Always empty; declared so that type checkers accept subclasses with other
+            parameters.
         """
 
     def _is_marked(self, name: str) -> bool:
-        """Whether the rule updates this variable differently from the others."""
+        """Return whether the rule has a separate treatment for this variable."""
         return False
 
     @property
     def key(self) -> int:
-        """The number of this optimizer and its copies on other ranks.
+        """The number that identifies this optimizer and its copies on other ranks.
 
         For the library's own modules.
         """
@@ -200,7 +203,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return int(iterations.number)
 
     def _handle(self) -> tuple[str, int, Any]:
-        """Return a handle from which another rank makes a copy; state is not copied."""
+        """Return a handle from which another rank makes a copy without state."""
         if self._servers is None:
             raise ValueError(
                 f"expected an optimizer that was made in the strategy's scope, found "
@@ -211,7 +214,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return "optimizer", self.key, parts
 
     def rule(self) -> tuple[type[Optimizer], dict[str, Any]]:
-        """Return class and options, without state, from which `from_rule` makes a copy.
+        """Return the class and options, without state, for a copy by `from_rule`.
 
         For the library's own modules.
         """
@@ -224,9 +227,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         learning_rate: LearningRate = 0.0,
         iterations: Any = None,
     ) -> Optimizer:
-        """Return a copy of an optimizer, without state; for the library's own
-        modules.
-        """
+        """Return a copy of an optimizer, without state, from a `rule`."""
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
         copied.__dict__.update(options, _buffers={})
@@ -238,8 +239,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         where: str = "with parameter servers",
         advice: str = "sum gradients in the function",
     ) -> None:
-        """Raise ValueError if gradients are accumulated, which needs state on this
-        rank.
+        """Raise ValueError if gradients are accumulated in sums on this rank.
 
         For the library's own modules.
         """
@@ -252,7 +252,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     @property
     def collectives(self) -> Collectives:
-        """The calls of the current strategy; for the library's own modules."""
+        """The current strategy's collective calls; for the library's own modules."""
         found: Collectives = get_strategy().collectives
         return found
 
@@ -262,43 +262,44 @@ class Optimizer(AnnouncesInitErrors, ABC):
         """Combine the gradients of all replicas and update the variables in place.
 
         Collective over the strategy's replicas: call it inside ``strategy.run``. With
-        ``accumulate_steps`` above 1, only each last call communicates.
+        ``accumulate_steps`` above 1, only the last call of each step communicates.
 
-        After an error a replica starts its accumulation anew. With ``on_error="raise"``
-        all replicas return to the sums that they had before this ``run``, also if
-        another part of it fails.
+        After an error, a replica restarts its accumulation with empty sums. With
+        ``on_error="raise"``, all replicas restore the sums from before this ``run``,
+        even if another part of the ``run`` fails.
 
         Parameters
         ----------
         grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
-            This replica's gradients, of the variables' shapes, not modified; the same
-            variables in the same order on every replica. Variables whose gradient is
-            None on all replicas are left out.
+            This replica's gradients, with the variables' shapes; not modified. Every
+            replica passes the same variables in the same order. Variables whose
+            gradient is None on all replicas are not updated.
 
         Returns
         -------
         bool
-            Whether the variables were updated; False while gradients are accumulated,
-            and for a step that the setting ``non_finite="skip"`` leaves out.
+            Whether the variables were updated. False while gradients are accumulated,
+            and for a step skipped by the setting ``non_finite="skip"``.
 
         Raises
         ------
         ValueError
-            If all gradients are None, a name comes twice, or a gradient does not fit.
+            If all gradients are None, two variables have the same name, or a gradient
+            has a wrong shape, dtype or device.
         RuntimeError
-            In cross-replica context.
+            If called in cross-replica context.
         CollectiveError
             If replicas have gradients for different variables. On every replica.
         NonFiniteError
             If a combined gradient is NaN or infinite, with the setting
-            ``non_finite="raise"``; nothing has changed. On every replica.
+            ``non_finite="raise"``. Variables and state are unchanged. On every replica.
         """
         return get_strategy().apply_gradients(self, grads_and_vars)
 
     def apply_here(
         self, strategy: Any, grads_and_vars: Iterable[tuple[Any, Variable]]
     ) -> bool:
-        """Make a step on the calling ranks, by the strategy's update backend.
+        """Make a step on the calling ranks, with the strategy's update backend.
 
         Collective over the strategy's replicas. For the library's own modules.
         """
@@ -319,7 +320,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         collectives = strategy.collectives
         try:
             given = list(grads_and_vars)
-            # A step like the last one needs no checks.
+            # A step with the same variables and kinds of gradients as the last step is
+            # not checked.
             routine = self._routine
             if routine is not None and not routine.fits(strategy, given):
                 routine = None
@@ -331,7 +333,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         try:
             if routine is not None:
                 return self._combine_and_update(collectives, [given], routine)
-            # Checkpoints save the state of these variables, not of deleted ones.
+            # Checkpoints save the state of these variables, but not of deleted
+            # variables.
             self._current = frozenset(id(variable) for _, variable in added)
             pairs = self._accumulation.add(added, strategy)
             if pairs is None:
@@ -364,30 +367,32 @@ class Optimizer(AnnouncesInitErrors, ABC):
             return updated
 
         def act(given: list[Pairs]) -> list[bool]:
-            # As a collective call, so that all ranks learn of an error on one.
+            # Made as a collective call, so that an error on one rank is raised on all
+            # ranks.
             made = strategy.collectives.call("apply_gradients", update, given)
             return [made] * len(given)
 
         updated: bool = strategy.meetings.meet(label, act, present)
         return updated
 
-    # Not marked as collective: the program has made its calls before.
+    # Not decorated as collective, because the program has combined the gradients
+    # before.
     def apply_combined(
         self, grads_and_vars: Iterable[tuple[Any, Variable]], rate: float | None = None
     ) -> bool:
-        """Update variables in place with gradients that are combined already.
+        """Update variables in place with gradients that are already combined.
 
-        Logically collective over the strategy's replicas, inside ``strategy.run``. It
-        communicates only to make state that `build` has not made, and accumulates
-        nothing.
+        Logically collective over the strategy's replicas, inside ``strategy.run``. The
+        call communicates only if it must make state that `build` has not made.
+        Gradients are not accumulated.
 
         Parameters
         ----------
         grads_and_vars : iterable of (array_like or IndexedSlices, Variable)
-            Gradients of the variables' shapes, equal bit for bit on every replica;
-            arrays of the variables' types are overwritten.
+            Gradients with the variables' shapes, equal bit for bit on every replica.
+            Arrays with a variable's dtype are overwritten.
         rate : float, optional
-            The learning rate of this step; default: the optimizer's.
+            The learning rate of this step; default: the optimizer's learning rate.
 
         Returns
         -------
@@ -397,11 +402,12 @@ class Optimizer(AnnouncesInitErrors, ABC):
         Raises
         ------
         ValueError
-            If there is no gradient, a name comes twice, or a gradient does not fit.
+            If there is no gradient, two variables have the same name, or a gradient has
+            a wrong shape, dtype or device.
         NonFiniteError
             As in `apply_gradients`.
         NotImplementedError
-            If ranks do not have the whole sums, as in central storage.
+            If ranks do not have the sums of all elements, as in central storage.
         """
         strategy = get_strategy()
         if not strategy.update_backend().sums_whole:
@@ -423,7 +429,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
         if strategy.meetings is None:
             return update()
-        # Once for all logical replicas of this process.
+        # One update serves all logical replicas of this process.
         updated: bool = strategy.meetings.meet(
             f"apply_combined: {label}", lambda given: [update()] * len(given), None
         )
@@ -445,7 +451,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
         present = [(g, v) for g, v in pairs if g is not None]
         routine = self._planned(present, self._label(pairs))
         updated = self._combine_and_update(collectives, [present], routine)
-        # The next step of this kind needs no checks and no label.
+        # Store the routine: the next step of the same kind needs no checks and no
+        # label.
         dense = not any(g is None or isinstance(g, IndexedSlices) for g, _ in pairs)
         plain = dense and not self._fills and sums.steps == 1
         self._routine = routine if plain else None
@@ -454,7 +461,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return updated
 
     def _planned(self, pairs: Pairs, label: str) -> Routine:
-        """Return the routine for gradients of these kinds."""
+        """Return a new routine for gradients of these shapes and dtypes."""
         strategy = get_strategy()
         kind = Parts if shards(self, strategy) else strategy.update_backend()
         by_elements = is_of_elements(type(self))
@@ -464,7 +471,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def _combine_and_update(
         self, collectives: Collectives, given: list[Pairs], routine: Routine
     ) -> bool:
-        """Make a step by the gradients of each replica of this process."""
+        """Combine gradients over all replicas, and update the variables."""
         rate = self._rate(collectives)
         parts: list[Any] = [[gradient for gradient, _ in pairs] for pairs in given]
         reduced = routine.backend.reduce(parts, routine.sums)
@@ -482,20 +489,20 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return rate
 
     def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
-        """Overwrite a gradient by the result of the rule's first stage."""
+        """Overwrite the gradient with the result of the rule's first stage."""
         raise NotImplementedError
 
     def _second_stage(self, step: Step, gradient: Array, value: Array) -> None:
-        """Update a variable by the result of the first stage."""
+        """Update a variable with the result of the first stage."""
         raise NotImplementedError
 
     def update_here(self, gradients: list[Any], routine: Routine) -> None:
-        """Update this rank's arrays by the rule; for the library's own modules."""
+        """Update this rank's arrays with the rule; for the library's own modules."""
         for bundle in routine.bundles:
             bundle.update(self, gradients)
         for index in routine.apart:
             gradient, (step, wholes) = gradients[index], routine.targets[index]
-            # The usual kind, without further checks.
+            # Dense NumPy gradients, the usual case, skip further checks.
             if type(gradient) is np.ndarray:
                 self.update(step, gradient, *wholes)
             else:
@@ -503,7 +510,8 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     def condition(self, gradients: Sequence[Gradient], backend: UpdateBackend) -> None:
         """Scale and clip combined gradients in place; for the library's own modules."""
-        # Not `accumulate_steps`, which may have changed since a restore.
+        # The divisor is the number of calls in the sums, not `accumulate_steps`, which
+        # the program may have changed since the checkpoint was saved.
         calls = max(1, self._accumulation.calls)
         mean = 1 / calls if self._op is ReduceOp.MEAN else 1.0
         if self.clip_global_norm is None and mean == 1:
@@ -514,7 +522,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             clip_to_norm(arrays, self.clip_global_norm, backend.total)
 
     def arrays_of(self, variable: Variable, sharded: bool) -> list[Array]:
-        """Return the arrays of a variable and its state, which the first call makes.
+        """Return the arrays of a variable and of its state, which the first call makes.
 
         For the library's own modules.
         """
@@ -530,29 +538,29 @@ class Optimizer(AnnouncesInitErrors, ABC):
         elif not self._by_rows:
             self.update(step, gradient.to_dense(), *wholes)
         else:
-            # Indices are unique, so that rows can be written back.
+            # Rows can be written back because indices are unique.
             parts = [whole[gradient.indices] for whole in wholes]
             self.update(step, gradient.values, *parts)
             for whole, part in zip(wholes, parts, strict=True):
                 whole[gradient.indices] = part
 
     def _label(self, pairs: Pairs) -> str:
-        """Name the call for the header, which shows whether all replicas have these
-        variables.
-        """
+        """Return a label for the header, which must be equal on all replicas."""
         key = tuple((gradient is None, v.name) for gradient, v in pairs)
         label = self._labels.get(key)
         if label is None:
             names = ", ".join(v.name for g, v in pairs if g is not None)
-            # Missing gradients come first, as the end of a long text is cut.
+            # Missing gradients are named first, because long labels are truncated at
+            # the end.
             without = ", ".join(v.name for g, v in pairs if g is None)
             without = f" without gradients for {without}," if without else ""
             label = self._labels[key] = f"apply_gradients{without} to {names}"
         return label
 
     def _scratch(self, like: Array) -> Array:
-        """Return an array of the same shape and type that the next calls use again."""
-        # Variables are updated one by one: a buffer of the largest size for each type.
+        """Return an array of the same shape and dtype, which later calls reuse."""
+        # Because variables are updated one by one, a single buffer of the largest size
+        # is enough for each dtype.
         key = is_device(like), like.dtype
         buffer = self._buffers.get(key)
         if buffer is None or buffer.size < like.size:
@@ -561,7 +569,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return buffer[: like.size].reshape(like.shape)
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Make the state of variables now, not at the first step.
+        """Make the state of variables now, before the first step.
 
         Collective over the strategy's replicas.
 
@@ -573,7 +581,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         Raises
         ------
         ValueError
-            If there is none, or a name comes twice.
+            If there are no variables, or two variables have the same name.
         """
         require_names(variables)
         if (servers := self._servers) is not None:
@@ -588,7 +596,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         self._accumulation.build(variables)
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return the state to save.
+        """Return the optimizer state that a checkpoint saves.
 
         Not collective.
 
@@ -596,13 +604,13 @@ class Optimizer(AnnouncesInitErrors, ABC):
         -------
         dict of str to Variable
             ``iterations``, and ``<kind>/<variable>`` for each kind of state of each
-            variable, also for restored state whose variable is not made yet; with
-            accumulation, the number of calls and the sums.
+            variable, including restored state that no step has used yet. With
+            accumulation, also the number of calls and the sums.
 
         Raises
         ------
         ValueError
-            If two variables that have state have the same name.
+            If two variables with state have the same name.
         """
         self._slots.forget_garbage(self._current)
         rest = self._accumulation.own | self._slots.named()
@@ -611,7 +619,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state may have; for the library's own modules."""
+        """Return all names that saved state may have in checkpoints."""
         return spellings(unescaped(name))
 
     def checkpoint_defer(
@@ -622,12 +630,12 @@ class Optimizer(AnnouncesInitErrors, ABC):
         *,
         is_part: bool = False,
     ) -> None:
-        """Keep a saved value until its variable needs it at the first step.
+        """Store a restored value until its variable's first step needs it.
 
-        All replicas do it in the same order. For the library's own modules.
+        All replicas make these calls in the same order. For the library's own modules.
         """
         servers = self._servers
-        # A value for servers waits in this process only.
+        # A value for parameter servers waits in this process only.
         strategy = None if servers is not None else strategy
         if not self._accumulation.defer(name, value, strategy, is_part=is_part):
             self._slots.wait(name, value, strategy)
@@ -635,14 +643,14 @@ class Optimizer(AnnouncesInitErrors, ABC):
             servers.wait(self)
 
     def checkpoint_reset(self, names: Sequence[str]) -> None:
-        """Reset state to its values before the first step.
+        """Reset state to its initial values.
 
-        For restores of a checkpoint that was saved before these ``names`` of
-        `checkpoint_variables` were made. For the library's own modules.
+        Used to restore a checkpoint that does not contain these ``names``, because it
+        was saved before their state was made. For the library's own modules.
         """
         variables = self.checkpoint_variables()
         for name in names:
-            # Sums and calls of an accumulation begin with 0.
+            # The sums and the number of calls of an accumulation start at 0.
             initial = self.state.get(name.partition("/")[0], 0.0)
             variable = variables[name]
             if variable.is_remote:
@@ -651,7 +659,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
                 variable.component[...] = initial
 
     def checkpoint_target(self, name: str) -> Variable | None:
-        """Return the variable for saved state that no step has made yet; or None.
+        """Return the parameter servers' variable for saved state; None without it.
 
         For the library's own modules.
         """
@@ -659,7 +667,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return None if servers is None else servers.find(self, name)
 
     def take_restored(self, name: str) -> Array | None:
-        """Remove and return restored state that waits for its variable; None without.
+        """Remove and return restored state that waits for its variable, or None.
 
         For the library's own modules.
         """
@@ -667,14 +675,12 @@ class Optimizer(AnnouncesInitErrors, ABC):
 
     @property
     def _servers(self) -> Any:
-        """The state on parameter servers; None if it is on the ranks that make
-        steps.
-        """
+        """The state on parameter servers; None if state is stored on this rank."""
         iterations: Any = self.iterations
         return iterations.distribute_strategy.slots if iterations.is_remote else None
 
     def checkpoint_restored(self, num_replicas: int, now: int) -> None:
-        """Continue from restored state; for the library's own modules."""
+        """Prepare to continue from restored state; for the library's own modules."""
         if (servers := self._servers) is not None:
             servers.restored(self)
         if self._accumulation.restored(num_replicas, now):

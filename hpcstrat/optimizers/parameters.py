@@ -1,4 +1,4 @@
-"""Parameters that optimizers share, and their ranges."""
+"""Parameters that optimizers share, and checks of their ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LearningRate = float | Callable[[int], float]
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options that every optimizer takes; see `Optimizer`."""
+    """Options that every optimizer accepts; see `Optimizer`."""
 
     aggregation: VariableAggregation | str
     accumulate_steps: int
@@ -25,16 +25,16 @@ class CommonOptions(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Step:
-    """One update of one variable.
+    """The parameters of one update of one variable.
 
     Parameters
     ----------
     rate : float
         Learning rate.
     number : int
-        Of the step, from 1.
+        Number of the step, from 1.
     name : str
-        Of the variable.
+        Name of the variable.
     """
 
     rate: float
@@ -54,11 +54,11 @@ def require_range(
     below: float = math.inf,
     open_below: bool = False,
 ) -> None:
-    """Raise ValueError unless a number is from ``least`` to below ``below``.
+    """Raise ValueError unless ``least <= value < below``.
 
-    NaN is in no range; with ``open_below`` the lower end is outside, too.
-    """
-    # Not the opposite comparisons, which NaN would pass.
+    NaN is always an error. With ``open_below``, ``least`` itself is an error, too."""
+    # The condition is written with ``not``, because NaN would pass the opposite
+    # comparisons.
     if not least <= value < below or (open_below and value == least):
         sign = ">" if open_below else ">="
         end = "" if below == math.inf else f" and < {below}"
@@ -70,7 +70,7 @@ def require_range(
 def require_options(
     accumulate_steps: int, clip_global_norm: float | None, missing_gradients: str
 ) -> None:
-    """Raise ValueError unless options that every optimizer takes are in range."""
+    """Raise ValueError if an option that every optimizer accepts is out of range."""
     require_range("accumulate_steps", accumulate_steps, 1)
     if int(accumulate_steps) != accumulate_steps:
         raise ValueError(

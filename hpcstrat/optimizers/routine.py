@@ -1,6 +1,4 @@
-"""A step of an optimizer, planned once for all steps with gradients of the same
-kinds.
-"""
+"""Plans of an optimizer's steps, each for steps with the same shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -22,18 +20,19 @@ from hpcstrat.optimizers.sharding import Parts
 from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import Variable
 
-# Copying so many elements there and back takes less time than calling NumPy for each
-# array: a step of 20 arrays of 4,096 elements takes half the time, of 64 a quarter. A
-# bundle and its state fit into the cache.
+# Arrays of up to this size are copied into one array and back, because that takes less
+# time than calls of NumPy for each array: a step of 20 arrays of 4,096 elements takes
+# half the time, of 64 elements a quarter. A bundle and its state fit into the cache.
 _SMALL = 4096
 _MOST_IN_BUNDLE = 1 << 16
 
 
 class Bundle:
-    """Small variables of one type that an elementwise rule updates as one array.
+    """Small variables of one dtype that an elementwise rule updates as one array.
 
-    Each step copies them side by side, and back, so that programs and checkpoints find
-    them at the same place. The bits are those of separate updates.
+    Each step copies the variables and their state into one array, and back. So the
+    variables' own memory stays valid for programs and checkpoints. The results have the
+    same bits as separate updates.
     """
 
     def __init__(self, indices: list[int], targets: list[Target]) -> None:
@@ -57,7 +56,7 @@ class Bundle:
         ]
 
     def update(self, rule: Any, gradients: Sequence[Array]) -> None:
-        """Update the bundled variables; ``gradients`` are those of all variables."""
+        """Update the bundled variables; ``gradients`` has those of all variables."""
         if gradients is not self.gradients:
             for view, index in zip(self.gradients, self.indices, strict=True):
                 view[...] = gradients[index]
@@ -69,9 +68,7 @@ class Bundle:
 
 
 def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
-    """Return bundles of small variables, separate for types, and for marked
-    variables.
-    """
+    """Return bundles of small variables, one or more per dtype and per mark."""
     groups: dict[Any, list[list[int]]] = {}
     if not is_of_elements(type(rule)):
         return []
@@ -88,10 +85,11 @@ def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
 
 
 class Routine:
-    """A step with gradients of the same kinds for the same variables.
+    """The plan of steps with the same variables, and gradients of the same kinds.
 
-    The arrays of the variables and of their state never change. A step has the order:
-    `UpdateBackend.reduce` combines gradients, and `update` does the rest.
+    The plan keeps references to the arrays of the variables and of their state, which
+    are never replaced. In a step, `UpdateBackend.reduce` combines gradients, and then
+    `update` updates the variables.
     """
 
     def __init__(
@@ -107,18 +105,19 @@ class Routine:
         ]
         self.backend = backend
         self.non_finite: str = strategy.settings.non_finite
-        # Whether gradients are of NumPy and summed as in the last step, and the arrays
-        # for the sums, if they are the same in each step.
+        # Whether gradients are NumPy arrays and summed as in the last step; and the
+        # arrays for the sums, if each step uses the same arrays.
         self.repeats = False
         self.sums: list[Array] | None = None
-        # One target for each gradient or slice of one; the first step makes them.
+        # One target for each gradient or slice of a gradient; made in the first step.
         self.begun = False
         self.targets: list[Target] = []
-        # The Step objects for rules: of bundles, and of single variables.
+        # The Step objects that rules receive: of bundles, then of single variables.
         self.steps: list[Step] = []
         self.bundles: list[Bundle] = []
         self.apart: list[int] = []
-        # All combined gradients side by side, if all are bundled and of one type.
+        # All combined gradients in one flat array, if all are bundled and have one
+        # dtype.
         self.flat: Array | None = None
 
     @without_fp_warnings
@@ -127,7 +126,7 @@ class Routine:
     ) -> bool:
         """Update variables with combined gradients; return False for a skipped step.
 
-        Collective over the strategy's replicas. ``given`` are the gradients of each
+        Collective over the strategy's replicas. ``given`` has the gradients of each
         replica of this process.
         """
         backend = self.backend
@@ -141,17 +140,18 @@ class Routine:
         reduced = backend.gradients_here(reduced)
         if not self.begun:
             self._begin(optimizer, given[0], reduced)
-        # A rule sees the number of this step: Adam's bias correction counts from 1.
+        # Rules receive the number of this step, counted from 1 as Adam's bias
+        # correction needs.
         number = int(optimizer.iterations.component) + 1
         for step in self.steps:
             step.rate, step.number = rate, number
         backend.update(optimizer, reduced, self)
-        # Last: after an error in a rule the count is as before.
+        # Written last, so that after an error in a rule the count is unchanged.
         optimizer.iterations.component[...] = number
         return True
 
     def _refuses(self, optimizer: Any, reduced: list[Any], given: list[Pairs]) -> bool:
-        """Whether to skip a step because its gradients are not finite."""
+        """Return whether to skip a step because its gradients are not finite."""
         if not self.repeats:
             finite = are_finite(reduced)
         elif self.flat is None:
@@ -160,16 +160,17 @@ class Routine:
             finite = is_finite(self.flat)
         if self.backend.all_finite(finite):
             return False
-        # Whole gradients, to name the first that is not finite.
+        # Whole gradients are needed to find the first gradient that is not finite.
         whole = self.backend.gather_whole(
             reduced, [gradient for gradient, _ in given[0]]
         )
-        # A combined gradient has the same bits on every replica: all decide alike.
+        # All replicas decide in the same way, because the combined gradients have the
+        # same bits on every replica.
         dealing: NonFinite = optimizer._non_finite
         return dealing.refuses(self.non_finite, self._strategy, given, whole)
 
     def _begin(self, optimizer: Any, pairs: Pairs, gradients: Sequence[Any]) -> None:
-        """Make the state of the variables, and plan their updates."""
+        """Make the state of the variables, and plan the variables' updates."""
         sharded = isinstance(self.backend, Parts)
         wholes = [optimizer.arrays_of(variable, sharded) for _, variable in pairs]
         self.targets = [
@@ -177,8 +178,9 @@ class Routine:
             for index, arrays in self.backend.arrays_here(wholes)
         ]
         dense = all(type(gradient) is np.ndarray for gradient in gradients)
-        # Sparse gradients, whose other rows a bundle would touch, and arrays on a GPU,
-        # where each copy is a launch, are applied one by one.
+        # Variables with sparse gradients are updated one by one, because a bundle would
+        # also update rows without a gradient. So are arrays on a GPU, because each copy
+        # would launch a kernel.
         self.bundles = _bundles(optimizer, self.targets) if dense else []
         bundled = {index for bundle in self.bundles for index in bundle.indices}
         self.apart = [i for i in range(len(self.targets)) if i not in bundled]
@@ -187,7 +189,7 @@ class Routine:
         self.begun = True
 
     def repeat(self) -> None:
-        """Let further steps sum gradients into the same arrays."""
+        """Prepare the following steps to sum gradients into the same arrays."""
         on_gpu = any(is_device(wholes[0]) for _, wholes in self.targets)
         if on_gpu or not self.backend.sums_in_place:
             return
@@ -202,10 +204,11 @@ class Routine:
         self.repeats, self.flat, self.sums = True, flat, sums
 
     def fits(self, strategy: Replicas, pairs: Sequence[tuple[Any, Variable]]) -> bool:
-        """Whether another step has gradients of the same kinds, and needs no checks."""
+        """Return whether a step has this plan's variables, dtypes and shapes."""
         if strategy is not self._strategy or len(pairs) != len(self._expected):
             return False
-        # The hot path: gradients of any other kind are checked by `checked`.
+        # Performance matters here, in every step. Other gradients are checked by
+        # `checked`.
         for (gradient, given), (variable, kind, dtype, shape, gpu) in zip(
             pairs, self._expected, strict=True
         ):
@@ -221,5 +224,5 @@ class Routine:
 
 
 def _gpu(array: Any) -> Any:
-    # An array without elements is on no GPU in particular.
+    # An empty array belongs to no particular GPU.
     return array.data.device_id if is_device(array) and array.size else None

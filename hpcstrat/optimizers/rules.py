@@ -1,4 +1,4 @@
-"""Facts that update rules declare in their classes, and the compiled rules."""
+"""Properties that update rules declare in their classes, and the compiled rules."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from hpcstrat.engine.settings import Settings
 
 @functools.cache
 def compiled_rules() -> ModuleType | None:
-    """Return the compiled rules; None without them, or with ``HPCSTRAT_NATIVE=0``.
+    """Return the compiled rules; None if not installed or with ``HPCSTRAT_NATIVE=0``.
 
-    They give the bits of NumPy's rules, so that ranks need not agree on them.
+    Results have the same bits as those of the NumPy rules, so some ranks may use
+    compiled rules and others NumPy.
     """
     return load_update_rules() if Settings().resolved().native else None
 
 
 def is_of_elements(kind: type) -> bool:
-    """Whether the rule of a class declares that it treats each element by itself.
+    """Return whether a class declares that its rule updates each element by itself.
 
-    The declaration does not hold for a subclass with another rule.
-    """
+    A subclass that defines another rule does not inherit the declaration."""
     return _declares(kind, "elementwise")
 
 
 def has_two_stages(kind: type) -> bool:
-    """Whether the rule of a class declares a first stage for each element by itself."""
+    """Return whether a class declares that its rule has a first, elementwise stage."""
     return _declares(kind, "_two_stages")
 
 

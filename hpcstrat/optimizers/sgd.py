@@ -13,22 +13,22 @@ from hpcstrat.optimizers.rules import compiled_rules
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum.
+    """Stochastic gradient descent, with or without momentum.
 
-    With ``m`` the momentum and ``r`` the learning rate, each step computes ``v = m * v
-    - r * g`` and adds ``v`` to the variable, or ``m * v - r * g`` in Nesterov's form
-    (Sutskever et al., On the importance of initialization and momentum in deep
-    learning, ICML 2013, PMLR 28(3):1139-1147). Without momentum, sparse gradients
-    change their rows only.
+    Each step computes ``v = m * v - r * g`` from the momentum ``m``, learning rate
+    ``r`` and gradient ``g``, and adds ``v`` to the variable, or in Nesterov's form ``m
+    * v - r * g`` (Sutskever et al., On the importance of initialization and momentum in
+    deep learning, ICML 2013, PMLR 28(3):1139-1147). Without momentum, a sparse gradient
+    changes only the rows that it contains.
 
     Parameters
     ----------
     learning_rate : float or callable
-        A number, or a function of the number of steps done.
+        A number, or a function of the number of completed steps.
     momentum : float
-        At least 0.
+        Momentum factor; at least 0.
     nesterov : bool
-        Whether to use Nesterov's form; needs momentum.
+        Whether to use Nesterov's form; requires momentum.
     **options : object
         See `Optimizer`.
 
@@ -57,7 +57,7 @@ class SGD(Optimizer):
         self.nesterov = nesterov
         if momentum:
             self.state = {"momentum": 0.0}
-        # Momentum moves rows without a gradient, too.
+        # With momentum, rows without a gradient change, too.
         self._by_rows = not momentum
 
     def update(  # numpydoc ignore=GL08
@@ -68,7 +68,7 @@ class SGD(Optimizer):
             arrays, factors = (gradient, value, *slots), (-step.rate, self.momentum)
             if rules.sgd(arrays, factors, self.nesterov):
                 return
-        # Into the gradient, which is free: no array is made.
+        # The gradient array is overwritten, so that no new array is needed.
         gradient *= number(-step.rate)
         if not slots:
             value += gradient

@@ -1,6 +1,4 @@
-"""Sharded steps (``sharded=True``): each rank has the state of a part of the
-elements.
-"""
+"""Sharded steps (``sharded=True``): each rank updates a part of the elements."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from hpcstrat.variables import exchange_parts, part_of_rank
 
 
 class Parts(Copies):
-    """Each rank has the state of a part of each variable, and updates that part.
+    """A backend in which each rank updates a part of each variable, and has its state.
 
-    ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). For a rule
-    with two stages the first takes parts, whose results are exchanged, and the second
-    takes all elements.
+    This is ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). A
+    rule with two stages runs its first stage on parts; the ranks exchange the results,
+    and run the second stage on all elements.
     """
 
     sums_in_place = False
@@ -39,7 +37,8 @@ class Parts(Copies):
         strategy, wholes = self._strategy, self._wholes
         arrays = [variable.component for variable in self._variables]
         in_two = has_two_stages(type(optimizer))
-        # The others wait for this rank's parts.
+        # Errors are raised on all ranks, because the other ranks wait for this rank's
+        # parts.
         with strategy.collectives.all_raise(self._label):
             if in_two:
                 targets = zip(gradients, routine.targets, strict=True)
@@ -60,10 +59,10 @@ class Parts(Copies):
 
 
 def shards(optimizer: Any, strategy: Any) -> bool:
-    """Whether each rank has the state of a part of the elements.
+    """Return whether each rank has state for only a part of the elements.
 
-    Raises ValueError if the optimizer asks for it, and the strategy's variables cannot
-    be divided.
+    Raises ValueError if the optimizer has ``sharded=True`` but the strategy's variables
+    cannot be divided.
     """
     if not optimizer._sharded or strategy.num_ranks == 1:
         return False

@@ -1,7 +1,8 @@
-"""The state that optimizers keep for each variable, and its names in checkpoints.
+"""State that optimizers keep for each variable, and the state's names in checkpoints.
 
-State belongs to a variable, not to its name, which another variable may have.
-Checkpoints know it by name: restored state waits for the variable of that name.
+State belongs to a variable object, not to its name, because two variables may have the
+same name. Checkpoints store state by name: restored state waits until the program
+updates a variable of that name.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from hpcstrat.variables import HostValue, ShardedVariable, Variable, class_for_s
 
 _NONE = VariableAggregation.NONE
 
-# A / in a variable's name makes groups of HDF5. A name that cannot is escaped: "dense"
-# cannot be both a dataset and the group of "dense/bias".
+# A / in a variable's name makes groups of HDF5. A name is escaped if its groups would
+# clash with a dataset: "dense" cannot be both a dataset and the group of "dense/bias".
 _ESCAPES = {"%": "%25", "/": "%2F", ".": "%2E", "\0": "%00"}
 
 
 class _Owned:
-    """The state of one variable, by kind; it does not keep the variable alive."""
+    """The state of one variable, by kind; the reference to the variable is weak."""
 
     __slots__ = ("kinds", "name", "variable")
 
@@ -43,7 +44,7 @@ class _Owned:
 
 
 class Slots:
-    """The state of an optimizer: variables that are made when they are first needed."""
+    """The state of an optimizer: variables that are made when first needed."""
 
     def __init__(self) -> None:
         self._owned: dict[int, _Owned] = {}
@@ -57,18 +58,18 @@ class Slots:
         return copied
 
     def find(self, kind: str, variable: Variable) -> Variable | None:
-        """Return state of a variable; None if it was not made."""
+        """Return a variable's state of a kind; None if the state was not made."""
         owned = self._owned.get(id(variable))
         return None if owned is None else owned.kinds.get(kind)
 
     def get(
         self, kind: str, variable: Variable, initial: float, *, sharded: bool = False
     ) -> Variable:
-        """Return state of a variable that is the same on every replica.
+        """Return a variable's state, equal on every replica; make it the first time.
 
-        Collective over the strategy's replicas, the first time. It has the variable's
-        strategy, shape, dtype and memory; with ``sharded`` each rank has a part of its
-        elements.
+        Collective over the strategy's replicas if the state must be made. The state has
+        the variable's strategy, shape and dtype, and is on the same device. With
+        ``sharded`` each rank has a part of its elements.
         """
         slot = self.find(kind, variable)
         if slot is None:
@@ -77,7 +78,8 @@ class Slots:
                 full = array_module(component).full
                 array = full(variable.shape, initial, variable.dtype)
             else:
-                # One element, broadcast, so that the initial value takes no memory.
+                # A single element is broadcast, so that the initial value needs no
+                # memory.
                 element = np.full((), initial, variable.dtype)
                 array = np.broadcast_to(element, variable.shape)
             slot = self.make(kind, variable, array, sharded=sharded)
@@ -92,11 +94,12 @@ class Slots:
         aggregation: VariableAggregation = _NONE,
         sharded: bool = False,
     ) -> Variable:
-        """Make state of a variable, or take restored state that waits for its name.
+        """Make a variable's state, or use restored state that waits for its name.
 
         Collective over the strategy's replicas. With an ``aggregation`` each replica
-        has a part, synchronized on read: checkpoints hold the combined value, for any
-        number of replicas. Raises ValueError if the restored value has another shape.
+        has its own part, and checkpoints contain the combined value, so that a restore
+        works on any number of replicas. Raises ValueError if the restored value has
+        another shape.
         """
         name, strategy = f"{kind}/{variable.name}", variable.distribute_strategy
         on_read = aggregation is not _NONE
@@ -104,7 +107,7 @@ class Slots:
             name, strategy, array, aggregation, each_has=on_read or sharded
         )
         if sharded:
-            # Restored state is whole, on each rank.
+            # Restored state contains all elements, on every rank.
             whole = array if slot is None else slot.component
             token = push(strategy.cross_entry)
             try:
@@ -115,7 +118,8 @@ class Slots:
             slot = _made(name, strategy, array, aggregation, each_has=on_read)
         owned = self._owned.get(id(variable))
         if owned is None:
-            # Not a method, which would keep this object alive.
+            # The callback does not use a method of this object, which would keep the
+            # object alive.
             forget, number = self._owned.pop, id(variable)
             owned = _Owned(variable, lambda _: forget(number, None))
             self._owned[number] = owned
@@ -123,7 +127,7 @@ class Slots:
         return slot
 
     def count(self, name: str, strategy: Replicas) -> Variable:
-        """Return a count of the optimizer's own, which belongs to no variable.
+        """Return a counter of the optimizer that belongs to no variable.
 
         Collective over the strategy's replicas, unless it has been restored.
         """
@@ -140,15 +144,16 @@ class Slots:
         *,
         each_has: bool,
     ) -> Variable | None:
-        """Return restored state, which waits no longer; collective if there is any.
+        """Remove and return restored state that waits; collective if there is any.
 
-        With ``each_has`` each replica has its own component, under every strategy.
+        With ``each_has`` each replica has its own component of the state, under every
+        strategy.
         """
         found = next((n for n in spellings(name) if n in self._waiting), None)
         if found is None:
             return None
         if strategy is not None:
-            # All ranks take the state or none, so that all save it from the same place.
+            # The barrier ensures that all ranks use the restored state or none.
             strategy.collectives.barrier(f"restored state {name}")
         saved = self._waiting[found]
         if saved.shape != array.shape:
@@ -158,7 +163,8 @@ class Slots:
             )
         del self._waiting[found]
         same = saved.dtype == array.dtype and saved.distribute_strategy is strategy
-        # Waiting state has a component on each replica; other classes have not.
+        # Waiting state has a component on each replica. If the final class is another
+        # one, its value is copied.
         stays = each_has or type(saved) is _class_of_state(strategy)
         if same and stays and not is_device(array):
             return saved
@@ -173,23 +179,21 @@ class Slots:
         strategy: Replicas | None,
         aggregation: VariableAggregation = _NONE,
     ) -> None:
-        """Keep restored state until the variable of its name needs it.
+        """Store restored state until a variable of its name needs it.
 
-        All replicas do it in the same order. ``name`` is ``<kind>/<variable>``,
-        ``value`` this replica's component.
+        All replicas make these calls in the same order. ``name`` is
+        ``<kind>/<variable>``, ``value`` this replica's component.
         """
         slot = _made(name, strategy, value, aggregation, is_own=True, each_has=True)
         self._waiting[name] = slot
 
     def take(self, name: str) -> Array | None:
-        """Remove and return restored state that waits; None if there is none."""
+        """Remove and return restored state of a name; None if none waits."""
         found = next((n for n in spellings(name) if n in self._waiting), None)
         return None if found is None else self._waiting.pop(found).component
 
     def waiting(self, kind: str) -> dict[str, Variable]:
-        """Return restored state whose variable is not made yet, by the variable's
-        name.
-        """
+        """Return waiting restored state of a kind, by the name of its variable."""
         kinds = {n: n.partition("/") for n in self._waiting}
         return {
             rest: self._waiting[name]
@@ -198,49 +202,48 @@ class Slots:
         }
 
     def of_kind(self, kind: str) -> Iterator[tuple[Variable, Variable]]:
-        """Yield the living variables that have state of a kind, in the order of
-        creation.
-        """
-        # A copy in one step: the garbage collector may free a variable meanwhile.
+        """Yield existing variables with state of a kind, in the order of creation."""
+        # The loop runs over a copy, because the garbage collector may free a variable
+        # meanwhile and change the dict.
         for owned in list(self._owned.values()):
             variable, slot = owned.variable(), owned.kinds.get(kind)
             if variable is not None and slot is not None:
                 yield variable, slot
 
     def named(self) -> dict[str, Variable]:
-        """Return all state, waiting state included, by its names for files.
+        """Return all state, including restored state that waits, by its names in files.
 
-        The order is the same on every replica, also if an error left state waiting on
-        one of them only. Raises ValueError if two variables have the same name.
+        The order is the same on every replica, even if after an error state waits on
+        one replica only. Raises ValueError if two variables have the same name.
         """
         found: list[tuple[str, Variable]] = list(self._waiting.items())
         for owned in list(self._owned.values()):
             if owned.variable() is not None:
                 kinds = owned.kinds.items()
                 found += [(f"{kind}/{owned.name}", slot) for kind, slot in kinds]
-        # A stable order, so that the error about a name is the same on every replica.
+        # Sorted, so that the error about a duplicate name is the same on every replica.
         found.sort(key=lambda item: item[0])
         names = file_names([name for name, _ in found])
         return dict(zip(names, [slot for _, slot in found], strict=True))
 
     def forget_garbage(self, current: Collection[int]) -> None:
-        """Forget variables that only reference cycles keep alive.
+        """Free variables that only reference cycles keep alive, and their state.
 
-        Otherwise the garbage collector, which runs at different times on each rank,
-        would decide which state a rank has. ``current`` are the ids of the variables in
-        use; if there are no others, nothing is collected.
+        Without this call, ranks could have different state, because their garbage
+        collectors run at different times. ``current`` has the ids of the variables in
+        use; if there is state of other variables, the garbage collector runs.
         """
         if not all(number in current for number in list(self._owned)):
             gc.collect()
 
     def drop(self, *kinds: str) -> None:
-        """Drop state of some kinds that waits for its variables."""
+        """Delete restored state of some kinds that still waits for its variables."""
         for name in list(self._waiting):
             if name.partition("/")[0] in kinds:
                 del self._waiting[name]
 
     def clear(self, *kinds: str) -> None:
-        """Set this replica's part of some kinds of state to zero, for all variables."""
+        """Set this replica's state of some kinds to zero, for all variables."""
         for kind in kinds:
             slots = [slot for _, slot in self.of_kind(kind)]
             for slot in (*slots, *self.waiting(kind).values()):
@@ -248,7 +251,7 @@ class Slots:
 
 
 def _class_of_state(strategy: Any) -> type[Variable]:
-    """Return the class of state that is the same on all replicas."""
+    """Return the variable class for state that is equal on all replicas."""
     if strategy is None:
         return Variable
     kind: type[Variable] = strategy.variable_class(VariableOptions(trainable=False))
@@ -267,7 +270,8 @@ def _made(
     """Make a variable for state; collective unless ``is_own`` and ``each_has``."""
     on, on_read = VariableSynchronization, aggregation is not _NONE
     on_host = not is_device(array)
-    # In the scope of the strategy, whatever the context of the step.
+    # The variable is made in the strategy's scope, because a step runs in replica
+    # context.
     token = push(None if strategy is None else strategy.cross_entry)
     try:
         kind = class_for_state(on_read=on_read) if each_has else Variable
@@ -287,7 +291,7 @@ def _escaped(name: str) -> str:
 
 
 def unescaped(path: str) -> str:
-    """Return ``<kind>/<name>`` of a name that `file_names` has given."""
+    """Return ``<kind>/<name>`` for a name that `file_names` has returned."""
     kind, slash, name = path.partition("/")
     for letter, code in reversed(_ESCAPES.items()):
         name = name.replace(code, letter)
@@ -295,16 +299,17 @@ def unescaped(path: str) -> str:
 
 
 def spellings(name: str) -> list[str]:
-    """Return the names under which files may have some state."""
+    """Return the names under which a file may contain state of this name."""
     kind, slash, rest = name.partition("/")
     escaped = kind + slash + _escaped(rest)
     return [name] if escaped == name else [name, escaped]
 
 
 def file_names(names: Sequence[str]) -> list[str]:
-    """Return the names for files of ``<kind>/<name>``, each a dataset of its own.
+    """Return names in files for names ``<kind>/<name>``, each valid for a dataset.
 
-    They depend on the set of names, not on its order. Most stay as they are.
+    The result depends on the set of names, not on their order. Most names stay
+    unchanged.
     """
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:

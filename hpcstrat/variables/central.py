@@ -108,7 +108,7 @@ class CentralVariable(MirroredVariable):
         return array.copy() if shares else array
 
     def _write(self, method: str, count: int, write: Callable[[slice], None]) -> None:
-        """Write this replica's part of ``count`` elements or rows; all replicas do so."""
+        """Write this replica's part of ``count`` elements or rows; collective."""
         collectives: Any = self._strategy.collectives
         channel = collectives.channel
         if channel is None:

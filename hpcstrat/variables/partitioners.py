@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Partitioner(ABC):
-    """Base class of functions that return a variable's number of parts per dimension."""
+    """Base class of functions that return the number of parts along each dimension."""
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:

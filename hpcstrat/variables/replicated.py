@@ -188,7 +188,7 @@ class MirroredVariable(DistributedVariable, Mirrored):
         return self._as_mirrored(result)
 
     def _combines(self) -> bool:
-        """Return whether updates in replica context combine several replicas' values."""
+        """Return whether an update in replica context combines replicas' values."""
         strategy = self._strategy
         return strategy.num_replicas_in_sync > 1 or strategy.meetings is not None
 
@@ -305,8 +305,7 @@ class SyncOnReadVariable(DistributedVariable):
 
     @collective
     def value(self) -> Array:
-        """Return this replica's component, or in cross-replica context the combined
-        value.
+        """Return this replica's component; in cross-replica context the combined value.
 
         Collective over the strategy's replicas in cross-replica context.
 
