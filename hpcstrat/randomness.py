@@ -74,7 +74,7 @@ class RandomStreams:
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy whose replicas draw."""
+        """The strategy whose replicas use the streams."""
         return self._strategy
 
     @property
@@ -215,8 +215,7 @@ class RandomStreams:
         self.restore_own_state(state, own, changed=changed)
 
     def own_state(self) -> dict[str, Any]:
-        """Return the same dict as `state`, with only the rows of this process's
-        replicas.
+        """Return `state` with the rows of this process's replicas only.
 
         For the library's own modules.
         """
@@ -285,7 +284,7 @@ def _words_of(name: str) -> tuple[int, ...]:
 
 
 def _pack(generator: np.random.Generator, birth: int) -> Array:
-    """Return a generator's state as words, the first of them the stream's generation."""
+    """Return a generator's state as words, which begin with the stream's generation."""
     state: Any = generator.bit_generator.state
     # The last word contains the position in the buffer, and an unused half of a drawn
     # word.

@@ -224,7 +224,7 @@ class Log:
     def checkpoint_defer(
         self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
     ) -> None:
-        """Raise ValueError, because no log has other state than its position."""
+        """Raise ValueError for unknown state; for the library's own modules."""
         raise ValueError(
             f"expected the place of a log, found {name!r}; restore what was saved"
         )

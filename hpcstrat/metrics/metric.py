@@ -64,7 +64,7 @@ class Metric(AnnouncesInitErrors):
 
     @property
     def collectives(self) -> Any:
-        """The object for the collective calls of `result`, in the current context."""
+        """The collective calls of `result`; for the library's own modules."""
         # The decorator in `channel.entries` reads an attribute of this name.
         first: Any = next(iter(self._totals.values()), None)
         distributed = isinstance(first, SyncOnReadVariable)

@@ -227,7 +227,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         learning_rate: LearningRate = 0.0,
         iterations: Any = None,
     ) -> Optimizer:
-        """Return a copy of an optimizer, without state, from a `rule`."""
+        """Return a copy of an optimizer without state; for the library's own modules."""
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
         copied.__dict__.update(options, _buffers={})
@@ -619,7 +619,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state may have in checkpoints."""
+        """Return all names that saved state may have; for the library's own modules."""
         return spellings(unescaped(name))
 
     def checkpoint_defer(

@@ -134,7 +134,7 @@ class Strategy(OlderMethods):
         self._settings: Settings | None = None
 
     def variable_class(self, options: VariableOptions) -> Any:
-        """Return the class of new variables; called by the library's own modules."""
+        """Return the class of new variables; for the library's own modules."""
         on_read = options.synchronization is VariableSynchronization.ON_READ
         return SyncOnReadVariable if on_read else MirroredVariable
 
@@ -187,7 +187,7 @@ class Strategy(OlderMethods):
         return self._ranks
 
     def device_of(self, replica: int) -> str:
-        """Return the device of a replica; called by the library's own modules."""
+        """Return the device of a replica; for the library's own modules."""
         del replica
         return self.device
 
@@ -361,7 +361,9 @@ class Strategy(OlderMethods):
         return self.collectives.section(what) if self.raises_together else _ALONE
 
     def require_idle(self, what: str) -> None:
-        """Raise an error if scheduled functions may still write variables."""
+        """Raise if scheduled functions may write variables; for the library's own
+        modules.
+        """
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         """Let other ranks wait longer for this replica before they warn or give up.

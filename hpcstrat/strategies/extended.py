@@ -212,7 +212,7 @@ class StrategyExtended:
         return self.broadcast_by_rank(tensor)
 
     def broadcast_by_rank(self, tensor: Any) -> Any:
-        """Send rank 0's value to all replicas; called by the library's own modules.
+        """Send rank 0's value to all replicas; for the library's own modules.
 
         Collective over the strategy's replicas.
         """
@@ -442,7 +442,7 @@ class StrategyExtended:
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function on every replica: the older name of ``Strategy.run``."""
+        """The older name of ``Strategy.run``, to call a function on every replica."""
         return self._strategy.run(fn, args, kwargs)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:

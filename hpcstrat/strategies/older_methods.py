@@ -84,7 +84,7 @@ class OlderMethods:
         kwargs: Any = None,
         options: Any = None,
     ) -> Any:
-        """Call a function on every replica: the older name of `run`."""
+        """The older name of `run`, which calls a function on every replica."""
         return self.run(fn, args, kwargs, options)
 
     def experimental_run(
@@ -117,11 +117,9 @@ class OlderMethods:
             return self.run(fn, args)
 
     def make_dataset_iterator(self: Any, dataset: Any) -> InputIterator:
-        """Divide a data set between replicas, as an iterator for `experimental_run`.
+        """The older name of `experimental_distribute_dataset`, for `experimental_run`.
 
-        Older name of `experimental_distribute_dataset`; the result has the methods
-        ``get_next`` and ``initialize``.
-        """
+        The result has the methods ``get_next`` and ``initialize``."""
         return InputIterator(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -129,7 +127,7 @@ class OlderMethods:
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
     ) -> InputIterator:
-        """Distribute batches from a function: `distribute_datasets_from_function`.
+        """The older name of `distribute_datasets_from_function`.
 
         The result is an iterator for `experimental_run`. ``replication_mode`` is the
         field ``experimental_replication_mode`` of InputOptions.
@@ -142,19 +140,19 @@ class OlderMethods:
         dataset_fn: Callable[[InputContext], Any],
         options: InputOptions | None = None,
     ) -> Any:
-        """Distribute batches from a function: `distribute_datasets_from_function`."""
+        """The older name of `distribute_datasets_from_function`."""
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(
         self: Any, numpy_input: Tree, session: Any = None
     ) -> Dataset:
-        """Return a data set of rows of arrays; see the same method of ``extended``."""
+        """The older name of ``extended.experimental_make_numpy_dataset``."""
         make = self.extended.experimental_make_numpy_dataset
         dataset: Dataset = make(numpy_input, session)
         return dataset
 
     def unwrap(self: Any, value: Tree) -> tuple[Any, ...]:
-        """Return this worker's components; see `experimental_local_results`."""
+        """The older name of `experimental_local_results`."""
         results: tuple[Any, ...] = self.experimental_local_results(value)
         return results
 
@@ -179,7 +177,7 @@ class OlderMethods:
         return value if alone else None
 
     def colocate_vars_with(self: Any, colocate_with_variable: Any) -> Any:
-        """Check a variable: older name of ``extended.colocate_vars_with``."""
+        """The older name of ``extended.colocate_vars_with``."""
         return self.extended.colocate_vars_with(colocate_with_variable)
 
     def configure(
