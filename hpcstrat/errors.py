@@ -99,8 +99,8 @@ class RankLostError(CollectiveError):
 
     This error is raised with ``on_lost_rank="raise"``, and by `hpcstrat.elastic.run`.
     The strategy can make no more collective calls. ``ranks`` has the replicas that are
-    known to be lost. It may be empty on a rank that another rank has notified of the
-    loss.
+    known to be lost. ``ranks`` may be empty on a rank that another rank has notified of
+    the loss.
     """
 
 

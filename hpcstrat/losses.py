@@ -83,7 +83,7 @@ def compute_average_loss(
 
 @without_fp_warnings
 def scale_regularization_loss(regularization_loss: ArrayLike) -> Array:
-    """Return this replica's part of a loss, such as a penalty, without examples.
+    """Return this replica's part of a regularization loss.
 
     Not collective. Every replica adds its part to its own loss, so that the sum over
     replicas contains the regularization loss once.

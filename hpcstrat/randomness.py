@@ -87,7 +87,7 @@ class RandomStreams:
         return self._own[own_index() or 0]
 
     def generator_of(self, index: int) -> np.random.Generator:
-        """Return the generator of this process's replica with an index.
+        """Return the generator of a replica of this process, given by its index.
 
         For the library's own modules.
         """

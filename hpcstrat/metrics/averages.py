@@ -132,10 +132,11 @@ class Mean(_Average):
         values : array_like of any shape
             Real numbers; may be empty.
         sample_weight : array_like, optional
-            A scalar, or an array of the values' shape, in which dimensions may be 1 or
-            a last dimension of 1 may be added. Weights may also have only the values'
-            first dimensions. If they lack only the last dimension, they are repeated
-            along it; else values are averaged over the missing dimensions first.
+            A scalar, or an array of the values' shape. In this array, dimensions may be
+            1, and a last dimension of 1 may be added. Weights may also have only the
+            values' first dimensions. If they lack only the last dimension, they are
+            repeated along it; else values are averaged over the missing dimensions
+            first.
 
         Raises
         ------
@@ -152,8 +153,8 @@ class MeanMetricWrapper(_Average):
     Parameters
     ----------
     fn : callable
-        Function of the labels and the predictions of a batch. It returns an array with
-        a value for each example; the first dimension is the batch.
+        Function of the labels and the predictions of a batch. The function returns an
+        array with a value for each example; the first dimension is the batch.
     name : str
         Name in messages and checkpoints.
     dtype : dtype

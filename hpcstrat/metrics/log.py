@@ -115,7 +115,7 @@ class Log:
         of: int | str = 0,
         **more: Any,
     ) -> None:
-        """Log numbers of a step. All replicas call it, even inside `Strategy.run`.
+        """Log numbers of a step; called by all replicas, also inside `Strategy.run`.
 
         Collective over the strategy's replicas, unless ``of`` is 0.
 

@@ -98,7 +98,7 @@ class LogFile:
         return self._file
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a record to the file; it remains if this process is killed."""
+        """Write a record to the file; the record survives if this process is killed."""
         line, file = _encoded(record), self._open()
         self._is_dirty = True
         written = 0

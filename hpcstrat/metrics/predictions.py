@@ -136,7 +136,7 @@ class Accuracy(_PairMetric):
 
 
 class BinaryAccuracy(_PairMetric):
-    """The fraction of predictions on the side of a threshold that their label says.
+    """The fraction of predictions that equal their label after a threshold.
 
     A prediction above the threshold counts as label 1, others as label 0. If an example
     has several columns, their matches are averaged.
@@ -175,7 +175,7 @@ class CategoricalAccuracy(_PairMetric):
 
 
 class SparseCategoricalAccuracy(_PairMetric):
-    """The fraction of rows whose largest prediction is at the index that the label is.
+    """The fraction of rows whose largest prediction is at the class of the label.
 
     Labels are class numbers. Their shape is the predictions' shape without the last
     dimension, or with a last dimension of 1. The constructor's arguments are those of

@@ -42,8 +42,8 @@ class Accumulation:
 
     A checkpoint contains the total of the sums over replicas. After a restore, each
     replica has an equal share of the total, on any number of replicas. Because it is
-    then unknown which replica had which gradient, the replicas exchange at the end
-    which variables have a gradient.
+    then unknown which replica had which gradient, the replicas exchange at the end of
+    the accumulation which variables have a gradient.
     """
 
     def __init__(self, slots: Slots, steps: int, is_mean: bool) -> None:
@@ -114,7 +114,7 @@ class Accumulation:
         return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
 
     def unclaimed(self) -> dict[str, bool]:
-        """Return names of restored sums without a variable; True if with a gradient."""
+        """Map restored sums without a variable to whether each has a gradient."""
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}
 

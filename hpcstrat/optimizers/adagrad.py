@@ -1,4 +1,4 @@
-"""Adagrad."""
+"""The Adagrad optimizer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from hpcstrat.optimizers.parameters import (
 class Adagrad(Optimizer):
     """Adagrad: each element's rate decreases with the sum of its squared gradients.
 
-    Each step adds ``g ** 2`` to ``s`` and subtracts ``r * g / (sqrt(s) + epsilon)``
-    from the variable (Duchi, Hazan and Singer, Adaptive subgradient methods for online
-    learning and stochastic optimization, JMLR 12:2121-2159, 2011). A sparse gradient
-    changes only the rows that it contains.
+    For a gradient ``g`` and the learning rate ``r``, each step adds ``g ** 2`` to the
+    sum ``s`` and subtracts ``r * g / (sqrt(s) + epsilon)`` from the variable (Duchi,
+    Hazan and Singer, Adaptive subgradient methods for online learning and stochastic
+    optimization, JMLR 12:2121-2159, 2011). A sparse gradient changes only the rows that
+    it contains.
 
     Parameters
     ----------

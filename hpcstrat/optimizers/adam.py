@@ -44,7 +44,7 @@ class Adam(Optimizer):
     Raises
     ------
     ValueError
-        For numbers out of range.
+        If a number is out of range.
     """
 
     elementwise = True

@@ -80,7 +80,7 @@ def _checked_gradient(gradient: Any, variable: Variable) -> Gradient:
 
 
 def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
-    """Return a gradient on its variable's device; copy only unplaced values."""
+    """Return a gradient on its variable's device; copy it if it has no device."""
     component: Any = variable.component
     on_gpu = is_device(component)
     if on_gpu and not placed:
@@ -118,7 +118,7 @@ def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
 
 
 def merged_rows(rows: IndexedSlices) -> IndexedSlices:
-    """Return new rows, in which rows with equal indices are summed, sorted by index."""
+    """Sum rows with equal indices; return new rows with ascending indices."""
     indices, values = summed_rows(rows.indices, rows.values)
     return IndexedSlices(values, indices, rows.dense_shape)
 
@@ -272,7 +272,7 @@ def require_gradients(pairs: Pairs) -> None:
 
 
 class Filling:
-    """Replacement of missing gradients, so that all replicas have the same kinds."""
+    """Replacement of missing gradients, so that all replicas reduce the same list."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()

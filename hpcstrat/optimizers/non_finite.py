@@ -74,7 +74,7 @@ class NonFinite:
 
 
 def are_finite(combined: Sequence[Gradient]) -> bool:
-    """Return whether all gradients are finite; waits for the GPU if any are there."""
+    """Return whether all gradients are finite; waits for the GPU if some are on it."""
     arrays = _arrays(combined)
     host = [array for array in arrays if not is_device(array)]
     found: Any = True

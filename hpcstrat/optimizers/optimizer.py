@@ -227,7 +227,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
         learning_rate: LearningRate = 0.0,
         iterations: Any = None,
     ) -> Optimizer:
-        """Return a copy of an optimizer without state; for the library's own modules."""
+        """Return an optimizer's copy without state; for the library's own modules."""
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
         copied.__dict__.update(options, _buffers={})
@@ -659,7 +659,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
                 variable.component[...] = initial
 
     def checkpoint_target(self, name: str) -> Variable | None:
-        """Return the parameter servers' variable for saved state; None without it.
+        """Return the parameter servers' variable for saved state, or None.
 
         For the library's own modules.
         """

@@ -68,7 +68,7 @@ class Bundle:
 
 
 def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
-    """Return bundles of small variables, one or more per dtype and per mark."""
+    """Return bundles of small variables with equal dtypes and equal marks."""
     groups: dict[Any, list[list[int]]] = {}
     if not is_of_elements(type(rule)):
         return []
@@ -179,8 +179,8 @@ class Routine:
         ]
         dense = all(type(gradient) is np.ndarray for gradient in gradients)
         # Variables with sparse gradients are updated one by one, because a bundle would
-        # also update rows without a gradient. So are arrays on a GPU, because each copy
-        # would launch a kernel.
+        # also update rows without a gradient. Arrays on a GPU are updated one by one,
+        # too, because each copy would launch a kernel.
         self.bundles = _bundles(optimizer, self.targets) if dense else []
         bundled = {index for bundle in self.bundles for index in bundle.indices}
         self.apart = [i for i in range(len(self.targets)) if i not in bundled]

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent."""
+"""The SGD optimizer: stochastic gradient descent."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Slots:
     def count(self, name: str, strategy: Replicas) -> Variable:
         """Return a counter of the optimizer that belongs to no variable.
 
-        Collective over the strategy's replicas, unless it has been restored.
+        Collective over the strategy's replicas, unless the counter has been restored.
         """
         zero = np.zeros((), np.int64)
         slot = self._claimed(name, strategy, zero, each_has=True)
@@ -144,7 +144,7 @@ class Slots:
         *,
         each_has: bool,
     ) -> Variable | None:
-        """Remove and return restored state that waits; collective if there is any.
+        """Remove and return restored state of a name, or None; collective if found.
 
         With ``each_has`` each replica has its own component of the state, under every
         strategy.

@@ -78,7 +78,7 @@ class Strategy(OlderMethods):
     Attributes
     ----------
     extended : StrategyExtended
-        Further methods.
+        Less common methods of the strategy.
     rank, num_ranks : int
         The number of this process, and the number of all processes of the strategy.
     local_replicas : range
@@ -129,7 +129,8 @@ class Strategy(OlderMethods):
         # Functions to call once at the end of the current `run`. Their argument says
         # whether the run failed.
         self.run_ends: list[Callable[[bool], None]] = []
-        # Division of the replicas into groups; None if all are in sync.
+        # The division of the replicas into groups; None if all replicas are one sync
+        # group.
         self.split: Split | None = None
         self._settings: Settings | None = None
 
@@ -166,7 +167,7 @@ class Strategy(OlderMethods):
 
     @property
     def replica_id(self) -> int:
-        """The running replica, or in cross-replica context this process's first."""
+        """Number of the running replica, else of this process's first replica."""
         block = self.local_replicas
         if len(block) == 1:
             return block.start
@@ -217,9 +218,9 @@ class Strategy(OlderMethods):
     @property
     def settings(self) -> Settings:
         """The settings of timeouts and checks; the same on every replica."""
-        # Resolved here, not in the constructor: wrong environment variables raise an
-        # error, and importing the package, which makes the default strategy, must not
-        # fail.
+        # Settings are resolved here, not in the constructor, because wrong environment
+        # variables raise an error: importing the package makes the default strategy,
+        # and must not fail.
         if self._settings is None:
             self._settings = Settings().resolved()
         return self._settings
@@ -238,7 +239,8 @@ class Strategy(OlderMethods):
         Raises
         ------
         RuntimeError
-            Inside a replica function, or inside the scope of another strategy.
+            If called inside a replica function, or inside the scope of another
+            strategy.
         """
         entry = current()
         if entry is not None:
@@ -285,8 +287,8 @@ class Strategy(OlderMethods):
         """Call a function once on every replica.
 
         Logically collective over the strategy's replicas: all must call ``run``, but
-        the call does not communicate by itself. With ``on_error="raise"`` its end is
-        collective.
+        the call does not communicate by itself. With ``on_error="raise"`` the end of
+        the call is collective.
 
         Parameters
         ----------
@@ -294,7 +296,7 @@ class Strategy(OlderMethods):
             The function, which runs in replica context.
         args : list or tuple
             Positional arguments. Each distributed value in them is replaced by this
-            replica's component; variables are passed as they are.
+            replica's component; variables are passed unchanged.
         kwargs : dict, optional
             Keyword arguments; distributed values are replaced in the same way.
         options : RunOptions, optional
@@ -361,15 +363,13 @@ class Strategy(OlderMethods):
         return self.collectives.section(what) if self.raises_together else _ALONE
 
     def require_idle(self, what: str) -> None:
-        """Raise if scheduled functions may write variables; for the library's own
-        modules.
-        """
+        """Raise if scheduled functions still run; for the library's own modules."""
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         """Let other ranks wait longer for this replica before they warn or give up.
 
-        Not collective: any replica may call it, in any context. ``timeout_seconds`` of
-        a call still applies.
+        Not collective: any replica may make this call, in any context.
+        ``timeout_seconds`` of a call still applies.
 
         Parameters
         ----------
@@ -398,7 +398,7 @@ class Strategy(OlderMethods):
 
     @contextmanager
     def all_or_none(self, variable: Variable, what: str) -> Iterator[None]:
-        """Undo a change of a variable's components in this process if the change fails.
+        """Undo a block's change of a variable's components, if the change fails.
 
         With ``on_error="raise"`` the end of the block is collective over the strategy's
         replicas: if the change fails on any replica, all replicas restore the old
@@ -435,8 +435,8 @@ class Strategy(OlderMethods):
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value : PerReplica, SyncOnRead variable, or array_like of shape (...)
-            A plain value is this rank's contribution. Without ``axis``, ``value`` may
-            be a nested structure.
+            A value that is not distributed is this rank's contribution. Without
+            ``axis``, ``value`` may be a nested structure.
         axis : int or tuple of int, optional
             Also reduce over these dimensions of each replica's array. The lengths of
             these dimensions may differ between replicas; ``MEAN`` is then the mean of
@@ -503,7 +503,7 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         value : PerReplica or array_like of shape (...)
-            A plain value is this rank's contribution.
+            A value that is not distributed is this rank's contribution.
         axis : int
             At least 0. The lengths along this axis may differ between replicas.
 
@@ -661,7 +661,7 @@ class Strategy(OlderMethods):
         -------
         RandomStreams
             Has the streams ``generator`` and ``shared``; a `CheckpointManager` can save
-            it.
+            the streams.
 
         Raises
         ------
@@ -701,10 +701,10 @@ class Strategy(OlderMethods):
     def check_equal(self, tree: Tree) -> None:
         """Raise an error if arrays or numbers of the program differ between replicas.
 
-        Collective over the strategy's replicas. Use it for data outside of variables
-        that must be equal on all replicas, such as the parameters of another library's
-        model, or a configuration. All bytes are hashed; arrays on a GPU are copied to
-        the host first.
+        Collective over the strategy's replicas. Use this check for data outside of
+        variables that must be equal on all replicas, such as the parameters of another
+        library's model, or a configuration. All bytes are hashed; arrays on a GPU are
+        copied to the host first.
 
         Parameters
         ----------
@@ -886,5 +886,6 @@ _ALONE = nullcontext()
 
 
 def _only(leaf: Any) -> Any:
-    # `_local` raises an error, because this process has several replicas.
+    # Outside of a replica function, `_local` raises an error, because this process has
+    # several replicas.
     return leaf._local if isinstance(leaf, DistributedValues) else leaf

@@ -28,8 +28,7 @@ from hpcstrat.strategies.devices import Devices, prepare_mpi
 class StrategyRequest:
     """The arguments of a strategy in which all ranks must agree; see `MpiStrategy`.
 
-    `check` checks them.
-    """
+    `check` validates the arguments."""
 
     kind: str
     comm: Any = None
@@ -125,7 +124,7 @@ class StrategyRequest:
 
 def _is_intracomm(comm: Any) -> bool:
     # The test looks for methods, not for a class, because MPI is not loaded yet.
-    # COMM_NULL is false.
+    # ``bool(COMM_NULL)`` is False.
     return bool(comm) and hasattr(comm, "Iallgather") and not comm.Is_inter()
 
 
@@ -153,7 +152,7 @@ class Connection:
             self._watch(topology, settings)
         except Exception:
             if topology.survives:
-                # Another rank may have died meanwhile.
+                # Another rank may have died, so no collective call is made.
                 self.abandon(None)
             elif self.channel is not None:
                 job_timeline.stop(topology, together=False)
@@ -213,7 +212,7 @@ class Connection:
         self.topology.close()
 
     def abandon(self, key: Any) -> None:
-        """Free, after ranks have died, what needs no call with other ranks."""
+        """After ranks have died, free all resources without collective calls."""
         # The key may be None, or may by now belong to a new connection of the remaining
         # ranks.
         if _connections.get(key) is self:

@@ -81,7 +81,7 @@ class StrategyExtended:
         reduce_op : ReduceOp or str
             ``SUM`` or ``MEAN``.
         value : PerReplica or array_like of shape (...)
-            A plain value is this rank's contribution.
+            A value that is not distributed is this rank's contribution.
         destinations : variable, distributed value or str
             Where the program needs the result.
         options, experimental_hints : CommunicationOptions, optional
@@ -186,7 +186,7 @@ class StrategyExtended:
     def broadcast_to(self, tensor: Any, destinations: Any = None) -> Any:
         """Send replica 0's value to all replicas.
 
-        Collective over the strategy's replicas, for arrays.
+        Collective over the strategy's replicas, if ``tensor`` is an array.
 
         Parameters
         ----------
@@ -315,9 +315,10 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
-        """Check the variable on whose devices a block puts its new variables.
+        """Enter a block whose new variables are on the devices of a variable.
 
-        Not collective. Every process has only one device, so there is nothing to place.
+        Not collective. Every process has only one device, so the method only checks
+        that the variable belongs to the strategy.
 
         Parameters
         ----------
@@ -419,8 +420,8 @@ class StrategyExtended:
     def should_checkpoint(self) -> bool:
         """Whether this process writes the program's own files: True on replica 0 only.
 
-        A `CheckpointManager` must be called by all replicas, also those with False
-        here.
+        All replicas must call a `CheckpointManager`, including replicas where this
+        property is False.
         """
         return self._strategy.replica_id == 0
 

@@ -1,9 +1,9 @@
 """Detection of Keras models that are made, compiled or trained in a strategy's scope.
 
 This module never imports Keras. When a strategy's scope is entered, methods of the
-Keras model class are wrapped; models outside of a scope behave as before. The first
-call of such a model that trains, evaluates or predicts loads
-`hpcstrat.integrations.keras`, which distributes the model.
+Keras model class are wrapped; models outside of a scope behave as before. When a model
+from a scope first trains, evaluates or predicts, `hpcstrat.integrations.keras` is
+loaded, and distributes the model.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _distributed(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        # If the model object itself has a distributed method, then that method makes
-        # this call, and wants the original one.
+        # If the model object itself has a distributed method, that method makes this
+        # call, so the original method must run.
         if name in vars(self):
             return method(self, *args, **options)
         _take(self)

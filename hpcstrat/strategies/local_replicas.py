@@ -160,7 +160,7 @@ class LocalReplicas:
         return Mirrored(*[value] * len(self.block))
 
     def parts(self, tree: Tree) -> list[Tree]:
-        """Return a tree of components for each replica; each has the plain values."""
+        """Return the tree of each replica; plain values are in every tree."""
         return [
             part_of(tree, index, variables=True) for index in range(len(self.block))
         ]

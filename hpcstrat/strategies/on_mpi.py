@@ -51,7 +51,7 @@ def _require_any_order(ops: CrossDeviceOps | None, options: Any) -> None:
 
 
 class MpiStrategy(Strategy):
-    """A strategy with one MPI rank per replica.
+    """Base class of strategies whose replicas run on MPI ranks.
 
     Collective over ``comm``. The arguments are described at
     `MultiWorkerMirroredStrategy`; ``arguments`` are fields of `StrategyRequest`.
@@ -127,8 +127,8 @@ class MpiStrategy(Strategy):
     ) -> None:
         """Raise an error for a wrong number of named devices, or too few distinct ones.
 
-        An error is raised on all ranks; before it the strategy is closed, a collective
-        call over ``topology.replica_comm``.
+        Before the error, all ranks close the strategy, which is collective over
+        ``topology.replica_comm``.
         """
         count = self.num_replicas_in_sync
         if names is None or (len(names) == count and len(set(names)) >= least):
@@ -258,8 +258,8 @@ class MpiStrategy(Strategy):
                 self._connection.channel.failures.meet()
             self.collectives.barrier("close")
             self._closed = True
-            # Closed before the connection, because reduction plans use shared memory of
-            # the topology.
+            # The collectives are closed before the connection, because their plans use
+            # shared memory of the topology.
             self.collectives.close()
             self._close_meetings()
             if self._connection.copies is not None:

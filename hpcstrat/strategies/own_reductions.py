@@ -67,7 +67,7 @@ class HookedCollectives(Collectives):
 
     @property
     def overlaps(self) -> bool:
-        """Whether started reductions continue while ranks compute: no."""
+        """Whether started reductions continue while ranks compute: always False."""
         return False
 
     def _by_hooks(

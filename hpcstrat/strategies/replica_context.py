@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     # Imported for types only: the strategy module imports this module.
     from hpcstrat.strategies.base import Strategy
 
-# Types of operations that can be keys of a dict.
+# Types of ``reduce_op`` that the fast path can use as keys of a dict.
 OPERATIONS = str, ReduceOp
 
 

@@ -123,7 +123,8 @@ def _over_axes(
     wide = np.dtype(np.float32) if is_half(dtype) else dtype
     if op is ReduceOp.MEAN and dtype.kind in "iu":
         wide = np.dtype(np.float64)
-    # As in `hpcstrat.engine.arrays.casting.call_without_fp_warnings`.
+    # Floating-point warnings are suppressed, as by
+    # `hpcstrat.engine.arrays.casting.call_without_fp_warnings`.
     with np.errstate(all="ignore"):
         sums = [as_array(array.sum(axis=axes, dtype=wide)) for array in arrays]
     if op is ReduceOp.SUM:

@@ -22,11 +22,11 @@ from hpcstrat.variables.variable import apply_into, scatter_into
 class CentralVariable(MirroredVariable):
     """A variable with one copy in the shared memory of each worker.
 
-    In the scope of a `CentralStorageStrategy` every `Variable` is a central variable.
-    It is used like a mirrored variable, but every update is collective over the
-    strategy's replicas, in every context: each replica writes one slice, after all
-    replicas have called and before any call returns. So no replica reads a half-updated
-    variable.
+    In the scope of a `CentralStorageStrategy` every `Variable` is a central variable. A
+    central variable is used like a mirrored variable, but every update is collective
+    over the strategy's replicas, in every context: each replica writes one slice, after
+    all replicas have called and before any call returns. So no replica reads a
+    half-updated variable.
     """
 
     _kind = "central"

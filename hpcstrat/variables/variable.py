@@ -75,7 +75,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     dtype : dtype, optional
         The dtype of the variable, which must be able to represent the initial value.
     synchronization : VariableSynchronization or str
-        ``AUTO``, ``ON_WRITE`` or ``ON_READ``; plain variables ignore it.
+        ``AUTO``, ``ON_WRITE`` or ``ON_READ``; plain variables ignore this option.
     aggregation : VariableAggregation or str
         The operation that combines the replicas' values.
 
@@ -615,7 +615,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            # NumPy tests for many such names, so the error is made without a message.
+            # NumPy tests for many such names, so no long message is built for them.
             raise AttributeError(name)
         kind = type(self).__name__
         advice = (
