@@ -146,7 +146,7 @@ class RandomStreams:
             "bit_generator": _BIT_GENERATOR,
             "root_entropy": self.seed,
             "generation": self.generation,
-            # A copy, because a view would keep the other column alive, too.
+            # The rows are copied, because a view would keep the other column alive.
             "state": np.ascontiguousarray(own),
             "shared": shared[0].copy(),
         }

@@ -35,8 +35,8 @@ class Log:
 
     Pass the log to the `CheckpointManager` together with the model: a checkpoint then
     contains the position in the log, and a restore truncates the log to that position.
-    Later lines are moved to ``metrics.removed.jsonl``. An existing log is moved there,
-    too, when a training begins without a restore.
+    Later lines are moved to ``metrics.removed.jsonl``. An existing log is moved to the
+    same file when a training begins without a restore.
 
     Parameters
     ----------

@@ -74,7 +74,8 @@ class Adam(Optimizer):
             return
         number = value.dtype.type
         if kept != 1:
-            # Done before the step, because decay applies to the variable's old value.
+            # The decay is applied before the step, because it multiplies the variable's
+            # old value.
             value *= number(kept)
         self._first_stage(step, gradient, *slots)
         gradient *= number(step.rate)

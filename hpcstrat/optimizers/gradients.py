@@ -137,8 +137,8 @@ def sum_of_squares(array: Array) -> Any:
         return array_module(flat).sum(doubles * doubles)
     total = 0.0
     for start in range(0, flat.size, _BLOCK):
-        # Squared in double precision, because squares of large float32 numbers
-        # overflow.
+        # The block is squared in double precision, because squares of large float32
+        # numbers overflow.
         block = flat[start : start + _BLOCK].astype(np.float64)
         # np.dot is not used, because its order of summation depends on the BLAS and its
         # threads.
@@ -310,8 +310,8 @@ class Filling:
         for index, (gradient, variable) in enumerate(pairs):
             agreed = gradient
             if isinstance(gradient, IndexedSlices) and dense[index]:
-                # Another replica has a dense gradient, and rows cannot be summed with
-                # it.
+                # Convert rows to a dense array, because another replica has a dense
+                # gradient of this variable.
                 agreed = gradient.to_dense()
             elif gradient is None and dense[index] + sparse[index]:
                 if shares is not None:
@@ -323,8 +323,8 @@ class Filling:
         return filled
 
     def _note(self, name: str) -> None:
-        # Logged once for each variable, because an unused layer lacks a gradient in
-        # every step.
+        # The warning is logged once for each variable, because an unused layer lacks a
+        # gradient in every step.
         if name not in self._noted:
             self._noted.add(name)
             get_logger("optimizers").warning(

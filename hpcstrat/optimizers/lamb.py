@@ -85,8 +85,8 @@ class LAMB(AdamWithDecay):
             )
             norms = sum_of_squares(value), sum_of_squares(gradient)
             if is_device(value):
-                # Computed on the GPU, because reading the norms would wait for the GPU
-                # in every step.
+                # The rate is computed on the GPU, because reading the norms would wait
+                # for the GPU in every step.
                 rate = _trusted(rate, *norms).astype(value.dtype)
             elif all(norms):
                 rate *= math.sqrt(norms[0]) / math.sqrt(norms[1])

@@ -51,8 +51,8 @@ class NonFinite:
 
         Collective over the strategy's replicas, with the same result on each. ``given``
         has the gradients of each replica of this process. With the policy ``"raise"``
-        every replica raises a NonFiniteError. With other policies the 1st, 2nd, 4th,
-        8th ... such step is logged.
+        every replica raises a NonFiniteError. With other policies, a warning is logged
+        for the 1st, 2nd, 4th, 8th ... step with such gradients.
         """
         self._steps += 1
         if policy == "raise":
@@ -60,7 +60,8 @@ class NonFinite:
             raise NonFiniteError(f"expected finite gradients, found that {message}")
         skips = policy == "skip"
         self.skipped += skips
-        # Logged at powers of two only, so that a broken run does not fill its log.
+        # Only the steps at powers of two are logged, so that a broken run does not fill
+        # its log.
         if self._steps & (self._steps - 1) == 0:
             message = _describe(strategy, given, combined)
             if strategy.replica_id == 0:
@@ -99,8 +100,9 @@ def all_finite(arrays: Iterable[Array]) -> bool:
 
 def is_finite(flat: Array) -> bool:
     """Return whether all elements of a flat array are finite."""
-    # A fast test by one call of the BLAS, which supports only these dtypes. If the sum
-    # of squares overflows, without a warning, the elements are tested themselves.
+    # The fast test is one call of the BLAS, which supports only float32, float64 and
+    # their complex dtypes. If the sum of squares overflows, which gives no warning,
+    # each element is tested.
     if flat.dtype.char in "fdFD" and math.isfinite(np.vdot(flat, flat).real):
         return True
     return bool(np.isfinite(flat).all())
@@ -148,7 +150,7 @@ def _describe(
 
 
 def _parts(own: Any, element: tuple[int, ...]) -> Array:
-    """Return this replica's element, or one for each row of an IndexedSlices."""
+    """Return this replica's gradient at an element; for IndexedSlices, an array."""
     if not isinstance(own, IndexedSlices):
         return to_host(own[element])
     rows = own.values[own.indices == element[0]]

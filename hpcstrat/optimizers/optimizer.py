@@ -367,16 +367,16 @@ class Optimizer(AnnouncesInitErrors, ABC):
             return updated
 
         def act(given: list[Pairs]) -> list[bool]:
-            # Made as a collective call, so that an error on one rank is raised on all
-            # ranks.
+            # The update runs as a collective call, so that an error on one rank is
+            # raised on all ranks.
             made = strategy.collectives.call("apply_gradients", update, given)
             return [made] * len(given)
 
         updated: bool = strategy.meetings.meet(label, act, present)
         return updated
 
-    # Not decorated as collective, because the program has combined the gradients
-    # before.
+    # `apply_combined` is not decorated as collective, because the program has already
+    # combined the gradients.
     def apply_combined(
         self, grads_and_vars: Iterable[tuple[Any, Variable]], rate: float | None = None
     ) -> bool:
@@ -645,8 +645,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
     def checkpoint_reset(self, names: Sequence[str]) -> None:
         """Reset state to its initial values.
 
-        Used to restore a checkpoint that does not contain these ``names``, because it
-        was saved before their state was made. For the library's own modules.
+        A restore calls this method if the checkpoint does not contain ``names``,
+        because the checkpoint was saved before their state was made. For the library's
+        own modules.
         """
         variables = self.checkpoint_variables()
         for name in names:

@@ -146,7 +146,8 @@ class Routine:
         for step in self.steps:
             step.rate, step.number = rate, number
         backend.update(optimizer, reduced, self)
-        # Written last, so that after an error in a rule the count is unchanged.
+        # The step count is written last, so that it is unchanged after an error in a
+        # rule.
         optimizer.iterations.component[...] = number
         return True
 
@@ -207,8 +208,8 @@ class Routine:
         """Return whether a step has this plan's variables, dtypes and shapes."""
         if strategy is not self._strategy or len(pairs) != len(self._expected):
             return False
-        # Performance matters here, in every step. Other gradients are checked by
-        # `checked`.
+        # This comparison runs in every step, so it must be fast. Other gradients are
+        # checked by `checked`.
         for (gradient, given), (variable, kind, dtype, shape, gpu) in zip(
             pairs, self._expected, strict=True
         ):

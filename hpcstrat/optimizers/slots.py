@@ -163,8 +163,8 @@ class Slots:
             )
         del self._waiting[found]
         same = saved.dtype == array.dtype and saved.distribute_strategy is strategy
-        # Waiting state has a component on each replica. If the final class is another
-        # one, its value is copied.
+        # Waiting state has a component on each replica. If the state must have another
+        # class, its value is copied.
         stays = each_has or type(saved) is _class_of_state(strategy)
         if same and stays and not is_device(array):
             return saved
@@ -221,7 +221,8 @@ class Slots:
             if owned.variable() is not None:
                 kinds = owned.kinds.items()
                 found += [(f"{kind}/{owned.name}", slot) for kind, slot in kinds]
-        # Sorted, so that the error about a duplicate name is the same on every replica.
+        # Names are sorted, so that the error about a duplicate name is the same on
+        # every replica.
         found.sort(key=lambda item: item[0])
         names = file_names([name for name, _ in found])
         return dict(zip(names, [slot for _, slot in found], strict=True))

@@ -39,8 +39,7 @@ class StrategyRequest:
     settings: Any = None
     devices: Sequence[str] | None = None
     logical_replicas: Any = None
-    # Arguments that only this kind of strategy has. Its constructor has already checked
-    # them.
+    # Arguments that only this kind of strategy has, already checked by its constructor.
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -344,8 +343,8 @@ def connect(
                 request.check()
             except Exception as error:
                 problem = error
-        # Done before MPI starts, because MPI looks for a GPU only during its start; see
-        # `gpu.binding.foresee`.
+        # `prepare_mpi` is called before MPI starts, because MPI looks for a GPU only
+        # during its start; see `gpu.binding.foresee`.
         if problem is None:
             prepare_mpi(given, request.devices)
         world = start_mpi(threads=bool(request.progress_thread)).COMM_WORLD

@@ -45,7 +45,7 @@ def gpu_numbers(names: Sequence[str]) -> list[int] | None:
 
 
 def use_gpu(number: int) -> None:
-    """Make one of the GPUs that this process sees its current GPU.
+    """Make one of the GPUs that this process sees the process's current GPU.
 
     Raises ValueError if ``number`` is too large, TopologyError without CuPy or a GPU.
     """

@@ -118,8 +118,8 @@ def _distributed(method: Any) -> Any:
 
 def _refused_in_run(method: Any) -> Any:
     """Refuse optimizer steps in replica functions if gradients are not combined."""
-    # Optimizers whose ``apply`` is running. Some optimizers call an inner one; only the
-    # outermost is checked, because the program calls only it.
+    # Optimizers whose ``apply`` is running. Some optimizers call an inner optimizer;
+    # only the outermost optimizer is checked, because the program calls only that one.
     inside: list[Any] = []
 
     @functools.wraps(method)

@@ -45,7 +45,7 @@ class UpdateBackend(Protocol):
 
         Collective over the strategy's replicas. ``gradients`` has a list for each
         replica of this process; the lists are not modified. Results are written to
-        ``out`` if it is given. The next call may overwrite them.
+        ``out`` if it is given. The next call may overwrite the results.
         """
 
     def all_finite(self, finite: bool) -> bool:

@@ -64,8 +64,8 @@ class DistributedVariable(Variable, DistributedValues):
                 np.copyto(own, collectives.broadcast(own, 0, what))
             return own
 
-        # Made as a collective call, so that Ctrl-C in a callable initial value ends the
-        # call on all replicas.
+        # The value is made in a collective call, so that Ctrl-C in a callable initial
+        # value ends the call on all replicas.
         component: Array = collectives.call(what, shared)
         return component
 
@@ -393,8 +393,8 @@ def class_for_state(*, on_read: bool = True) -> type[Variable]:
     """Return the variable class for the library's own state, such as counters.
 
     Under every strategy that distributes variables, each replica has its own component
-    of such state: it is never in central storage or on parameter servers. Under other
-    strategies the class is the plain Variable.
+    of this state: the state is never in central storage or on parameter servers. Under
+    other strategies the class is the plain Variable.
     """
     entry = current()
     if entry is None or not entry.strategy.distributes:
@@ -408,9 +408,9 @@ def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[A
     Collective over the strategy's replicas if a variable is a SyncOnRead variable. All
     variables belong to one strategy, and their order is the same on every replica. For
     plain and mirrored variables the value is this replica's component, read-only,
-    without a copy. For SyncOnRead variables it is the combined value, or with
-    aggregation ``NONE`` all components, of shape (num_replicas, ...). With
-    ``own_rows``, the value for aggregation ``NONE`` is this replica's component
+    without a copy. For SyncOnRead variables it is the combination of all components, or
+    with aggregation ``NONE`` the array of all components, of shape (num_replicas, ...).
+    With ``own_rows``, the value for aggregation ``NONE`` is this replica's component
     instead, without a copy; but with logical replicas, the value of every SyncOnRead
     variable is the array of all components.
     """

@@ -57,8 +57,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     `MirroredVariable` (synchronization ``AUTO`` or ``ON_WRITE``) or a
     `SyncOnReadVariable` (``ON_READ``). All components start with replica 0's initial
     value, so the constructor is collective over the strategy's replicas. In the scope
-    of a `CentralStorageStrategy` it makes a `CentralVariable`, and outside of such
-    scopes a plain variable.
+    of a `CentralStorageStrategy` the constructor makes a `CentralVariable`, and outside
+    of such scopes a plain variable.
 
     Parameters
     ----------
@@ -525,7 +525,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._apply(method, self._converted(method, value), read_value)
 
     def _apply(self, method: str, array: Array, read_value: bool) -> Any:
-        # Updated in place, so that views which `value` has returned show the new value.
+        # The component is updated in place, so that views which `value` has returned
+        # show the new value.
         apply_into(self._component, method, array)
         return self._component.copy() if read_value else None
 
