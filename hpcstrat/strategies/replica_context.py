@@ -222,8 +222,8 @@ class ReplicaContext:
 
         Several reductions may be pending; they end in the order of their starts.
         Meanwhile messages between workers travel if the network hardware moves them
-        without the CPU. Ranks of one worker move data only during calls of the
-        strategy, or of ``test``.
+        without the CPU. Every call of the strategy, and every ``test``, continues the
+        reduction; ranks of one worker exchange data during those calls.
 
         Parameters
         ----------
