@@ -1,1 +1,1 @@
-"""Protection of a job against hanging, and against being silently wrong."""
+"""Protection of a job against hangs and against silently wrong results."""

@@ -1,14 +1,16 @@
-"""No way of leaving on one rank leaves the others waiting.
+"""Protection of the other ranks from a deadlock when one rank's process ends.
 
-An uncaught exception ends the job (`hpcstrat.safety.uncaught`). A rank that ends in any
-other way, by a plain return or ``sys.exit``, announces that on every open channel
-before ``MPI_Finalize``, and waits there for the others: a rank that makes a call
-instead raises a CollectiveError that names who has left.
+An uncaught exception ends the job (`hpcstrat.safety.uncaught`). A rank that ends
+normally or by ``sys.exit`` announces its end on every open channel before
+``MPI_Finalize``, and waits until the other ranks announce their ends, too. If another
+rank makes a collective call instead, that rank raises a CollectiveError that names the
+ranks that have ended.
 
-Before that its GPU finishes its work, since kernels of the others may wait for its own.
-When all have left, they free NCCL together: Python would otherwise destroy its
-communicators one by one as it ends, where a rank that comes first waits for the others
-for ever (github.com/vllm-project/vllm/pull/39846).
+Before the announcement, the rank waits for its GPU, because kernels on the other GPUs
+may wait for kernels of this rank. When all ranks have announced their ends, they free
+the communicators of NCCL together. Without this, Python would destroy these
+communicators one by one at its end, and the first rank to do so would deadlock
+(github.com/vllm-project/vllm/pull/39846).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from hpcstrat.safety.watchdog import watchdog
 __all__ = ["install", "register", "unregister"]
 
 _LONGEST_NAP_SECONDS = 0.01
-# Time that a rank gives others to print first.
+# Delay of this rank's output, so that other ranks print their errors first.
 _SECONDARY_SECONDS = 0.5
 _CLOCKS_SECONDS = 5.0
 
@@ -39,27 +41,29 @@ _channels: list[Channel] = []
 
 
 class _Leaving:
-    """The process that announces its end, and whether it has done so."""
+    """The process that must announce its end, and whether it has announced it."""
 
     process = 0
     left = False
 
 
 def register(channel: Channel) -> None:
-    """Watch a channel until the process ends."""
+    """Announce the end of this process on a channel, until `unregister`."""
     _channels.append(channel)
     install()
 
 
 def install() -> None:
-    """Let an uncaught exception of this process end the job, from now on."""
+    """Handle normal ends and uncaught exceptions of this process from now on."""
     uncaught.install()
     if not _Leaving.process:
         _Leaving.process = os.getpid()
         uncaught.at_abort(job_timeline.flush)
-        # Registered after MPI's own end, and therefore run before it.
+        # Python runs exit functions in reverse order: this function runs before MPI's
+        # own, which was registered earlier.
         atexit.register(_leave)
-        # A program may call MPI.Finalize itself: it first runs this (MPI-4.1 11.2.4).
+        # A program may call MPI.Finalize itself. MPI.Finalize first deletes the
+        # attributes of COMM_SELF, which runs ``_leave`` (MPI-4.1 11.2.4).
         mpi = start_mpi()
         mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=_leave), 0)
 
@@ -71,14 +75,15 @@ def unregister(channel: Channel) -> None:
 
 
 def _leave(*_: Any) -> None:
-    """Announce the end of this rank, and wait for the others."""
+    """Announce the end of this rank, and wait until all other ranks end."""
     mpi = running_mpi()
     if mpi is None or _Leaving.left or os.getpid() != _Leaving.process:
         return
     _Leaving.left = True
     board = own_registry()
     if board is not None:
-        # Ranks that are making a strategy learn of this rank's end only here.
+        # Ranks that are creating a strategy have no channel with this rank: the page in
+        # shared memory is their only notice of its end.
         board.show(stage=LEFT)
     waiting = []
     for channel in _channels:
@@ -101,7 +106,7 @@ def _leave(*_: Any) -> None:
 
 
 def _finish_on_gpu(channel: Channel) -> None:
-    """Wait until the GPU has done the work of started calls, and of all before."""
+    """Wait until the GPU has finished all collective calls that were started."""
     with contextlib.suppress(Exception):
         channel.pending.drain()
     if channel.device_group is None:
@@ -119,7 +124,7 @@ def _finish_on_gpu(channel: Channel) -> None:
 
 
 def _sum_up() -> None:
-    """Say who was late, and end the timeline, where all ranks have left together."""
+    """Report late ranks, free NCCL and end the timeline, after all ranks left."""
     left = [c for c in _channels if not c.failures.broken and not c.closed]
     for channel in left:
         lateness.conclude(channel.arrivals)
@@ -133,26 +138,28 @@ def _sum_up() -> None:
 
 
 def _still_waiting(channels: list[Channel]) -> list[Channel]:
-    """Return the channels on which ranks are missing; log calls of ranks that go on."""
+    """Return the channels on which ranks have not left; warn of calls on others."""
     missing = []
     for channel in channels:
         try:
             outcome = channel.poll_leave()
         except Exception as error:
-            # Under a launcher that lets the others live, this is how a death shows.
+            # If the launcher does not end the job at the death of a rank, the death
+            # appears here as an error.
             _end_job(str(error))
             raise
         if outcome is None:
             missing.append(channel)
         elif outcome:
-            # The others say so, too, and end the job; let them print first.
+            # The other ranks print this error, too, and end the job; let them print
+            # first.
             time.sleep(_SECONDARY_SECONDS)
             get_logger().warning("%s: %s", place(), outcome)
     return missing
 
 
 def _give_up(channel: Channel) -> None:
-    """End the job where this rank has left a call half-made."""
+    """End the job, because this rank has failed in the middle of a call."""
     broken = channel.failures.broken
     if "left the program" not in broken:
         _end_job(f"its strategy is broken, because {broken}")
@@ -161,13 +168,13 @@ def _give_up(channel: Channel) -> None:
 def _check_alive(waiting: list[Channel]) -> None:
     for channel in waiting:
         dead = channel.steps.dead()
-        # A rank that has answered every channel may be gone already.
+        # A rank that has announced its end on every channel may have ended already.
         if set(dead).intersection(channel.headers.missing()):
             _end_with(dead)
 
 
 def _end_with(dead: list[int]) -> None:
-    """End the job where ranks have died for which this one waits."""
+    """End the job if a list of dead ranks, for which this rank waits, is not empty."""
     if dead:
         _end_job(f"the processes of ranks {dead} have died; look for their last output")
 

@@ -1,4 +1,4 @@
-"""Reports late ranks in words: at the end of the program, and on a signal."""
+"""Reports about late ranks, at the end of the program and on a signal."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["conclude", "forget", "watch"]
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_SECONDS = 10.0
-# Time in which the other ranks of a worker show their newest numbers.
+# Time within which the other ranks of a worker publish their newest statistics.
 _ANSWER_SECONDS = 0.3
 
-# Statistics of open strategies, each with the name in its final summary.
+# Arrival statistics of open channels, each with its ``summary`` setting.
 _watched: dict[Arrivals, str] = {}
 
 
 def watch(arrivals: Arrivals, settings: Settings) -> None:
-    """Add a channel's arrivals to those that are reported."""
+    """Include a channel's arrival statistics in reports, until `forget`."""
     _watched[arrivals] = settings.summary or "off"
     if settings.summary_signal not in (None, "none"):
         _listen(getattr(signal, f"SIG{str(settings.summary_signal).upper()}"))
 
 
 def forget(arrivals: Arrivals) -> None:
-    """Take a channel's arrivals out again; a second call does nothing."""
+    """Exclude a channel's statistics from reports; a second call has no effect."""
     _watched.pop(arrivals, None)
 
 
@@ -49,7 +49,8 @@ def conclude(arrivals: Arrivals) -> None:
     costs = report.share > _NOTABLE_SHARE and report.waited_seconds > _NOTABLE_SECONDS
     logger = get_logger("arrivals")
     if mode == "on":
-        # A warning, as lower levels are hidden unless the program asks for them.
+        # Log a warning, because lower levels are hidden unless the program enables
+        # them.
         logger.warning("%s", report)
     elif costs:
         logger.warning("%s", report.sentence())
@@ -58,13 +59,13 @@ def conclude(arrivals: Arrivals) -> None:
 
 
 class _Listening:
-    """The process that serves the signal."""
+    """The process that handles the signal."""
 
     process = 0
 
 
 def _listen(number: int) -> None:
-    """Serve a signal, unless the program does: by default it would end the process."""
+    """Install the handler of a signal, unless the program has its own handler."""
     if threading.current_thread() is not threading.main_thread():
         return
     _Listening.process = os.getpid()
@@ -73,24 +74,26 @@ def _listen(number: int) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    """Show this rank's numbers; the first of a worker prints them a moment later."""
+    """Publish this rank's statistics; the worker's first rank prints them later."""
     del number, frame
     if os.getpid() != _Listening.process:
-        # A forked child, to which these numbers and their memory do not belong.
+        # This is a forked child: the statistics and their memory belong to the parent.
         return
     for arrivals in list(_watched):
         arrivals.publish()
     if any(arrivals.leads for arrivals in _watched):
-        # The module threading takes locks, which the interrupted code may hold.
+        # Avoid the module threading: it acquires locks that the interrupted code may
+        # hold, which would deadlock.
         _thread.start_new_thread(_print, (os.getpid(),))
 
 
 def _print(process: Any) -> None:
-    """Print the numbers of this worker's ranks; makes no MPI call."""
+    """Print the statistics of this worker's ranks, without a call of MPI."""
     time.sleep(_ANSWER_SECONDS)
     for arrivals in list(_watched):
         report = arrivals.of_worker()
         if arrivals.leads and len(report) and os.getpid() == process:
             title = f"hpcstrat: worker {arrivals.topology.worker_id}"
-            # Not through sys.stderr: this thread could hold its lock as Python ends.
+            # Avoid sys.stderr: if Python ends while this thread holds the lock of
+            # sys.stderr, Python fails.
             os.write(2, f"{title}: {report}\n".encode())

@@ -1,10 +1,11 @@
-"""Finds the ranks of a job on this host, and their state, without MPI.
+"""A file in shared memory with the state of each rank of a host, without MPI.
 
-From ``import hpcstrat`` on, each process that a launcher started has a page in a file
-of ``/dev/shm`` that belongs to its job: before the first collective call of MPI, so
-that the watchdog can say who is missing in it. A process holds a lock on its page as
-long as it lives, whatever ends it. The rank that comes last unlinks the file; where
-some never come, the next job does that finds no lock on it.
+At ``import hpcstrat``, each process that a launcher started writes its state to its own
+page of a file in ``/dev/shm`` that belongs to the job. Pages exist before the first
+collective call of MPI, so that the watchdog can name the ranks that are missing in that
+call. A process holds a lock on its page; the kernel releases the lock at any kind of
+end of the process. The last rank that opens the file unlinks it. If some ranks never
+open the file, a later job unlinks it when no process holds a lock on it.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ _NAME = "hpcstrat-start-"
 _PAGE_BYTES = 4096
 _MOST_TEXT = 400
 _CHECK = struct.Struct("=IH")
-# struct flock of Linux with 64 bits.
+# Layout of ``struct flock`` on 64-bit Linux.
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
-# Processes that start a job's ranks on a host, one for each job, by the names that the
-# kernel shows, which are cut.
+# Names of the launchers' processes that start a job's ranks on a host. The kernel
+# truncates these names.
 _DAEMONS = (
     "hydra_pmi_proxy",
     "pmi_proxy",
@@ -77,7 +78,7 @@ _NAP_SECONDS = 0.001
 
 
 class LaunchRegistry:
-    """The pages of a job's ranks on this host."""
+    """The file with the pages of a job's ranks on this host."""
 
     def __init__(self, launch: Launch, path: str) -> None:
         self.launch = launch
@@ -89,20 +90,21 @@ class LaunchRegistry:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process, and not a child of it, has a page."""
+        """Whether this process has a page; false in a forked child of that process."""
         return self._handle >= 0 and self.process == os.getpid()
 
     def open(self) -> bool:
-        """Take this rank's page; False where that fails, or another process has it.
+        """Lock this rank's page, and return whether that succeeded.
 
-        In a child of the rank's process, the parent has it.
+        Returns False if another process has the page, such as the parent of this
+        process.
         """
         for _ in range(_ATTEMPTS):
             handle = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
-            # Closing any descriptor of a file drops the process's locks on it, see
-            # fcntl(2).
+            # Closing any descriptor of a file releases all locks of this process on the
+            # file, see fcntl(2). Keep the handle open once the page is locked.
             with _gate(handle):
                 status = os.fstat(handle)
                 usable = status.st_nlink > 0 and status.st_uid == os.getuid()
@@ -111,7 +113,7 @@ class LaunchRegistry:
             os.close(handle)
             if usable:
                 break
-            # The file's last user has just removed it: try again with a new file.
+            # Another process has just unlinked the file: try again with a new file.
         return False
 
     def _take(self, handle: int) -> bool:
@@ -128,12 +130,12 @@ class LaunchRegistry:
         self._handle = handle
         present = sum(self.read(rank) is not None for rank in self.present())
         if present == self.num_local:
-            # All ranks of the host have opened the file, so its name can go.
+            # All ranks of the host have opened the file: it no longer needs a name.
             os.unlink(self._path)
         return True
 
     def show(self, **changes: Any) -> None:
-        """Write what this rank does into its page."""
+        """Write changed fields of this rank's state to its page."""
         if "stage" in changes:
             changes["since"] = time.monotonic()
         for name, value in changes.items():
@@ -142,7 +144,7 @@ class LaunchRegistry:
             self._write(self._handle)
 
     def _write(self, handle: int) -> None:
-        # One write, with a checksum, because readers take no lock.
+        # Write the page by one call, with a checksum, because readers hold no lock.
         data = _encoded(self.page)
         if len(data) > _PAGE_BYTES - _CHECK.size:
             data = _encoded({**self.page, "text": "", "reason": ""})
@@ -153,7 +155,7 @@ class LaunchRegistry:
     def read(self, rank: int) -> dict[str, Any] | None:
         """Return a rank's page, and whether its process has ``"ended"``.
 
-        None for ranks that have not come, or are on another host.
+        Returns None for ranks that have not started, or are on another host.
         """
         if not self.is_open:
             return None
@@ -174,19 +176,19 @@ class LaunchRegistry:
         return None
 
     def present(self) -> Iterator[int]:
-        """Yield the ranks that may have a page, in order, without reading all pages."""
+        """Yield the ranks that may have a page, in order, by a search for file data."""
         place = _PAGE_BYTES
         while self.is_open:
             try:
                 place = os.lseek(self._handle, place, os.SEEK_DATA)
             except OSError:
-                # The end of the file.
+                # No data follows: the end of the file.
                 return
             yield place // _PAGE_BYTES - 1
             place += _PAGE_BYTES - place % _PAGE_BYTES
 
     def claims(self, text: str) -> bool:
-        """Claim a report; return whether no other rank of this host has claimed it."""
+        """Return whether this rank is the host's first to claim a report's text."""
         if not self.is_open:
             return True
         mark = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
@@ -198,13 +200,13 @@ class LaunchRegistry:
 
     @staticmethod
     def _place(rank: int) -> int:
-        # The first page is the gate's.
+        # The first page is for the lock of ``_gate`` and the claim of `claims`.
         return (1 + rank) * _PAGE_BYTES
 
     def close(self) -> None:
-        """Let go of the page, which stays for the others to see how it ended.
+        """Release the page; other ranks can still read the last state in it.
 
-        Where the number of ranks is unknown, the last one removes the file.
+        If the number of ranks is unknown, the last rank that closes unlinks the file.
         """
         if not self.is_open:
             return
@@ -217,15 +219,15 @@ class LaunchRegistry:
 
 
 class _OwnRegistry:
-    """The registry of this process."""
+    """The registry of this process, once it is open."""
 
     registry: LaunchRegistry | None = None
 
 
 def own_registry() -> LaunchRegistry | None:
-    """Return this job's registry; None without a launcher, and in a child of a rank.
+    """Return this job's registry; None without a launcher, or in a rank's child.
 
-    The first call takes this process's page.
+    The first call locks this process's page.
     """
     own = _OwnRegistry.registry
     if own is None:
@@ -260,14 +262,14 @@ def _leave(own: LaunchRegistry) -> None:
 
 @contextlib.contextmanager
 def _gate(handle: int) -> Iterator[None]:
-    """Lock the first page, so that no other process looks at the whole file."""
+    """Lock the first page, so that only one process opens or removes the file."""
     deadline = time.monotonic() + _GATE_SECONDS
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, _PAGE_BYTES, 0)
             break
         except OSError:
-            # A process that is stopped while it holds the lock must not stop others.
+            # Limit the wait: a process may be stopped while it holds the lock.
             if time.monotonic() > deadline:
                 raise
             time.sleep(_NAP_SECONDS)
@@ -278,21 +280,22 @@ def _gate(handle: int) -> Iterator[None]:
 
 
 def _is_locked(handle: int, start: int, length: int) -> bool:
-    """Return whether another process has a lock there; a length of 0 is to the end."""
+    """Return whether another process has locked this range; length 0 means the rest."""
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     answer = fcntl.fcntl(handle, fcntl.F_GETLK, asked)
     return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _sweep(own: str) -> None:
-    """Remove files of this user's jobs that have ended."""
+    """Remove the files of this user's other jobs that have ended."""
     prefix = f"{_NAME}{os.getuid()}-"
     for entry in list(os.scandir(_FOLDER)):
         if not entry.name.startswith(prefix) or entry.path == own:
             continue
         with contextlib.suppress(OSError):
             if entry.stat().st_mtime > time.time() - _OLD_SECONDS:
-                # The job's first ranks may have ended before others start.
+                # Keep a recent file: the first ranks of its job may have ended before
+                # the other ranks start.
                 continue
             handle = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -304,9 +307,9 @@ def _sweep(own: str) -> None:
 
 
 def _job_name(env: Mapping[str, str]) -> str:
-    """Return a key that only the ranks of this job share; empty if unknown."""
-    # A requeued job has the same name, and process numbers are used again. Number and
-    # start time of the launcher's process together are unique.
+    """Return a key that is unique to this job on this host, or an empty text."""
+    # A requeued job has the same name as before, and process numbers are reused. Number
+    # and start time of the launcher's process together are unique.
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = [env.get(name, "") for name in ("PMIX_NAMESPACE", *slurm)]
     key = [*names, _daemon()[0]]
@@ -316,10 +319,12 @@ def _job_name(env: Mapping[str, str]) -> str:
 
 
 def _daemon() -> tuple[str, bool]:
-    """Return the process that started the ranks of this host, if it can be seen.
+    """Identify the launcher's process that started the ranks of this host.
 
-    Also return whether it is the parent of this process: then the end of this process
-    is the end of its rank, and not of a step of a script, or of a child.
+    Returns an empty text if there is no known launcher among the parents of this
+    process. Also returns whether the launcher is the direct parent. In that case the
+    end of this process is the end of its rank; if not, only one step of the rank's
+    script may have ended.
     """
     parent = pid = os.getppid()
     for _ in range(_ANCESTORS):

@@ -1,7 +1,7 @@
-"""An uncaught exception on one rank ends the job, from ``import hpcstrat`` on.
+"""An exception hook that ends the job at an uncaught exception of one rank.
 
-Where several ranks raise the same error, or one that another rank has caused, one shows
-its traceback, the others a line each.
+If several ranks raise the same error, or errors that another rank has caused, one rank
+prints its traceback, and each other rank prints one line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpcstrat.safety.presence import FAILED, own_registry
 
 __all__ = ["abort", "at_abort", "install", "running_mpi"]
 
-# Times that a rank gives others to print first.
+# Delays of this rank's output, so that other ranks print first.
 _STAGGER_SECONDS = 0.03
 _SECONDARY_SECONDS = 0.5
 _FORWARD_SECONDS = 0.1
@@ -37,18 +37,19 @@ _before_abort: list[Callable[[], None]] = []
 
 
 class _Hooks:
-    """The hooks that were set before ours, which still run."""
+    """The exception hooks that were set before ours, which our hook still calls."""
 
     process = 0
     before: list[Any] = []  # noqa: RUF012 - one for the process
-    # How many hooks call each other now: a program's may call ours, which it replaced.
+    # Depth of nested hooks: a hook of the program may call our hook, which it replaced.
     depth = 0
 
 
 def install() -> None:
     """Let an uncaught exception of this process end the job, once MPI runs.
 
-    It runs before a hook that the program has set since the last call.
+    If the program has set its own hook since the last call, our hook runs before the
+    program's hook.
     """
     if sys.excepthook is not _end_job:
         _Hooks.process = os.getpid()
@@ -57,13 +58,13 @@ def install() -> None:
 
 
 def at_abort(function: Callable[[], None]) -> None:
-    """Call a function, which must not raise, before this process ends the job."""
+    """Call ``function``, which must not raise, before this process ends the job."""
     if function not in _before_abort:
         _before_abort.append(function)
 
 
 def running_mpi() -> Any:
-    """Return ``mpi4py.MPI`` where MPI runs, else None; never loads it."""
+    """Return ``mpi4py.MPI`` if MPI runs, or None, without importing mpi4py."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
@@ -73,7 +74,7 @@ def running_mpi() -> Any:
 def _show(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Show an error by the hook that was set before ours."""
+    """Print an error by the hook that was set before ours."""
     _Hooks.depth += 1
     try:
         earlier = len(_Hooks.before) - _Hooks.depth
@@ -86,7 +87,7 @@ def _show(
 def _end_job(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the error as before, then end all ranks."""
+    """Print the error by the previous hook, then end all ranks of the job."""
     mpi = running_mpi()
     ours = os.getpid() == _Hooks.process
     if _Hooks.depth or mpi is None or not ours or mpi.COMM_WORLD.size == 1:
@@ -96,9 +97,9 @@ def _end_job(
         _show(kind, error, trace)
         return
     _note(kind, error, mpi=True)
-    # The same error often ends all ranks: the first rank prints it and ends the job
-    # before the others mix in their lines. Errors that another rank caused are printed
-    # last.
+    # All ranks often raise the same error. Delay the higher ranks, so that the first
+    # rank prints the error and ends the job before other output mixes with it. Errors
+    # that another rank caused are printed last.
     time.sleep(min(mpi.COMM_WORLD.rank * _STAGGER_SECONDS, _SECONDARY_SECONDS))
     caused = isinstance(error, ReplicaError) and error.__cause__ is None
     if caused:
@@ -128,7 +129,7 @@ def _end_job(
 
 def _is_first(kind: type[BaseException], error: BaseException) -> bool:
     board = own_registry()
-    # The expected value is the same on all ranks; the found ones may differ.
+    # Compare the text up to "found", because the found values may differ between ranks.
     words = _words(error).partition(", found ")[0]
     return board is None or board.claims(f"{kind.__qualname__}: {words}")
 
@@ -137,13 +138,13 @@ def _words(error: BaseException) -> str:
     try:
         text = " ".join(str(error).split())
     except Exception:
-        # The class may be a program's own and faulty.
+        # The exception class may be defined in the program, with a faulty ``__str__``.
         return ""
     return text if len(text) < _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
 
 
 def _site(trace: TracebackType | None) -> str:
-    """Return the last place in the program that an error has passed."""
+    """Return the innermost line of the program in a traceback."""
     site = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -154,7 +155,7 @@ def _site(trace: TracebackType | None) -> str:
 
 
 def _note(kind: type[BaseException], error: BaseException, **more: Any) -> None:
-    """Tell the ranks of this host, which may wait in MPI, why this one ends."""
+    """Publish why this rank ends, for ranks of this host that may wait in MPI."""
     board = own_registry()
     if board is not None:
         reason = f"{kind.__name__}: {_words(error)}"
@@ -166,21 +167,23 @@ def abort(message: str, code: int) -> None:
     for function in _before_abort:
         function()
     sys.stdout.flush()
-    # torch.distributed collects the output here, and would show it afterwards.
+    # The hook of torch.distributed replaces sys.stderr by a buffer, and would print it
+    # after our message: print the buffer's content first.
     collected = getattr(sys.stderr, "getvalue", str)()
     os.write(2, f"{collected}{message}\n".encode(errors="replace"))
     sys.stderr.flush()
-    # The launcher must have passed on the lines before it ends all ranks.
+    # Give the launcher time to forward these lines before it ends all ranks.
     time.sleep(_FORWARD_SECONDS)
     if threading.current_thread() is threading.main_thread():
-        # A launcher that lets others live may not answer a second rank's call.
+        # Under a launcher that does not end the job, a second rank's MPI_Abort may
+        # hang: end this process after some seconds.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_ABORT_SECONDS)
     mpi = running_mpi()
     if mpi is not None:
         _abort_quietly(mpi, code)
         mpi.COMM_WORLD.Abort(code)
-    # MPICH's MPI_Abort returns.
+    # The MPI_Abort of MPICH may return.
     os._exit(code)
 
 
@@ -193,5 +196,5 @@ def _abort_quietly(mpi: Any, code: int) -> None:
     except (AttributeError, OSError):
         return
     if end(ctypes.c_int(code), b"", None, ctypes.c_size_t(0)) == 0:
-        # Gives the launcher time to end this process.
+        # Give the launcher time to end this process.
         time.sleep(_ENDING_SECONDS)

@@ -1,1 +1,1 @@
-"""Comparison of copies that must be equal on all replicas."""
+"""Checks that copies of a variable are equal on all replicas."""

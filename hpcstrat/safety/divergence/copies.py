@@ -1,15 +1,17 @@
-"""A watch over mirrored variables, whose copies must stay equal on all replicas.
+"""Periodic checks that mirrored variables have equal copies on all replicas.
 
-At each entry into ``run``, where all copies are equal if the program is right, a slice
-of about a thousandth of their bytes is hashed, going round. The hash goes into the
-header of the following collective calls, whose headers the ranks compare anyway; so the
-check takes no message. Each hash starts from the one before: several entries into
-``run`` without a call between them are compared by the next call. Hashes of variables
-on a GPU come some entries later, see `hpcstrat.safety.divergence.gpu_copies`.
+Each call of ``run`` begins with the hash of a slice, about a thousandth of the bytes of
+all mirrored variables; successive calls hash successive slices. In a correct program
+the copies are equal at that point. The hash becomes part of the header of the following
+collective calls. The ranks compare these headers anyway, so that the check needs no
+extra message. Each hash is seeded with the previous hash, so that one collective call
+also checks all earlier calls of ``run``. Slices of variables on a GPU are hashed a few
+calls of ``run`` later, see `hpcstrat.safety.divergence.gpu_copies`.
 
-Different hashes only raise a suspicion: garbage collection may free a variable on one
-rank before it does so on another. The ranks, which are in the same call then, compare
-all copies before they raise anything, and go on with the call if these are equal.
+Different hashes do not prove that copies differ: garbage collection may free a variable
+earlier on one rank than on another. All ranks are in the same call when they see
+different hashes. They then compare all copies, and continue the call if the copies are
+equal.
 """
 
 from __future__ import annotations
@@ -43,19 +45,20 @@ _MOST_BYTES = 1 << 20
 _LEAST_BYTES = 16 << 10
 # The fixed cost of hashing a piece, in bytes that could be read in that time.
 _PIECE_BYTES = 4 << 10
-# A search for NaN costs far more than a hash, and NaN spreads: search every 32nd turn.
+# A search for NaN costs far more than a hash. NaN spreads to other elements, so that a
+# search in every 32nd turn is enough.
 _LOOKS_EVERY = 32
 
 _COMPARISON = describe_call("comparison of mirrored variables")
 
 _Key = tuple[int, str, tuple[int, ...], str]
-# One turn's work: pieces to hash, and floats to search for NaN.
+# Work of one call of ``run``: pieces to hash, and floats to search for NaN.
 _Slice = tuple[list[memoryview], list[tuple["_Variable", int, int]]]
 _Variable = weakref.ref[MirroredVariable]
 
 
 class MirroredCopies:
-    """The mirrored variables made by strategies over the same replicas."""
+    """The mirrored variables of all strategies that share one channel."""
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
         self._channel = channel
@@ -65,7 +68,7 @@ class MirroredCopies:
         self._interval = (settings.divergence_interval or 0) if full else 0
         self._variables: dict[int, _Variable] = {}
         self._number = 0
-        # Counts changes of the variables, which make new slices necessary.
+        # Counts added and removed variables; each change requires new slices.
         self._changes = 0
         self._planned = 0
         self._slices: list[_Slice] = []
@@ -75,14 +78,14 @@ class MirroredCopies:
 
     @property
     def num_slices(self) -> int:
-        """Number of entries into ``run`` in which all bytes are hashed."""
+        """Number of calls of ``run`` after which all bytes have been hashed."""
         if self._planned != self._changes:
             self._plan()
         lagging = self._on_device
         return max(len(self._slices), lagging.num_slices if lagging else 0)
 
     def add(self, variable: MirroredVariable) -> None:
-        """Watch over a variable until it is freed; collective over the replicas."""
+        """Check a variable until it is freed; collective over the replicas."""
         number = self._number = self._number + 1
         freed = functools.partial(self._forget, number)
         self._variables[number] = weakref.ref(variable, freed)
@@ -93,7 +96,7 @@ class MirroredCopies:
         self._changes += 1
 
     def leave_out(self, strategy: Replicas) -> None:
-        """Stop watching the variables of a strategy that is being closed.
+        """Stop checking the variables of a strategy that is being closed.
 
         Logically collective over the replicas.
         """
@@ -104,27 +107,28 @@ class MirroredCopies:
             self._on_device.finish()
 
     def _forget(self, number: int, _: Any = None) -> None:
-        """Forget a variable; the garbage collector, too, calls this, at any time."""
+        """Stop checking a variable; the garbage collector may call this at any time."""
         if self._variables.pop(number, None) is not None:
             self._changes += 1
-            # The slices hold its memory.
+            # The slices would keep the variable's memory alive.
             self._slices = []
             if self._on_device is not None:
                 self._on_device.slices = []
 
     def _alive(self) -> Iterator[tuple[int, MirroredVariable]]:
-        # A copy in one step: while items are made one by one, the garbage collector
-        # may run, and free a variable.
+        # Copy the dict in one step: during a loop over the dict itself, the garbage
+        # collector may free a variable and change the dict.
         for number, reference in self._variables.copy().items():
             variable = reference()
             if variable is not None:
                 yield number, variable
 
     def mark(self, run_index: int, mark: int) -> int:
-        """Return the mark that headers of calls after an entry into ``run`` carry.
+        """Return the hash for the headers of calls that follow this call of ``run``.
 
-        Logically collective over the replicas; collective at every
-        ``divergence_interval``-th full comparison with a tolerance.
+        Logically collective over the replicas; collective in every
+        ``divergence_interval``-th call of ``run`` if a full comparison with a tolerance
+        is set.
         """
         if self._planned != self._changes:
             self._plan()
@@ -145,8 +149,9 @@ class MirroredCopies:
     def _rolled(self, run_index: int, mark: int) -> int:
         """Hash the next slice of the variables in host memory."""
         slices = self._slices
-        # As `Position.enter_run` does: marks of different numbers of steps stay
-        # different. An exclusive or with the number of the run would make some equal.
+        # Increment the mark, as `Position.enter_run` does, so that marks after
+        # different numbers of steps differ. An exclusive or with the step number would
+        # make some of these marks equal.
         mark = mark + 1 & (1 << 63) - 1
         if not self._rolls or not slices:
             return mark
@@ -156,21 +161,23 @@ class MirroredCopies:
         return _hashed(mark, slices[index : index + 1])
 
     def difference(self, comm: Any) -> DivergenceError | None:
-        """Compare all copies, after marks that differ; return what all replicas raise.
+        """Compare all copies after marks differed; return an error for all replicas.
 
-        Collective over ``comm``; all replicas are at the same call. None where the
+        Collective over ``comm``; all replicas are in the same call. Returns None if the
         copies are equal.
         """
         if self._on_device is not None:
-            # Ranks that had freed different variables have copied different slices.
+            # Ranks that freed different variables have copied different slices to the
+            # host.
             self._on_device.forget_copies()
         copies, freed = self._common(comm)
         now = self._channel.position.run_index
         last = self._compared_at
         if freed:
-            # If variables are made and freed all the time, comparing all copies must
-            # not take longer than hashing them did. Replica 0 decides, as the garbage
-            # collector may have freed other variables on each.
+            # A program may create and free variables all the time. Limit how often all
+            # copies are compared, so that comparisons take no longer than hashing.
+            # Replica 0 decides, because ranks that freed different variables have
+            # different ``num_slices``.
             recent = last is not None and now - last < self.num_slices
             if comm.bcast(recent):
                 return None
@@ -184,10 +191,10 @@ class MirroredCopies:
         return error
 
     def check(self) -> None:
-        """Compare all copies now.
+        """Compare all copies of all variables now.
 
-        Collective over the replicas. Raises DivergenceError on every replica, about the
-        first variable whose copies differ.
+        Collective over the replicas. If copies differ, raises DivergenceError on every
+        replica, for the first such variable.
         """
         self._channel.agree(_COMPARISON)
         with self._channel.moving(_COMPARISON) as comm:
@@ -197,7 +204,8 @@ class MirroredCopies:
             raise error
 
     def _common(self, comm: Any) -> tuple[list[Copy], bool]:
-        """Return the variables that no rank has freed, and whether any rank has."""
+        """Return the variables alive on all ranks, and whether any rank freed
+        others."""
         alive = {
             (number, v.name, v.shape, v.dtype.str): v for number, v in self._alive()
         }
@@ -219,13 +227,14 @@ class MirroredCopies:
         return copies, freed
 
     def _plan(self) -> None:
-        """Cut the bytes of all variables into slices that take equally long."""
+        """Divide all variables into slices that take equally long to hash."""
         changes = self._changes
         every = [v for _, v in self._alive()]
         alive = [(v, octets(v.component)) for v in every if not is_device(v.component)]
         if self._on_device is not None:
             self._on_device.plan([v for v in every if is_device(v.component)])
-        # Views of arrays that are not contiguous would be copies, which never change.
+        # For a noncontiguous array, ``octets`` would return a copy, which later updates
+        # of the variable do not change.
         assert all(v.component.flags.c_contiguous for v, _ in alive)
         total = sum(rows.size + _PIECE_BYTES for _, rows in alive)
         share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)
@@ -246,7 +255,7 @@ class MirroredCopies:
         self._planned = changes
 
     def _look_for_nan(self, floats: list[tuple[_Variable, int, int]]) -> None:
-        """Warn of the first variable that is NaN or infinite, once in a program."""
+        """Warn, once in a program, about the first variable with NaN or infinities."""
         for reference, start, stop in floats:
             variable = reference()
             if variable is None:
@@ -289,6 +298,6 @@ def _add_piece(
 def _hashed(mark: int, slices: list[_Slice]) -> int:
     for pieces, _ in slices:
         for piece in pieces:
-            # Padding lies between the numbers of pieces that are not contiguous.
+            # A noncontiguous piece has padding between its numbers.
             mark = xxh3_64_intdigest(piece if piece.contiguous else bytes(piece), mark)
     return mark >> 1

@@ -1,4 +1,4 @@
-"""Mirrored variables that have come to differ between replicas."""
+"""Comparison of mirrored variables between replicas, on request."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def check_mirrored(
     variables: Mapping[str, Variable],
     turn: int | None = None,
 ) -> None:
-    """Compare mirrored variables between replicas, all or a part of them.
+    """Compare all mirrored variables, or a part of their bytes, between replicas.
 
-    Collective over the strategy's replicas; names are the same on every one. Raises a
-    DivergenceError on every replica. SyncOnRead variables are passed over; plain ones
-    must be equal, too. With ``turn`` only a part is compared, of 16 MiB, or of an
-    eighth of the bytes divided by the number of replicas: turns 0, 1, 2 and so on cover
-    all bytes.
+    Collective over the strategy's replicas; the names of ``variables`` are the same on
+    every replica. If copies differ, raises DivergenceError on every replica. SyncOnRead
+    and sharded variables are skipped; plain variables must be equal, too. With ``turn``
+    only a part is compared: 16 MiB, or an eighth of this replica's share of all bytes
+    if that is larger. Turns 0, 1, 2 and so on cover all bytes.
     """
     if strategy.num_ranks == 1:
         return
@@ -46,20 +46,21 @@ def check_mirrored(
     with strategy.collectives.moving(what) as comm:
         error = compare(comm, part, tolerance)
         if error is not None and turn is not None:
-            # `compare` names the place, counted from the first element of each array.
+            # `compare` reports an index relative to the array that it receives: compare
+            # whole arrays for the index within the variable.
             error = compare(comm, copies, tolerance)
     if error is not None:
         raise error
 
 
 def _part(copies: Sequence[Copy], total: int, turn: int, nbytes: int) -> Iterator[Copy]:
-    """Yield the arrays that lie in one of the equal parts of all bytes."""
+    """Yield the parts of arrays that lie in one of the equal parts of all bytes."""
     start = turn % max(1, -(-total // nbytes)) * nbytes
     stop = start + nbytes
     for copy in copies:
         length, size = copy.array.nbytes, copy.array.itemsize
         if start < length and stop > 0:
-            # The range is widened to whole elements.
+            # Extend the byte range to whole elements.
             flat = copy.array.reshape(-1)
             yield Copy(copy.name, flat[max(start, 0) // size : -(-stop // size)])
         start -= length

@@ -1,8 +1,8 @@
-"""Checks that values of the program are equal on all replicas.
+"""Checks that values of the program, outside of variables, are equal on all replicas.
 
-It compares arrays of any library, numbers and texts; the variables of a strategy are
-watched by `hpcstrat.safety.divergence.copies`. Equal values cost one agreement and
-16 bytes.
+The values are arrays of any library, numbers and texts; the variables of a strategy are
+checked by `hpcstrat.safety.divergence.copies`. If all values are equal, a check costs
+one exchange of headers and one allreduce of 16 bytes.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _ADVICE = (
     "give all replicas one's value, as strategy.broadcast_object does, or compute it "
     "alike on all, from the same seed"
 )
-# Each process has its functions at other addresses.
+# Matches the address in the text of a function, which differs between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True, slots=True)
 class _ComparedLeaf:
-    """One leaf that is compared: all of it, or a field of structured elements."""
+    """A value to compare: a whole leaf, or one field of structured elements."""
 
     leaf: int
     field: str
-    # Type and shape of an array; type and value of other leaves.
+    # Type and shape of an array, or type and value of another leaf.
     kind: str
     digest: int
     array: Array | None = None
 
 
 def check_equal(strategy: Replicas, tree: Tree) -> None:
-    """Raise on every replica where a tree differs; see `Strategy.check_equal`.
+    """Raise an error on every replica if a tree differs; see `Strategy.check_equal`.
 
     Collective over the strategy's replicas.
     """
@@ -73,7 +73,8 @@ def check_equal(strategy: Replicas, tree: Tree) -> None:
         return
     signature = repr((containers, [(p.kind, p.digest) for p in parts]))
     own = xxh3_64_intdigest(signature.encode(errors="replace")) >> 1
-    # One MAX gives the maximum and, negated, the minimum: equal if all values are.
+    # One allreduce with MAX returns the maximum and the negated minimum. If their sum
+    # is 0, all digests are equal.
     extremes = np.array([own, -own], np.int64)
     strategy.collectives.barrier(_WHAT)
     with strategy.collectives.moving(_WHAT) as comm:
@@ -86,7 +87,7 @@ def check_equal(strategy: Replicas, tree: Tree) -> None:
 
 
 def _parts(tree: Tree, index: int, leaf: Any) -> Iterator[_ComparedLeaf]:
-    """Yield the arrays of a leaf that are compared."""
+    """Yield the arrays or values of a leaf that are compared."""
     scalar = isinstance(leaf, (str, bytes, type(None), *_NUMBERS))
     if scalar and not isinstance(leaf, np.generic):
         kind = f"{type(leaf).__name__} {leaf!r:.60}"
@@ -122,7 +123,8 @@ def _array_of(leaf: Any) -> tuple[str, Array]:
         try:
             return words, plain.numpy()
         except (TypeError, RuntimeError):
-            # A type that NumPy does not know, such as bfloat16: its bits.
+            # NumPy does not know this type, such as bfloat16: compare the bits as
+            # integers.
             bits = getattr(torch, f"int{8 * leaf.element_size()}")
             return words, plain.view(bits).numpy()
     array = leaf if isinstance(leaf, np.ndarray) else as_array(leaf)
@@ -132,7 +134,7 @@ def _array_of(leaf: Any) -> tuple[str, Array]:
 
 
 def _fields(name: str, array: Array) -> Iterator[tuple[str, Array]]:
-    """Yield the fields of structured elements; padding between them does not count."""
+    """Yield the fields of structured elements, without the padding between fields."""
     if array.dtype.names is None:
         yield name, array
         return
@@ -141,7 +143,7 @@ def _fields(name: str, array: Array) -> Iterator[tuple[str, Array]]:
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Return all that a number or text is, the bits of a NaN included."""
+    """Return the exact bytes of a number or text, including the bits of a NaN."""
     if isinstance(value, float):
         return struct.pack("<d", value)
     if isinstance(value, complex):
@@ -153,25 +155,25 @@ def _bytes_of(value: Any) -> bytes:
 
 
 def _path(tree: Tree, leaf: int) -> str:
-    """Name a leaf as the program would write it."""
+    """Return the path of a leaf as Python code, such as ``tree['a'][0]``."""
     return optree.tree_accessors(tree, none_is_leaf=True)[leaf].codify("tree")
 
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A description of a part for all ranks, to find the first that differs."""
+    """A description of a part that ranks exchange to find the first difference."""
 
     path: str
     kind: str
     digest: int
-    # None for other leaves than arrays, whose value is part of the kind.
+    # None for leaves that are no arrays; their value is part of ``kind``.
     shape: tuple[int, ...] | None
 
 
 def _difference(
     comm: Any, tree: Tree, containers: str, parts: Sequence[_ComparedLeaf]
 ) -> DivergenceError | None:
-    """Find the first part that differs; None where there is none after all."""
+    """Return an error for the first part that differs, or None if no part differs."""
     own = [
         _Described(
             path=_path(tree, part.leaf) + part.field,
@@ -204,7 +206,7 @@ def _difference(
 def _error(
     comm: Any, column: Sequence[_Described | None], array: Array | None, more: int
 ) -> DivergenceError:
-    """Say how the entries of all ranks for one part differ; collective over comm."""
+    """Return an error for one part that differs; collective over ``comm``."""
     reference, ranks = most_common(column)
     usual, odd = column[reference], column[ranks[0]]
     path = next(entry.path for entry in (usual, odd) if entry is not None)

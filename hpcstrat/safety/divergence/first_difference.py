@@ -1,4 +1,4 @@
-"""Finds where copies differ: the first array, the ranks, the first element."""
+"""Search for the first array and element whose copies differ between ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADVICE = (
 )
 """Advice at the end of a message."""
 
-# Bytes that two ranks exchange at a time when they look for the first element.
+# Bytes that two ranks compare at a time when they search for the first difference.
 _BLOCK_BYTES = 1 << 16
 _SHOWN_RANKS = 8
 
@@ -42,33 +42,34 @@ class Copy:
     """This rank's copy of a variable."""
 
     name: str
-    # Its component, in host memory or on a GPU.
+    # The variable's component, in host memory or on a GPU.
     array: Array
 
 
 def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of an array, without the padding of long doubles.
 
-    Of shape (numbers, bytes): a view where the array is contiguous and in host memory.
-    A complex long double makes two numbers. An array on a GPU is copied, and waited
-    for.
+    The result has shape (numbers, bytes per number). It is a view if the array is
+    contiguous and in host memory. A complex long double counts as two numbers. An array
+    on a GPU is copied to the host; the call waits for the copy.
     """
     flat = np.ascontiguousarray(to_host(array)).reshape(-1)
     if array.dtype.char in "gG":
         flat = flat.view(np.longdouble)
     rows = flat.view(np.uint8).reshape(-1, flat.dtype.itemsize)
     if array.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
-        # x87 numbers have 10 bytes; the padding behind them is undefined.
+        # x87 numbers have 10 bytes, followed by padding with undefined content.
         rows = rows[:, :10]
     return rows
 
 
 def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
-    """Compare the bits of arrays between ranks. Collective over ``comm``."""
+    """Return an error if the bits of arrays differ; collective over ``comm``."""
     from mpi4py import MPI
 
     own = np.array([digest_of(copy.array) for copy in copies], np.int64)
-    # One MAX gives the maximum and, negated, the minimum: equal if all values are.
+    # One allreduce with MAX returns the maxima and the negated minima. If their sum is
+    # 0, the digests of all ranks are equal.
     extremes = np.concatenate([own, -own])
     comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
     differing = np.flatnonzero(extremes[: len(own)] + extremes[len(own) :])
@@ -98,10 +99,10 @@ def first_difference(
     reference: int,
     ranks: Sequence[int],
 ) -> tuple[str, tuple[int, ...]]:
-    """Describe the first element in which the copies of some ranks differ from another.
+    """Describe the first element of an array that differs between two ranks.
 
-    Collective over ``comm``. Only ``reference`` and the first of ``ranks`` look at
-    their array; the two have one shape and dtype.
+    Collective over ``comm``. Only ``reference`` and the first rank of ``ranks`` compare
+    their arrays, which must have the same shape and dtype.
     """
     index, values = _first_element(comm, array, reference, ranks[0])
     element = index_of(index, shape)
@@ -114,9 +115,9 @@ def first_difference(
 
 
 def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
-    """Return the first rank with the most frequent value, and the ranks with others.
+    """Return the first rank with the most frequent value, and all ranks without it.
 
-    Where several values are equally frequent, that of the lowest rank counts.
+    If several values are equally frequent, the value of the lowest rank counts.
     """
     counts: dict[Any, int] = {}
     for value in found:
@@ -137,7 +138,7 @@ def digest_of(array: Array) -> int:
 
 
 def _digest(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """Hash bytes to 63 bits: the negative of any is a number of 64 bits, too."""
+    """Hash bytes to 63 bits, so that the negative hash fits into 64 bits, too."""
     data: Any = rows if rows.flags.c_contiguous else rows.tobytes()
     return xxh3_64_intdigest(data) >> 1
 
@@ -145,7 +146,7 @@ def _digest(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 def _first_element(
     comm: Any, array: Array | None, reference: int, odd: int
 ) -> tuple[int, tuple[str, str]]:
-    """Return where two ranks' arrays differ first, and both values, on every rank."""
+    """Return on every rank where two arrays differ first, and both values."""
     found = None
     if comm.rank in (reference, odd):
         assert array is not None
@@ -169,19 +170,19 @@ def _first_element(
 
 
 def _text(element: Array) -> tuple[str, str]:
-    """Return a number as people write it, and its bytes, the highest first."""
+    """Return a number as decimal text, and its bytes as hex, the highest byte first."""
     return str(element[0]), octets(element)[:, ::-1].tobytes().hex()
 
 
 def _distinct(own: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
-    """Return two numbers as text, with their bytes where they look the same."""
+    """Return two numbers as text, with their bytes if the decimal texts are equal."""
     if own[0] != other[0]:
         return own[0], other[0]
     return f"{own[0]} (0x{own[1]})", f"{other[0]} (0x{other[1]})"
 
 
 def replicas_text(ranks: Sequence[int]) -> str:
-    """Name replicas; of many, only the first few."""
+    """Return a text that names the replicas, or the first few if there are many."""
     if len(ranks) > _SHOWN_RANKS:
         shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
         return f"{len(ranks)} replicas ({shown}, ...)"

@@ -1,10 +1,10 @@
-"""The watch over mirrored variables on a GPU, some entries into ``run`` later.
+"""Checks of mirrored variables on a GPU, delayed by a few calls of ``run``.
 
-At each entry into ``run`` the slice that is due is copied to page-locked memory of the
-host, in the order of the program's current stream. The host does not wait: it hashes
-the copy that was begun a fixed number of entries before, which has long been made
-unless the host is as far ahead of the GPU as that. So at each
-call all ranks hash the same slice, as it was at the same point of the program.
+At each call of ``run``, the next slice is copied to page-locked host memory, on the
+program's current stream. The host does not wait for this copy. It hashes the copy that
+was started `LAG` calls before; that copy is complete unless the host is `LAG` calls
+ahead of the GPU. At each call, all ranks therefore hash the same slice with its values
+from the same point of the program.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ NotFinite = tuple[MirroredVariable, int, Any]
 
 
 class _HashedPiece(NamedTuple):
-    """Elements of a variable, from ``start`` on."""
+    """Consecutive elements of a variable, beginning with element ``start``."""
 
     variable: weakref.ref[MirroredVariable]
     start: int
     array: Any
 
 
-# A search for NaN: a variable, its first element that is searched, and the part of the
-# host copy that holds it.
+# A search for NaN: a variable, the index of the first element to search, and these
+# elements in the host copy.
 _Look = tuple[weakref.ref[MirroredVariable], int, Array]
 
 
 class _CopyToHost(NamedTuple):
-    """A slice under way to the host; without fields where no slice was due."""
+    """A slice that is being copied to the host; empty fields without a slice."""
 
     data: Array | None = None
     mark: Mark | None = None
@@ -61,7 +61,7 @@ class _CopyToHost(NamedTuple):
 
 
 class DeviceCopies:
-    """Slices of the mirrored variables on a GPU; they keep the variables' memory."""
+    """Slices of the mirrored variables on a GPU; the slices keep the memory alive."""
 
     def __init__(self) -> None:
         self.slices: list[list[_HashedPiece]] = []
@@ -73,11 +73,11 @@ class DeviceCopies:
 
     @property
     def num_slices(self) -> int:
-        """Number of entries into ``run`` in which all bytes are hashed."""
+        """Number of calls of ``run`` after which all bytes have been hashed."""
         return LAG + len(self.slices) if self.slices else 0
 
     def plan(self, variables: Sequence[MirroredVariable]) -> None:
-        """Cut the bytes of variables into slices."""
+        """Divide the bytes of variables into slices."""
         total = sum(v.component.nbytes + _PIECE_BYTES for v in variables)
         share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)
         budget = min(share, _MOST_BYTES)
@@ -100,17 +100,17 @@ class DeviceCopies:
         self._variables = [weakref.ref(variable) for variable in variables]
         largest = max((_nbytes(part) for part in slices), default=0)
         if largest and (not self._slots or self._slots[0].nbytes < largest):
-            # Copies under way hold the memory into which they go.
+            # Copies in progress keep references to their old host memory.
             block = pinned_memory((LAG + 1) * budget)
             self._slots = list(block.reshape(LAG + 1, budget))
             self._marks = [Mark() for _ in self._slots]
 
     def roll(self, run_index: int, mark: int) -> tuple[int, NotFinite | None]:
-        """Copy the next slice, and hash an earlier one.
+        """Start copying the next slice, and hash the slice of `LAG` calls before.
 
-        Returns the new mark, as given where nothing was due, and the first element that
-        is not finite, where it was looked for. Waits for the GPU if it is `LAG` entries
-        into ``run`` behind.
+        Returns the new mark, or ``mark`` if there was nothing to hash, and the first
+        element that is not finite, if this slice was searched. Waits for the GPU if it
+        is `LAG` calls of ``run`` behind.
         """
         self._under_way.append(self._copied(run_index))
         if len(self._under_way) <= LAG:
@@ -125,7 +125,7 @@ class DeviceCopies:
         return xxh3_64_intdigest(data, mark) >> 1, found
 
     def _copied(self, run_index: int) -> _CopyToHost:
-        # The garbage collector may take the slices away at any time.
+        # The garbage collector may replace ``self.slices`` at any time.
         slices = self.slices
         if not slices:
             return _CopyToHost()
@@ -145,22 +145,22 @@ class DeviceCopies:
         return _CopyToHost(slot[:at], self._marks[number].record(), looks)
 
     def forget_copies(self) -> None:
-        """Leave out the slices that are under way, where all bytes were compared.
+        """Discard the copies in progress, after all bytes have been compared.
 
-        Logically collective over the replicas. It waits for the copies, as the next
-        owner of the page-locked memory knows nothing of them.
+        Logically collective over the replicas. This waits for the copies, because they
+        would overwrite the page-locked memory after its next owner has filled it.
         """
         self.finish()
         self._under_way = deque(_CopyToHost() for _ in self._under_way)
 
     def finish(self) -> None:
-        """Wait for the copies that are under way."""
+        """Wait for the copies that are in progress."""
         for copied in self._under_way:
             if copied.mark is not None:
                 copied.mark.event.synchronize()
 
     def hashed(self, mark: int) -> int:
-        """Hash all bytes now, which waits for the GPU."""
+        """Wait for the GPU, and hash all bytes now."""
         for reference in self._variables:
             variable = reference()
             if variable is not None:

@@ -1,8 +1,9 @@
-"""A log of digests of mirrored variables, one for each step, to compare two runs.
+"""A log with one digest of mirrored variables for each step, to compare two runs.
 
 ``hpcstrat verify-bits`` compares the logs of two runs that should have the same bits,
-and says at which step they parted. Each step hashes a slice of the variables, going
-round, so that it takes a few microseconds however large they are.
+and prints the first step at which they differ. Each step hashes one slice of the
+variables, and successive steps hash successive slices, so that a step takes a few
+microseconds for variables of any size.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ SLICE_BYTES = 64 << 10
 _MAGIC = "hpcstrat step digests 1"
 _FLUSH_EVERY = 100
 
-# A slice: the variables in it, and the bytes of each.
+# A slice: the names of its variables, and their bytes.
 _Slice = tuple[list[str], list[memoryview]]
 
 
 class StepDigests:
-    """Writes a file in ``folder``, which is made; for one rank of a job.
+    """Writes the digests of one rank into a file in ``folder``.
 
-    Raises OSError where it cannot be written.
+    Creates the folder. Raises OSError if the file cannot be written.
     """
 
     def __init__(self, folder: str) -> None:
@@ -51,11 +52,11 @@ class StepDigests:
     def _freed(self, reference: Any) -> None:
         if reference in self._variables:
             self._variables.remove(reference)
-        # Slices would keep the variables' memory alive.
+        # Slices would keep the memory of the freed variable alive.
         self._slices = []
 
     def record(self) -> None:
-        """Write the digest of the slice that is due: before each step, at the end."""
+        """Write the digest of the next slice, before each step and at the end."""
         if self._file is None:
             return
         if not self._slices:
@@ -71,7 +72,7 @@ class StepDigests:
             self._file.flush()
 
     def _plan(self, file: IO[str]) -> None:
-        """Cut all variables in host memory into slices, and write which are in each."""
+        """Divide variables in host memory into slices, and log the names in each."""
         left = 0
         for reference in self._variables:
             variable = reference()
@@ -92,7 +93,7 @@ class StepDigests:
             file.write(f"slice {number} {' '.join(dict.fromkeys(names))}\n")
 
     def close(self) -> None:
-        """Write the digest of the end, and close the file."""
+        """Write the digest after the last step, and close the file."""
         if self._file is not None:
             self.record()
             self._file.close()
@@ -102,7 +103,7 @@ class StepDigests:
 def read_digests(path: str | os.PathLike[str]) -> dict[int, tuple[str, str]]:
     """Return the digest of each step in a file, with the names of its variables.
 
-    ValueError if the file is another one.
+    Raises ValueError if the file is no log of digests.
     """
     names: dict[str, str] = {}
     found: dict[int, tuple[str, str]] = {}
@@ -117,6 +118,6 @@ def read_digests(path: str | os.PathLike[str]) -> dict[int, tuple[str, str]]:
             if first == "slice":
                 names[number] = rest
             elif len(rest) == 16:
-                # The last line of a run that was killed may be cut.
+                # The last line may be incomplete if the run was killed.
                 found[int(first)] = rest, names.get(number, "")
     return found

@@ -1,6 +1,7 @@
-"""Comparison of copies that are meant to be equal but for rounding.
+"""Comparison of copies that may differ by rounding errors.
 
-Values go through all-reduces, in pieces, so that the memory for it is bounded.
+Values are compared by allreduces of fixed-size pieces, so that the memory for buffers
+is bounded.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from hpcstrat.safety.divergence.first_difference import (
 
 __all__ = ["compare"]
 
-# Real numbers that are compared at a time; each takes four float64.
+# Real numbers that are compared at a time; each needs four float64 of buffers.
 _PIECE = 1 << 15
 
 
 def compare(
     comm: Any, copies: Sequence[Copy], tolerance: float
 ) -> DivergenceError | None:
-    """Compare arrays between ranks; return the error that all of them raise.
+    """Compare arrays between ranks, and return the same error on all ranks, or None.
 
-    Collective over ``comm``; the same variables in the same order on every rank. The
-    smallest and the largest copy of an element of a floating array may differ by
-    ``tolerance`` times the largest absolute value in all copies of the array; NaN and
-    infinities must be in the same places. A tolerance of 0 compares bits. Arrays that
-    are compared by bits come before the others.
+    Collective over ``comm``; ``copies`` has the same variables in the same order on
+    every rank. The smallest and the largest copy of an element of a floating array may
+    differ by ``tolerance`` times the largest absolute value in all copies of the array;
+    NaN and infinities must be in the same places. A tolerance of 0 compares bits.
+    Arrays of other types are compared by bits, before the floating arrays.
     """
     if not tolerance:
         return compare_bits(comm, copies)
@@ -47,7 +48,8 @@ def compare(
     from mpi4py import MPI
 
     floating = [c for c in copies if _is_floating(c.array)]
-    # The largest of all copies: each rank must allow the same.
+    # Use the largest value in the copies of all ranks, so that each rank computes the
+    # same allowed difference.
     largest = np.array([_largest(_reals(c.array)) for c in floating])
     comm.Allreduce(MPI.IN_PLACE, largest, op=MPI.MAX)
     for copy, scale in zip(floating, largest, strict=True):
@@ -75,7 +77,7 @@ def _largest(reals: Array) -> float:
 
 
 def _split(piece: Array) -> tuple[Array, Array]:
-    """Return the finite values, 0 elsewhere; and codes of NaN and infinities."""
+    """Return the values with 0 for NaN and infinities, and codes for these."""
     with np.errstate(over="ignore"):
         values = piece.astype(np.float64)
     kinds = np.zeros(values.shape)
@@ -92,7 +94,8 @@ def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | 
     reals = _reals(copy.array)
     for start in range(0, reals.size, _PIECE):
         values, kinds = _split(reals[start : start + _PIECE])
-        # The largest negative value is the smallest value: one message for both.
+        # The maximum of the negated values is the negated minimum: one allreduce
+        # computes both.
         extremes = np.stack([values, -values, kinds, -kinds])
         comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
         bad = extremes[2] != -extremes[3]
@@ -104,11 +107,11 @@ def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | 
 
 
 def _error(comm: Any, copy: Copy, place: int, allowed: float) -> DivergenceError:
-    """Name the ranks that are far from the others at one real number of an array."""
+    """Return an error that names the ranks whose value at ``place`` is too far off."""
     reals = _reals(copy.array)
     found = np.array(comm.allgather(float(reals[place])))
     if np.isfinite(found).all():
-        # Copies that are close to the most others count as the right ones.
+        # The copy that is close to the largest number of copies is the reference.
         order = np.sort(found)
         near = np.searchsorted(order, found + allowed, "right")
         near -= np.searchsorted(order, found - allowed, "left")

@@ -1,1 +1,1 @@
-"""Notices a missing rank, before and while a strategy is made."""
+"""Detection of missing ranks while MPI starts and a strategy is created."""

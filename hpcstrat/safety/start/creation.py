@@ -1,9 +1,9 @@
-"""The start of a strategy is a call like any other: agreed, bounded, and watched.
+"""Checks, time limit and reports of late ranks for the creation of a strategy.
 
-Before the first channel there is nothing to carry a header. So the ranks compare what
-they are about to do by a nonblocking call on the communicator that they were given, and
-those of a host see in the file of `presence` who is missing. A thread reports that,
-also while MPI starts, and ends the process where its main thread cannot.
+Before the first channel exists, ranks cannot exchange headers. They compare their calls
+by a nonblocking allgather on the communicator of the program instead. Ranks of one host
+find missing ranks in the shared file of `presence`. A thread reports missing ranks,
+even while MPI starts, and ends the process if its main thread is blocked.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["Creation"]
 
 _REPEAT = 10
 _MOST_MADE = 16
-# Seconds between the report and the end. Limits are longer than those of calls, as
-# starts take longer.
+# Seconds between the report and the end of the process. The least limit is longer than
+# the limits of collective calls, because a start takes longer than a call.
 _LEAD_SECONDS = 5.0
 _LEAST_LIMIT_SECONDS = 10.0
 _SLOW_SECONDS = 60.0
@@ -52,23 +52,25 @@ _LOOK_SECONDS = 0.25
 _SPIN_SECONDS = 0.001
 _NAP_STEP_SECONDS = 2e-5
 _LONGEST_NAP_SECONDS = 0.001
-# Time for a failed rank to tell the others by MPI, or for its launcher to end the job,
-# and for the main thread to raise an error, before this thread acts.
+# Delays before this thread ends the process: for a failed rank to notify the other
+# ranks by MPI or for the launcher to end the job (first), and for the main thread to
+# raise an error (second).
 _GRACE_SECONDS = 5.0
 _MAIN_SECONDS = 20.0
 
-# Number of strategies that this process has begun to make with each group of ranks.
+# Number of strategies that this process has begun to create, for each group of ranks.
 _turns: dict[str, int] = {}
 
 
 class Creation:
-    """Surrounds the creation of a strategy, the start of MPI included."""
+    """Context manager around the creation of a strategy and the start of MPI."""
 
     def __init__(self, what: str, given: Settings) -> None:
         try:
             settings = given.resolved()
         except (AttributeError, TypeError, ValueError):
-            # Replica 0 or the caller reports the wrong setting.
+            # Continue with the defaults: replica 0 or the caller reports the wrong
+            # setting.
             settings = Settings().resolved({})
         assert settings.warn_seconds is not None
         assert settings.limit_seconds is not None
@@ -103,7 +105,7 @@ class Creation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop watching, and show the other ranks how the start ended."""
+        """Stop the watching thread, and publish how the creation ended."""
         self._ended.set()
         if self._board is not None:
             stage = MADE if kind is None else LEFT_BY_ERROR
@@ -114,7 +116,7 @@ class Creation:
             self._board.show(stage=stage, reason=reason, made=made)
 
     def _step(self, stage: str) -> None:
-        """Note and show the step to which this rank has come."""
+        """Record and publish that this rank has begun a step of the creation."""
         self._since = self._reported_at = time.monotonic()
         self._hopeless_since = math.inf
         if self._board is not None:
@@ -127,7 +129,7 @@ class Creation:
             )
 
     def pause(self, pauses: bool) -> None:
-        """Note whether a channel's own watchdog watches this rank for a while."""
+        """Record whether a channel's own watchdog watches this rank for now."""
         self._pauses = pauses
         self._step(CREATES)
 
@@ -141,13 +143,14 @@ class Creation:
         survives: bool = False,
         guesses: bool = False,
     ) -> None:
-        """Return once all ranks are about to make the same strategy.
+        """Wait until all ranks are about to create the same strategy.
 
-        Collective over ``comm``. Raises, on every rank, a CollectiveError if ranks are
-        about to make other things, or do not come in time, and a ReplicaError if
-        another one has a ``problem``; a rank raises its own problem. Where deaths are
-        survived, a death raises RankLostError. With ``guesses`` the others may meet
-        elsewhere, so that this rank raises its problem after a moment of grace.
+        Collective over ``comm``. Raises a CollectiveError on every rank if ranks are
+        about to create different strategies, or if some ranks do not arrive in time. If
+        a rank has a ``problem``, it raises this problem, and the other ranks raise a
+        ReplicaError. With ``survives``, the death of a rank raises RankLostError. With
+        ``guesses``, the other ranks may use another communicator: this rank raises its
+        problem after a few seconds without them.
         """
         self._survives, self._guess = survives, problem if guesses else None
         group, every = comm.Get_group(), mpi.COMM_WORLD.Get_group()
@@ -160,7 +163,8 @@ class Creation:
             except mpi.Exception as error:
                 if not survives or not is_loss(mpi, error, comm):
                     raise
-                # Other ranks may wait in the communicator for this one.
+                # Other ranks may wait for this rank in the communicator: end their
+                # waits.
                 revoke([comm])
                 raise RankLostError(
                     f"expected all ranks in {call.text}, found that one was lost; form "
@@ -172,14 +176,15 @@ class Creation:
         self._step(CREATES)
 
     def join(self, mpi: Any, ranks: Sequence[int], text: str) -> None:
-        """Set the ranks of the job, in order, that make the strategy together.
+        """Set the ranks of the job, in order, that create the strategy together.
 
-        From here on the watch names those of them that do not come, and bounds the
-        wait, also where a call of MPI waits for them.
+        From now on, the watching thread reports which of these ranks are missing, and
+        limits the wait for them, even inside a blocking call of MPI.
         """
         world = mpi.COMM_WORLD
         if self._board is not None and world.rank != self._board.launch.rank:
-            # MPI has spawned these processes, or the launcher counts in another way.
+            # MPI has spawned these processes, or the launcher numbers ranks
+            # differently: pages cannot be assigned to ranks.
             self._board = None
         self._ranks = ranks
         some = len(self._ranks) < world.size
@@ -190,7 +195,7 @@ class Creation:
         self._step(CREATES)
 
     def _compare(self, comm: Any, call: Call, problem: Exception | None) -> None:
-        """Compare calls; raise on all ranks but the one that has the problem."""
+        """Compare calls, and raise an error on all ranks that have no ``problem``."""
         own = np.array([call.digest, FAILED if problem else 0], np.int64)
         table = np.empty((comm.size, 2), np.int64)
         request = comm.Iallgather(own, table)
@@ -227,7 +232,7 @@ class Creation:
             self._polls = False
 
     def _check(self, now: float) -> None:
-        """Raise an error if the others will never come, or did not come in time."""
+        """Raise an error if ranks will never arrive, or did not arrive in time."""
         if self._guess is not None and now > self._since + _GRACE_SECONDS:
             raise self._guess
         gone = self._hopeless(now)
@@ -252,16 +257,17 @@ class Creation:
         return missing_ranks(self._board, self._ranks, *place, seen_only=seen_only)
 
     def _hopeless(self, now: float) -> list[Missing]:
-        """Return the ranks that will never come, some seconds after that is known."""
+        """Return ranks that will never arrive, some seconds after this is known."""
         gone: list[Missing] = []
         if not self._survives:
-            # With ULFM, MPI itself reports dead ranks.
+            # Strategies that survive deaths use ULFM, in which MPI itself reports dead
+            # ranks.
             gone = [one for one in self._missing(seen_only=True) if one.gone]
         self._hopeless_since = min(self._hopeless_since, now) if gone else math.inf
         return gone if now > self._hopeless_since + _GRACE_SECONDS else []
 
     def _watch(self) -> None:
-        """Report who is missing; the thread runs this."""
+        """Report missing ranks until the creation ends; runs in a thread."""
         least = min(self._warn, self._limit) / 4
         tick = min(max(least, _SHORTEST_TICK_SECONDS), 1.0)
         while not self._ended.wait(tick):
@@ -286,11 +292,12 @@ class Creation:
         if waited < min(due, self._limit):
             return
         missing = self._missing(seen_only=self._met)
-        # MPI and the file systems may take their time once all have come.
+        # After all ranks have arrived, MPI and file systems may still need up to a
+        # minute.
         least = 0.0 if missing or self._polls else _SLOW_SECONDS
         if waited > max(due, least):
             self._report(now, missing)
-        # If the main thread polls, it raises an error first, if it can.
+        # If the main thread polls, wait longer, so that it can raise an error first.
         most = max(self._limit, least) + (_MAIN_SECONDS if self._polls else 0)
         if waited > most and self._since == since and not self._ended.is_set():
             end_process(
@@ -300,7 +307,7 @@ class Creation:
             )
 
     def _report(self, now: float, missing: Sequence[Missing]) -> None:
-        """Report the missing ranks, on one of the ranks that wait on this host."""
+        """Report the missing ranks, on one rank per host only."""
         self._reported_at, board = now, self._board
         own = 0 if board is None else board.launch.rank
         lacking = {one.rank for one in missing}
@@ -310,7 +317,7 @@ class Creation:
             return
         knows = any(one.known for one in missing)
         if not knows and min(self._ranks, default=own) != own and lacking:
-            # Another host, which knows at least as much, reports.
+            # A rank of another host reports, which knows at least as much as this host.
             return
         late = [one.described() for one in missing[:SHOWN_RANKS]]
         if self._ended.is_set() or self._since > now:

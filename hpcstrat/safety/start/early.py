@@ -1,4 +1,4 @@
-"""Work of a rank at ``import hpcstrat``, without MPI."""
+"""Preparations of a rank at ``import hpcstrat``, without MPI."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SIGNAL = "HPCSTRAT_STACK_SIGNAL"
 
 
 def begin() -> None:
-    """Take a page for this rank, and let an uncaught error end the job.
+    """Publish that this rank exists, and let an uncaught error end the job.
 
-    It also sets variables that MPI reads at its start, which may come before the first
-    strategy.
+    Also sets environment variables that MPI reads at its start, because the program may
+    start MPI before it creates a strategy.
     """
     if is_of_multiprocessing():
-        # A child inherits the rank of its parent in the environment.
+        # A child of multiprocessing is no rank, although it inherits the environment.
         return
     prepare_environment()
     uncaught.install()

@@ -1,4 +1,4 @@
-"""Finds the ranks that are missing at the start, as far as their pages tell."""
+"""Search for ranks that are missing at the start, by the pages of `presence`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _MOST_REASON = 160
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A rank for which others wait."""
+    """A rank for which other ranks wait."""
 
     rank: int
     host: str
-    # A relative clause about it; may be empty.
+    # A relative clause about the rank; may be empty.
     words: str = ""
-    # Whether this host has seen the rank, or knows that it never came.
+    # Whether this host has seen the rank, or knows that it has not started.
     known: bool = True
-    # Whether it is certain that it will not come.
+    # Whether it is certain that the rank will not arrive.
     gone: bool = False
     page: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Describe it in a part of a sentence."""
+        """Describe the rank as a part of a sentence."""
         words = f", {self.words}" if self.words else ""
         return f"rank {self.rank} on {self.host}{words}"
 
     def described(self) -> LateRank:
-        """Return it with its stacks, where they can be had, for a report.
+        """Describe the rank for a report, with its stacks if they can be read.
 
         Takes up to half a second.
         """
@@ -58,10 +58,10 @@ def missing_ranks(
     *,
     seen_only: bool = False,
 ) -> list[Missing]:
-    """Return the ranks of the job that are not known to wait where this one waits.
+    """Return the ranks that are not known to wait in the same step as this rank.
 
-    An empty group stands for the start of MPI. Where no rank is known to be missing
-    here, the result has all ranks of other hosts, unless ``seen_only`` leaves them out.
+    An empty group stands for the start of MPI. If no rank of this host is known to be
+    missing, the result has all ranks of other hosts, unless ``seen_only``.
     """
     if board is None:
         return []
@@ -75,7 +75,8 @@ def missing_ranks(
             continue
         over = page["stage"] == LEFT or (page["ended"] and not _lives(page))
         same = page["stage"] == FAILED and _is_of(page, group, turn)
-        # Without these signs, the process that ended may be a child of the rank's.
+        # If the process had not started MPI and the launcher is not its direct parent,
+        # it may have been only a child of the rank's script.
         gone = bool((over and (page["mpi"] or page["own"])) or same)
         host = str(page["host"])
         found.append(Missing(rank, host, _words(page), gone=gone, page=page))
@@ -87,7 +88,7 @@ def _with_unseen(
 ) -> list[Missing]:
     here, known = platform.node(), board.num_local == board.launch.size
     if found and not known:
-        # Each host names its own missing ranks.
+        # Return the missing ranks of this host; other hosts report theirs.
         return found
     if known:
         words = "which has not come to `import hpcstrat`"
@@ -130,7 +131,7 @@ def _words(page: dict[str, Any]) -> str:
 
 
 def _lives(page: dict[str, Any]) -> bool:
-    """Return whether a process that has released its page lives, as after a restart."""
+    """Return whether a process without a lock on its page still runs."""
     if page["pids"] != pid_namespace():
         return False
     try:

@@ -1,1 +1,1 @@
-"""Reports late ranks, and ends jobs that do not go on."""
+"""Reports about late ranks, and the end of jobs that make no progress."""

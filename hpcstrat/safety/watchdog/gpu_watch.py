@@ -1,9 +1,10 @@
-"""Finds kernels of NCCL that never end: of a failed communicator, or a stuck one.
+"""Detection of NCCL kernels that never end, after a failure or in a deadlock.
 
-The program learns of a failure at its next call, if it makes one: it may wait inside of
-CUDA for such a kernel. NCCL itself reports errors of the network only. Where a rank of
-a node dies, or its GPU stands still, the kernels of the others wait for ever without an
-error (github.com/NVIDIA/nccl/issues/585); an event behind each call shows that.
+A program sees a failure of NCCL at its next collective call. It may never make this
+call, because it waits inside of CUDA for such a kernel. NCCL itself reports only
+network errors. If a rank of the same node dies, or its GPU hangs, the kernels of the
+other ranks wait for ever without an error (github.com/NVIDIA/nccl/issues/585). A CUDA
+event after each call of NCCL shows whether its kernel has ended.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from hpcstrat.safety.watchdog.watch import Watch
 
 __all__ = ["GpuWatch"]
 
-# Time after NCCL's failure in which the program may do something else, such as save.
+# Time after a failure of NCCL for other work of the program, such as a save.
 _GRACE_SECONDS = 60.0
 
 
 class GpuWatch:
-    """Looks at this process's kernels of NCCL; for the watchdog's thread."""
+    """Checks this process's NCCL kernels, in the watchdog's thread."""
 
     def __init__(self) -> None:
-        # When NCCL failed, and the start of the wait that was reported last.
+        # Time at which NCCL failed, and start of the wait that was reported last.
         self._failed_at = math.inf
         self._told_for = math.inf
         self._looking: threading.Thread | None = None
 
     def reason_to_end(self, watches: Sequence[Watch]) -> str:
-        """Return why this process has to end, or an empty text; warn before."""
+        """Return why this process has to end, or an empty text; warn earlier."""
         if not library.is_loaded():
             return ""
         from hpcstrat.engine.gpu.transports import nccl_group
@@ -48,8 +49,7 @@ class GpuWatch:
                 "rank's never ends; set NCCL_DEBUG=INFO to see why"
             )
         if self._looking is None or not self._looking.is_alive():
-            # In a thread of its own, as a call of CUDA may hang here as it does in the
-            # program.
+            # Look in a separate thread, because a call of CUDA may hang.
             self._looking = threading.Thread(
                 target=nccl_group.look_at_kernels, name="hpcstrat-gpu", daemon=True
             )

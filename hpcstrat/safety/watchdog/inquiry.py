@@ -1,4 +1,4 @@
-"""An inquiry of all ranks: who is late, and what the late ranks do."""
+"""An inquiry by one rank that finds the late ranks and reads their stacks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ __all__ = ["Inquiry"]
 
 _SILENT = Stacks("which does not answer")
 _WORKERS_AT_ONCE = 64
-# Processes of a worker that are asked in turn, from and to, and seconds for each turn:
-# a stopped process must not keep the worker from answering.
+# Attempts to ask a worker: first process, end of the range of processes, seconds to
+# wait. Several processes are tried, because any one may be stopped.
 _ATTEMPTS = ((0, 1, 0.4), (1, 2, 0.4), (2, 4, 0.4), (0, 16, 0.8))
 _NAP_SECONDS = 0.05
 _AGAIN_SECONDS = 0.5
 
 
 class Inquiry:
-    """Finds the late ranks for which this one waits.
+    """Finds the late ranks for which this rank waits.
 
-    ``serve`` answers messages of others for some seconds, or until one has come.
+    ``serve`` answers messages of other ranks for some seconds, or until a message
+    arrives.
     """
 
     def __init__(
@@ -45,15 +46,15 @@ class Inquiry:
 
     @property
     def obsolete(self) -> bool:
-        """Whether the wait is over, or another rank asks instead."""
+        """Whether the wait is over, or a lower rank makes the inquiry."""
         watch = self._watch
         ended = watch.closed or watch.waiting() is not self._waiting
         return ended or (self._messages.yields and not self._reports)
 
     def run(self) -> bool:
-        """Ask all workers, decide who is late (`late`), and tell all who have answered.
+        """Ask all workers for states, set `late`, and send it to all that answered.
 
-        False where the inquiry has become obsolete.
+        Returns False if the inquiry has become obsolete.
         """
         watch = self._watch
         self._messages.begin()
@@ -73,7 +74,7 @@ class Inquiry:
         return True
 
     def _ask_workers(self) -> None:
-        """Ask the other workers in turn, so that their answers find room."""
+        """Ask 64 workers at a time, so that their answers fit the socket's buffer."""
         watch = self._watch
         topology = watch.topology
         others = [w for w in range(topology.num_workers) if w != topology.worker_id]
@@ -104,35 +105,36 @@ class Inquiry:
                 self._serve(_NAP_SECONDS)
 
     def _find_late(self) -> list[RankState]:
-        """Return the ranks for which this one waits, as far as is known."""
+        """Return the late ranks, as far as their states are known."""
         states = self.states
         known = self._watch.channel.waiter.late
         if self._watch.channel.waiter.waiting is self._waiting and -1 not in known:
             missing = [state for state in states if state.rank in known]
             idle = [state for state in missing if not state.in_call]
             if idle or self._watch.topology.num_workers == 1:
-                # The ranks in a call wait for the idle ones, so these are late.
+                # The ranks in a call wait for the idle ranks, so that the idle ranks
+                # are late.
                 return idle or missing
         idle = [state for state in states if not state.in_call]
         behind = [s for s in idle if s.sequence < self._sequence or not s.fresh]
         earlier = [s for s in states if s.sequence < self._sequence]
         others = [s for s in states if s.rank != self._watch.topology.replica_id]
-        # If no rank is late, the exchange of data is stuck in MPI.
+        # If no rank is late, data exchange hangs in MPI: return the ranks in it.
         return behind or idle or earlier or [s for s in others if s.state == EXCHANGES]
 
     def report(self) -> LateReport | None:
-        """Look at those who are late, which takes some seconds, and return the report.
+        """Read the stacks of the late ranks, and return the report.
 
-        None where the inquiry has become obsolete.
+        This takes some seconds. Returns None if the inquiry has become obsolete.
         """
         watch, waiting = self._watch, self._waiting
-        # Other ranks are told that this one reports.
+        # Notify the other ranks that this rank reports.
         self._reports = True
         watch.note_report()
         self._messages.tell_report()
         shown = {state.rank: state for state in self.late[:SHOWN_RANKS]}
         stacks = self._collect(list(shown))
-        # Some late ranks may have entered the call meanwhile.
+        # Leave out late ranks that have entered the call meanwhile.
         for state in watch.states():
             came = state.in_call and state.sequence >= self._sequence
             if came and state.rank in shown:
@@ -163,11 +165,11 @@ class Inquiry:
         )
 
     def _late_rank(self, state: RankState, stacks: Stacks) -> LateRank:
-        """Describe a late rank, from a state that may be older than its silence."""
+        """Describe a late rank, whose last known state may be outdated."""
         last, ago = "", None
         known, number = self._watch.channel.last_call, state.sequence
         if state.age == math.inf or number < self._sequence - 1:
-            # The rank was not heard; all ranks have come to the call before this one.
+            # The rank has not answered, but all ranks have completed the previous call.
             number = self._sequence - 1
         elif state.fresh or number >= self._sequence - 1:
             ago = state.waited + (0 if state.fresh else state.age)
@@ -189,7 +191,7 @@ class Inquiry:
         )
 
     def _collect(self, ranks: list[int]) -> dict[int, Stacks]:
-        """Return the stacks of late ranks, without those that do not answer."""
+        """Return the stacks of the late ranks that answer."""
         watch, found = self._watch, dict[int, Stacks]()
         deadline = time.monotonic() + STALE_SECONDS + 3 * watch.tick_seconds + 1
         again_at = -math.inf
@@ -207,7 +209,7 @@ class Inquiry:
         return found
 
     def _want(self, found: dict[int, Stacks]) -> None:
-        """Ask late ranks for their stacks: here by a mark, elsewhere by a message."""
+        """Ask late ranks for stacks, by shared memory or by messages."""
         watch = self._watch
         watch.publish(wants_stacks=True)
         for worker, answer in self._messages.answers.items():

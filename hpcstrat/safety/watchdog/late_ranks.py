@@ -1,4 +1,4 @@
-"""The text of a report of late ranks."""
+"""The text of a report about late ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ SHOWN_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LateRank:
-    """A rank for which others wait."""
+    """A rank for which other ranks wait."""
 
     rank: int
     host: str
     stacks: Stacks
-    # Number and text of its last call; empty where that is not known.
+    # Number and text of the rank's last call; empty if unknown.
     last_call: str = ""
-    # Time since that call; None where it is not known.
+    # Seconds since the last call; None if unknown.
     seconds_ago: float | None = None
-    # Seconds that it still expects to be slow; negative if that time is over.
+    # Seconds for which the rank still expects to be slow; negative if that time is
+    # over.
     slow_left: float = 0.0
-    # Whether it has been inside of ``expect_slow`` since the others began to wait.
+    # Whether the rank has been inside of ``expect_slow`` since the other ranks began to
+    # wait.
     is_slow: bool = False
 
     def __str__(self) -> str:
-        """Describe it in a part of a sentence."""
+        """Describe the rank as a part of a sentence."""
         words = [f"rank {self.rank} on {self.host}"]
         if self.stacks.where:
             words.append(f"in {self.stacks.where}")
@@ -49,12 +51,12 @@ class LateRank:
 
 @dataclass(frozen=True, slots=True)
 class LateReport:
-    """Late ranks, and the ranks that wait for them."""
+    """Late ranks, and the ranks that wait for the late ranks."""
 
     waiting: Sequence[int]
     # Seconds that the reporting rank has waited.
     seconds: float
-    # In which call: ``in barrier (train.py:41, call 812)``.
+    # The call in which they wait: ``in barrier (train.py:41, call 812)``.
     place: str
     # The first late ranks.
     late: Sequence[LateRank]
@@ -80,7 +82,7 @@ class LateReport:
 
 
 def some_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, but no more than fit a line."""
+    """Return a text that names ranks, at most 16 of them."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     left = len(ranks) - 2 * SHOWN_RANKS

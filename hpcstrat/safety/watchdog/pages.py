@@ -1,7 +1,7 @@
-"""A rank's page in the shared segment, on which it tells its worker about itself.
+"""A rank's page in shared memory, which shows its state to the ranks of its worker.
 
-Each page has one writer, and checksums, so that a page that is read while it is
-written, or that a killed process left half-written, is not taken for complete.
+Each page has one writer. Checksums let a reader detect an incomplete page, which it may
+read during a write, or after a process was killed during a write.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ LONG_AGO = -1e9
 _HEADER = struct.Struct("=dqqdddddddII")
 _CHECK = struct.Struct("=I")
 _TEXT_START = 128
-# A writer takes some microseconds.
+# Readers try again, because a write takes only some microseconds.
 _ATTEMPTS = 3
 
 
 @dataclass(slots=True)
 class Status:
-    """A rank's status; times are of the machine's monotonic clock."""
+    """A rank's status; times are in seconds of the machine's monotonic clock."""
 
     beat: float = 0.0
     sequence: int = 0
     # ``BUSY``, ``WAITS``, ``EXCHANGES`` or ``LEAVES``.
     state: int = BUSY
     since: float = 0.0
-    # Until when the rank expected to be slow; minus infinity if it never did.
+    # Time until which the rank expects to be slow; minus infinity if it never did.
     slow_until: float = -math.inf
-    # When it last asked late ranks for their stacks.
+    # Time at which this rank last asked late ranks for their stacks.
     asks_at: float = -math.inf
-    # When it last began to find out who is late.
+    # Time at which this rank last began an inquiry.
     inquires_at: float = -math.inf
-    # When a rank last reported, as far as it knows.
+    # Time of the last report of any rank, as far as this rank knows.
     reported_at: float = -math.inf
-    # When it last learned who is late.
+    # Time at which this rank last learned which ranks are late.
     verdict_at: float = -math.inf
-    # Until when the late ranks are excused, see `Watch.decide`.
+    # Time until which the late ranks may be late, see `Watch.decide`.
     patient_until: float = -math.inf
     text: dict[str, Any] = field(default_factory=dict)
 
@@ -79,21 +79,21 @@ class RankState:
     rank: int
     sequence: int = -1
     state: int = BUSY
-    # For how long it has been in that state.
+    # Seconds for which the rank has been in that state.
     waited: float = 0.0
     # Seconds for which the rank still expects to be slow; negative if that is over.
     slow_left: float = LONG_AGO
-    # Seconds since it said so; infinity if it never did.
+    # Age of this information; infinity if the rank has not published any.
     age: float = math.inf
 
     @property
     def fresh(self) -> bool:
-        """Whether its watchdog runs."""
+        """Whether the rank's watchdog runs, because its page is recent."""
         return self.age < STALE_SECONDS
 
     @property
     def in_call(self) -> bool:
-        """Whether it was seen to wait for others just now."""
+        """Whether the rank waits in a call or at its end, by a recent page."""
         return self.fresh and self.state != BUSY
 
 
@@ -101,7 +101,7 @@ _WORDS = ("in the program", "waits in a call", "exchanges data", "has ended")
 
 
 def grouped(states: Iterable[RankState]) -> list[dict[str, Any]]:
-    """Return states for people: each number of calls and state, with its ranks."""
+    """Return the ranks grouped by number of calls and state, for readable output."""
     groups: dict[tuple[int, str], list[RankState]] = {}
     for state in states:
         words = _WORDS[state.state] if state.fresh else "does not answer"
@@ -125,10 +125,10 @@ class Page:
         self._text = b""
 
     def write(self, status: Status) -> None:
-        """Show a status, without its text where the page is too small."""
+        """Write a status, without its text if the text does not fit the page."""
         text = b""
         if status.text:
-            # Names of files may have bytes that are no characters.
+            # File names may contain bytes that are not valid UTF-8.
             text = json.dumps(status.text, ensure_ascii=False).encode(errors="replace")
         if len(text) > len(self._memory) - _TEXT_START:
             text = b""
@@ -141,7 +141,7 @@ class Page:
         self._memory[: len(block)] = block
 
     def read(self, with_text: bool = False) -> Status | None:
-        """Return the status that the page shows; None where it shows no whole one."""
+        """Return the status on the page, or None if the page is incomplete."""
         status = None
         for _ in range(_ATTEMPTS):
             block = self._memory[: _HEADER.size + _CHECK.size].tobytes()
@@ -159,5 +159,5 @@ class Page:
         return status
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory view."""
         self._memory.release()

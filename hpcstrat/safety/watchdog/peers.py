@@ -1,9 +1,9 @@
-"""The processes of a job, and short messages between their watchdogs.
+"""The processes of a job, and datagrams between their watchdogs.
 
-The messages are datagrams over UDP, because a thread beside the program must make no
-call of MPI. Each is JSON, signed with a key that the ranks have exchanged over MPI;
-others are ignored. Nothing that goes wrong here is an error: a rank that cannot be
-reached does not answer.
+The messages use UDP, because the watchdog's thread must make no call of MPI. Each
+message is JSON, signed with a key that the ranks have exchanged over MPI. Datagrams
+without a valid signature are ignored. Network failures raise no errors: a rank that
+cannot be reached counts as a rank that does not answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ROW = np.dtype(
 
 
 def open_socket() -> socket.socket | None:
-    """Return a socket for `Mail`, which does not block, if there can be one."""
+    """Return a nonblocking UDP socket for `Mail`, or None if that fails."""
     opened = None
     try:
         opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -70,7 +70,7 @@ def open_socket() -> socket.socket | None:
 
 
 class Peers:
-    """All processes of a topology, and the secret ``key`` that they share.
+    """All processes of a topology, and their shared secret ``key``.
 
     Collective over ``topology.replica_comm``.
     """
@@ -81,7 +81,7 @@ class Peers:
         row["pid"], row["start"], row["main"] = process.pid, process.start, process.main
         row["signal"], row["handle"] = process.signal, process.handle
         row["net"], row["pids"] = _namespace("net"), _namespace("pid")
-        # A name that is cut may end within a character.
+        # Truncation may split the last character of the name.
         row["host"] = platform.node().encode()[:_HOST_CHARACTERS]
         if port:
             found = _addresses()[:_MOST_ADDRESSES]
@@ -109,7 +109,7 @@ class Peers:
         return found
 
     def process(self, rank: int) -> Process | None:
-        """Return a rank's process; None on another machine, or in another container."""
+        """Return a rank's process; None on another machine or in another container."""
         row, own = self._table[rank], self._own
         if not own["pids"] or row["pids"] != own["pids"]:
             return None
@@ -117,7 +117,7 @@ class Peers:
         return Process(*(int(row[name]) for name in names))
 
     def places(self, rank: int) -> list[tuple[str, int]]:
-        """Return addresses and ports at which a rank's watchdog may be reached."""
+        """Return the addresses and ports to which messages for a rank are sent."""
         row, own = self._table[rank], self._own
         port = int(row["port"])
         if not port:
@@ -132,7 +132,7 @@ class Peers:
 
 
 class Mail:
-    """Messages of a process's watchdog to those of other workers, and from them."""
+    """Sends messages to watchdogs of other workers, and receives their messages."""
 
     def __init__(self, peers: Peers, opened: socket.socket) -> None:
         self._peers = peers
@@ -149,14 +149,14 @@ class Mail:
                 self.socket.sendto(datagram, place)
 
     def receive(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that have come; does not wait."""
+        """Yield the messages that have arrived, without waiting."""
         for _ in range(_MOST_AT_ONCE):
             try:
                 datagram = self.socket.recv(_LARGEST_BYTES + 1)
             except BlockingIOError:
                 return
             except OSError:
-                # For example, an earlier message has found no receiver.
+                # For example, an earlier message of this rank had no receiver.
                 continue
             signature, data = datagram[:_SIGNATURE_BYTES], datagram[_SIGNATURE_BYTES:]
             if hmac.compare_digest(signature, _signature(self._peers.key, data)):
@@ -174,7 +174,7 @@ def _signature(key: bytes, data: bytes) -> bytes:
 
 
 def _namespace(kind: str) -> int:
-    """Return a namespace's number, equal for processes that share it; 0 if unknown."""
+    """Return a number equal for processes of one Linux namespace; 0 if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         number = os.stat(f"/proc/self/ns/{kind}").st_ino
@@ -185,7 +185,7 @@ def _namespace(kind: str) -> int:
 
 
 def _addresses() -> Sequence[int]:
-    """Return this host's IPv4 addresses, without the loopback's."""
+    """Return this host's IPv4 addresses, except loopback addresses."""
     found = []
     with (
         contextlib.suppress(OSError),
@@ -195,7 +195,7 @@ def _addresses() -> Sequence[int]:
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                # struct sockaddr_in of struct ifreq.
+                # ``answer`` is a struct ifreq, with the address at byte 20.
                 if answer[20] != 127:
                     found.append(int.from_bytes(answer[20:24], "big"))
     return found

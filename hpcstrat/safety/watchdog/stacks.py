@@ -1,9 +1,9 @@
-"""Stacks of a process's threads, also where Python cannot run in it.
+"""Stacks of the threads of a process, even if Python cannot run in the process.
 
-A process shows its own stacks through ``sys._current_frames``. Where its threads cannot
-run, because C code holds the interpreter lock, a neighbour makes it show them by a
-real-time signal: every process has registered `faulthandler` for that signal, with a
-file in memory, which the neighbour reads through ``/proc``.
+A process reads its own stacks by ``sys._current_frames``. If its threads cannot run,
+because C code holds the interpreter lock, another rank of the same host sends it a
+real-time signal. Every process has registered `faulthandler` for this signal, with a
+file in memory. The other rank reads this file through ``/proc``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_BYTES = 4500
 _MOST_CHARACTERS = 200
 _DUMP_SECONDS = 0.5
 _NAP_SECONDS = 0.005
-# A dump of faulthandler that has not grown for this time is complete.
+# A dump of faulthandler counts as complete if it has not grown for this time.
 _SETTLED_SECONDS = 0.03
 _LARGEST_DUMP = 1 << 20
 
@@ -63,40 +63,41 @@ class Stacks:
 
     # A relative clause about the process if it is not running as usual; may be empty.
     words: str = ""
-    # Its main thread's innermost frame outside of the library, such as ``evaluate
-    # (train.py:52)``; empty where that is not known.
+    # The main thread's innermost frame outside of the library, such as ``evaluate
+    # (train.py:52)``; empty if unknown.
     where: str = ""
-    # The stacks of its threads, the main thread first; may be empty.
+    # The stacks of all threads, the main thread first; may be empty.
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this machine, and the means to make it show its stacks."""
+    """A process of this machine, with the signal and file for its stacks."""
 
     pid: int
-    # When it started, in ticks of the machine, which tells a reused number apart.
+    # Start time in clock ticks, to detect that ``pid`` was reused.
     start: int
     main: int
-    # Signal on which it writes its stacks; 0 where there is none.
+    # Signal at which the process writes its stacks; 0 if there is none.
     signal: int
-    # That process's descriptor of the file for its stacks.
+    # File descriptor, in that process, of the file for its stacks.
     handle: int
 
 
 class _OwnProcess:
-    """This process once it is prepared, and the signal for which it is."""
+    """This process after `prepare`, and the signal's offset from SIGRTMIN."""
 
     process: Process | None = None
     offset: int | None = None
 
 
 def prepare(offset: int, *, quiet: bool = False) -> Process:
-    """Let neighbours make this process show its stacks, until it ends.
+    """Let other ranks of this host read this process's stacks, until it ends.
 
-    The signal is counted from SIGRTMIN; 0 is none. A second call for the same signal
-    changes nothing. A signal that is in use is refused, with a warning, which a
-    ``quiet`` call leaves to the next. Raises ValueError if there is no such signal.
+    ``offset`` counts the signal from SIGRTMIN; 0 disables it. A second call with the
+    same offset has no effect. If the signal is in use, this call logs a warning and
+    uses no signal; a ``quiet`` call leaves the warning to the next call. Raises
+    ValueError if there is no such signal.
     """
     number = signal.SIGRTMIN + offset
     if number > signal.SIGRTMAX:
@@ -121,7 +122,7 @@ def prepare(offset: int, *, quiet: bool = False) -> Process:
 
 
 def _register(number: int, handle: int, quiet: bool) -> tuple[int, int]:
-    """Return the signal and the file, or 0 and -1 where that cannot be."""
+    """Return the signal and the file's descriptor, or 0 and -1 on failure."""
     if _is_caught(os.getpid(), number):
         if not quiet:
             get_logger().warning(
@@ -137,13 +138,13 @@ def _register(number: int, handle: int, quiet: bool) -> tuple[int, int]:
             return 0, -1
         flags = fcntl.fcntl(handle, fcntl.F_GETFL)
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_APPEND)
-    # Never unregistered: a signal that comes later would end the process.
+    # Never unregister the handler: a later signal would then end the process.
     faulthandler.register(number, file=handle, all_threads=True, chain=False)
     return number, handle
 
 
 def _is_caught(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, or ignores it."""
+    """Return whether a process has a handler for a signal, or ignores it."""
     masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)", _proc(pid, "status"), re.MULTILINE)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
@@ -156,7 +157,7 @@ def _proc(pid: int, name: str) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return state and start of a process; ``"X"`` where there is none."""
+    """Return state and start time of a process; state ``"X"`` if it has ended."""
     try:
         _, fields = process_stat(pid)
     except OSError:
@@ -177,7 +178,8 @@ def own_stacks() -> Stacks:
     threads = {
         ident: _frames(frame)
         for ident, frame in sys._current_frames().items()
-        # The watchdog's own stack is left out, unless the main thread asks.
+        # Leave out this thread, which may be the watchdog's, unless it is the main
+        # thread.
         if ident == main or ident != threading.get_ident()
     }
     others = [
@@ -201,7 +203,7 @@ def _frames(frame: FrameType | None) -> list[_Frame]:
 def look_at(process: Process) -> Stacks:
     """Return the stacks of a process of this machine and this user.
 
-    Takes up to half a second. Where the process is silent, the result says why.
+    Takes up to half a second. If the process does not answer, the result says why.
     """
     state, start = _stat(process.pid)
     if start != process.start or state in "ZX":
@@ -227,7 +229,7 @@ def look_at(process: Process) -> Stacks:
 
 
 def _is_watching(frames: Sequence[_Frame]) -> bool:
-    """Whether a thread is the library's own, which reports leave out."""
+    """Return whether a thread is the library's own, to leave it out of reports."""
     return any(
         file.startswith(_SAFETY) and name in ("_loop", "_watch")
         for file, _, name in frames
@@ -235,7 +237,7 @@ def _is_watching(frames: Sequence[_Frame]) -> bool:
 
 
 def _dump(process: Process) -> str:
-    """Make a process write its stacks, and read them; empty where it does not."""
+    """Return the stacks that a process writes at a signal; empty if it does not."""
     pid = process.pid
     try:
         own = os.open(f"/proc/{pid}/fd/{process.handle}", os.O_RDWR | os.O_CLOEXEC)
@@ -245,7 +247,8 @@ def _dump(process: Process) -> str:
         if os.fstat(own).st_size > _LARGEST_DUMP:
             os.ftruncate(own, 0)
         start = os.fstat(own).st_size
-        # A process that runs another program by now (exec) has no handler any more.
+        # A process that has called exec meanwhile has no handler: the signal would kill
+        # it.
         if not _is_caught(pid, process.signal) or not _send(process):
             return ""
         size, deadline, settled = start, time.monotonic() + _DUMP_SECONDS, 0.0
@@ -264,7 +267,7 @@ def _dump(process: Process) -> str:
 
 
 def _send(process: Process) -> bool:
-    """Send the signal to this process, never to a later one of its number."""
+    """Send the signal to this process, never to another process with its number."""
     handle = -1
     with contextlib.suppress(AttributeError, OSError):
         handle = os.pidfd_open(process.pid)
@@ -274,7 +277,7 @@ def _send(process: Process) -> bool:
         if handle >= 0:
             signal.pidfd_send_signal(handle, process.signal)
         else:
-            # Kernels before 5.3.
+            # Linux kernels before 5.3 have no pidfd_open.
             os.kill(process.pid, process.signal)
     except OSError:
         return False
@@ -294,7 +297,7 @@ def _where(frames: Iterable[_Frame]) -> str:
 def _composed(
     words: str, main: list[_Frame], others: Sequence[tuple[str, list[_Frame]]]
 ) -> Stacks:
-    """Return stacks within a limited size, the main thread's first."""
+    """Return stacks of limited total size, the main thread's first."""
     lines = _lines("main thread", main, _MAIN_FRAMES)
     for title, frames in others[:_OTHER_THREADS]:
         lines += _lines(title, frames, _OTHER_FRAMES)

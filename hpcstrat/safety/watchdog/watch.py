@@ -1,4 +1,4 @@
-"""One rank's watchdog inside of its worker, for one channel."""
+"""State of one rank's watchdog for one channel, shared with the ranks of its worker."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = ["HELD_SECONDS", "Watch"]
 HELD_SECONDS = 6.0
 """How long another rank's inquiry keeps this one from its own."""
 
-# Time that the report of another rank may be on its way.
+# Time that the report of another rank may take to appear.
 _REPORT_SECONDS = 4.0
 _LONGEST_TICK_SECONDS = 1.0
 _SHORTEST_TICK_SECONDS = 0.05
 _TICKS_IN_WARNING = 4
-# Ranks go on to show their stacks for this time after they were asked.
+# Time for which ranks continue to publish their stacks after a request.
 _ASKED_SECONDS = 4.0
 _LOOKED_SECONDS = 4.0
 
 
 class Watch:
-    """Watches over one channel. Collective over ``topology.replica_comm``."""
+    """The watchdog's state for a channel. Collective over ``topology.replica_comm``."""
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
         assert settings.warn_seconds is not None
@@ -78,16 +78,16 @@ class Watch:
         self._looked: dict[int, tuple[float, Stacks]] = {}
 
     def waiting(self) -> Waiting | None:
-        """Return this rank's current wait, also one inside of MPI."""
+        """Return this rank's current wait for headers or inside of MPI, or None."""
         return self.channel.waiter.waiting or self._exchange
 
     def keep_alive(self) -> None:
-        """Tell the worker that this rank's watchdog runs, if it is time to."""
+        """Publish once per tick that this rank's watchdog runs."""
         if time.monotonic() > self._status.beat + self.tick_seconds:
             self.publish()
 
     def publish(self, wants_stacks: bool = False) -> None:
-        """Publish to the worker what this rank does; any thread may call this."""
+        """Publish this rank's state to its worker; any thread may call this."""
         with self._lock:
             if self.closed:
                 return
@@ -108,7 +108,7 @@ class Watch:
             self._own.write(status)
 
     def _observe(self, now: float) -> None:
-        """Find out what the main thread does, and since when."""
+        """Update the status with the main thread's state and its start time."""
         channel, status = self.channel, self._status
         waiting, exchanging = channel.waiter.waiting, channel.exchanging
         status.sequence = channel.num_calls
@@ -116,7 +116,8 @@ class Watch:
             status.state = LEAVES if waiting.leaves else WAITS
         else:
             status.state = BUSY if exchanging is None else EXCHANGES
-        # An exchange of many pieces may take any time, as long as pieces move.
+        # An exchange of many pieces may take any time while pieces move: restart its
+        # time at each move.
         key = status.sequence, status.state, waiting, self.topology.moves
         if key != self._key:
             self._key = key
@@ -129,7 +130,7 @@ class Watch:
         return max((s.asks_at for s in self.statuses() if s), default=-math.inf)
 
     def statuses(self) -> list[Status | None]:
-        """Return the statuses of the worker's ranks; None for ranks without one."""
+        """Return the worker's statuses, with None for ranks without a complete page."""
         return [page.read() for page in self._pages]
 
     def states(self) -> list[RankState]:
@@ -150,9 +151,9 @@ class Watch:
         ]
 
     def stacks_of(self, rank: int) -> tuple[Stacks, str] | None:
-        """Return stacks and last call of a rank of this worker, if it has shown them.
+        """Return stacks and last call of a rank of this worker; None before an answer.
 
-        Takes up to half a second where the rank cannot show them itself.
+        Takes up to half a second if the rank cannot publish its stacks itself.
         """
         now = time.monotonic()
         status = self._pages[self.indices[rank]].read(with_text=True)
@@ -163,7 +164,7 @@ class Watch:
         return Stacks(*status.text["stacks"]), status.text["last"]
 
     def look_at(self, rank: int) -> Stacks:
-        """Look at the process of a rank whose page is old."""
+        """Return the stacks of a process that does not update its page."""
         process, now = self.peers.process(rank), time.monotonic()
         if process is None:
             return Stacks("which does not answer")
@@ -174,9 +175,9 @@ class Watch:
         return stacks
 
     def begin_inquiry(self) -> bool:
-        """Tell the worker's other ranks that this one makes the inquiry.
+        """Publish to the worker that this rank makes an inquiry.
 
-        False where a lower one has begun at the same time.
+        Returns False if a lower rank has begun an inquiry at the same time.
         """
         with self._lock:
             self._status.inquires_at = time.monotonic()
@@ -184,9 +185,10 @@ class Watch:
         return not self.others_inquire(self.topology.worker_comm.rank)
 
     def others_inquire(self, below: int | None = None) -> bool:
-        """Whether another rank of the worker, or one ``below``, makes an inquiry.
+        """Return whether another rank of the worker makes an inquiry.
 
-        False also where it should have been done by now.
+        With ``below``, only ranks below this position count. Inquiries that began more
+        than 6 seconds ago count as ended.
         """
         begun = time.monotonic() - HELD_SECONDS
         return any(
@@ -195,19 +197,19 @@ class Watch:
         )
 
     def reported_at(self) -> float:
-        """Return when a rank last reported; -infinity where none is known to."""
+        """Return the time of the last known report of any rank, or -infinity."""
         return max((s.reported_at for s in self.statuses() if s), default=-math.inf)
 
     def note_report(self) -> None:
-        """Take note that a rank reports now, and tell the worker."""
+        """Record and publish that a rank reports now."""
         with self._lock:
             self._status.reported_at = time.monotonic()
         self.publish()
 
     def decide(self, at: float, late: Sequence[int], patient_until: float) -> None:
-        """Take note of who is late since ``at``, and tell the worker.
+        """Record and publish the ranks that are late, as found at time ``at``.
 
-        Until ``patient_until`` one of them at least may be late.
+        Until ``patient_until`` all of them are allowed to be late.
         """
         with self._lock:
             self._late = list(late)[:8]
@@ -216,7 +218,7 @@ class Watch:
         self.publish()
 
     def adopt(self, waiting: Waiting) -> None:
-        """Take over the result of an inquiry of any rank of the worker."""
+        """Copy the result of the worker's newest inquiry into this rank's wait."""
         reported_at = self.reported_at()
         if reported_at > waiting.start:
             waiting.held_until = reported_at + _REPORT_SECONDS
@@ -237,11 +239,11 @@ class Watch:
         if newest > max(waiting.start, waiting.looked_at):
             waiting.patient_until = status.patient_until
             waiting.late = late
-            # Set last: the main thread reads it first, and then the other fields.
+            # Set this field last: the main thread reads it before the other fields.
             waiting.looked_at = newest
 
     def close(self) -> None:
-        """Let go of the shared memory and the socket."""
+        """Release the shared memory, and close the socket."""
         with self._lock:
             self.closed = True
             for page in self._pages:

@@ -1,11 +1,12 @@
-"""Says who is late, where, and since when; ends a job that does not go on.
+"""A thread that reports late ranks, and ends a job that makes no progress.
 
-One thread of each process wakes about once a second. It makes no call of MPI; calls of
-the program only leave notes for it. Where a rank has waited longer than
-``warn_seconds``, the lowest of those that wait finds out for whom (`inquiry`), and
-reports it. After ``limit_seconds`` the wait itself raises an error; where it cannot,
-because MPI blocks it, the thread ends the process. It also ends a process that waits
-inside of CUDA for kernels that do not end (`gpu_watch`).
+Each process has one such thread, which wakes about once a second. The thread makes no
+call of MPI; it only reads state that calls of the program record. When a rank has
+waited longer than ``warn_seconds``, the lowest waiting rank finds the late ranks
+(`inquiry`) and reports them. After ``limit_seconds`` the wait in the main thread raises
+an error. If the main thread cannot raise an error, because MPI blocks it, the
+watchdog's thread ends the process. The thread also ends a process that waits inside of
+CUDA for kernels that do not end (`gpu_watch`).
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from hpcstrat.safety.watchdog.watchdog_messages import WatchdogMessages
 __all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
 
 _REPEAT = 10
-# Inquiries of workers, and of ranks within a worker, are staggered by this time.
+# Delay between inquiries of different workers, and of ranks within a worker, so that
+# most of them find that another rank already makes the inquiry.
 _STAGGER_SECONDS = 0.05
 _LONGEST_STAGGER_SECONDS = 2.0
 _OVERDUE_SECONDS = 15.0
-# Time after the limit in which the main thread can raise an error.
+# Time after the limit for the main thread to raise an error.
 _GRACE_SECONDS = 20.0
 _CLOSE_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
@@ -50,7 +52,7 @@ EXIT_CODE = 75
 
 
 class _Watchdog:
-    """The thread of this process."""
+    """The watchdog's thread of this process."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -64,7 +66,7 @@ class _Watchdog:
         self._thread.start()
 
     def end(self) -> None:
-        """End the thread; another thread calls this."""
+        """End the watchdog's thread; called by another thread."""
         self._ended = True
         self.wake()
         self._thread.join(_CLOSE_SECONDS)
@@ -72,7 +74,7 @@ class _Watchdog:
             os.close(self._wake)
 
     def wake(self) -> None:
-        """Let the thread look at once."""
+        """Wake the thread now."""
         os.eventfd_write(self._wake, 1)
 
     def _loop(self) -> None:
@@ -88,7 +90,7 @@ class _Watchdog:
     def _guarded(
         self, one: WatchdogMessages, act: Callable[[WatchdogMessages], None]
     ) -> None:
-        """Call a function for a watch; an error in it must not harm the program."""
+        """Call ``act`` for one channel; errors in ``act`` must not harm the program."""
         watch = one.watch
         if not watch.turn_lock.acquire(blocking=False):
             return
@@ -108,7 +110,7 @@ class _Watchdog:
             watch.turn_lock.release()
 
     def _serve(self, seconds: float) -> None:
-        """Answer messages for some seconds, or until one has come."""
+        """Answer messages for some seconds, or until a message arrives."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         handles = {}
@@ -130,7 +132,7 @@ class _Watchdog:
         try:
             one.receive()
         except Exception:
-            # The main thread may close it meanwhile.
+            # Ignore the error if the main thread has closed the channel meanwhile.
             if not one.watch.closed:
                 raise
 
@@ -147,7 +149,7 @@ class _Watchdog:
             end_process(_endless(watch, waiting))
 
     def _is_due(self, watch: Watch, waiting: Waiting, now: float) -> bool:
-        """Return whether it is time for an inquiry, and for this rank to make it."""
+        """Return whether an inquiry is due, and this rank has to make it."""
         slow_until = watch.channel.waiter.slow_until
         warn, looked = watch.warn_seconds, waiting.looked_at
         milestones = [
@@ -156,7 +158,8 @@ class _Watchdog:
             looked + _REPEAT * warn,
         ]
         if waiting.patient_until > now:
-            # An excused rank may have finished its slow part since.
+            # A rank that announced a slow part may have finished it since the last
+            # look.
             milestones.append(looked + warn)
         passed = [at for at in milestones if looked < at <= now]
         if not passed or watch.others_inquire():
@@ -188,7 +191,8 @@ class _Watchdog:
             return
         if reported_at > waiting.start and now < reported_at + (_REPEAT - 0.5) * warn:
             return
-        # The wait is not cut off during the report, which ends in bounded time.
+        # Disable the time limit of the wait during the report, which takes bounded
+        # time.
         waiting.held_until = math.inf
         report = inquiry.report()
         if report is not None:
@@ -199,7 +203,7 @@ class _Watchdog:
 
 
 def _waits_long(status: Status, watch: Watch, now: float) -> bool:
-    """Return whether a rank is one that may make an inquiry by now."""
+    """Return whether a rank has waited long enough to make an inquiry."""
     shortest = min(watch.warn_seconds, watch.limit_seconds / 2)
     return (
         status.state != BUSY
@@ -209,7 +213,7 @@ def _waits_long(status: Status, watch: Watch, now: float) -> bool:
 
 
 def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
-    """Return whether the process must be ended, because its main thread cannot."""
+    """Return whether the limit has passed and the main thread raises no error."""
     waiter = watch.channel.waiter
     end = waiting.begin(waiter.slow_until) + watch.limit_seconds
     if waiting.timeout_seconds is not None:
@@ -219,7 +223,7 @@ def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
 
 
 def _endless(watch: Watch, waiting: Waiting) -> str:
-    """Return what this rank waits for, and why its process must end."""
+    """Return a text with the call in which this rank waits, and the late ranks."""
     seconds = time.monotonic() - waiting.start
     late = some_ranks(waiting.late) if waiting.late else "other ranks"
     return (
@@ -230,13 +234,13 @@ def _endless(watch: Watch, waiting: Waiting) -> str:
 
 
 def end_process(reason: str) -> None:
-    """End this process, whose main thread cannot, and with it the job.
+    """End this process because its main thread is blocked; this ends the job.
 
-    A thread beside the main one calls this.
+    Called by a thread other than the main thread.
     """
     os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
     hang_file.add_event("end", reason=reason)
-    # The main thread may hold a lock of these files.
+    # Flush in another thread, because the main thread may hold a lock of these files.
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(_FLUSH_SECONDS)
@@ -254,12 +258,12 @@ class _State:
     watchdog: _Watchdog | None = None
 
 
-# Deadlines of the blocks of `expect_slow` that any thread of this process is in.
+# Deadlines of all active `expect_slow` blocks of this process, in any thread.
 _deadlines: list[float] = []
 
 
 def _running() -> _Watchdog | None:
-    """Return the watchdog; None also in a forked child, where its thread is not."""
+    """Return the watchdog, or None without one and in a forked child."""
     watchdog = _State.watchdog
     if watchdog is None or watchdog.process != os.getpid():
         return None
@@ -288,7 +292,7 @@ def register(channel: Channel, settings: Settings) -> None:
 
 
 def known_states() -> list[dict[str, Any]]:
-    """Return the states of the ranks of this worker, without asking any."""
+    """Return the states of this worker's ranks from shared memory."""
     watchdog = _running()
     for one in [] if watchdog is None else list(watchdog.watched):
         return grouped(one.watch.states())
@@ -296,13 +300,13 @@ def known_states() -> list[dict[str, Any]]:
 
 
 def unregister(channel: Channel) -> None:
-    """Stop watching a channel; ends the thread with the last one."""
+    """Stop watching a channel, and end the thread after the last channel."""
     watchdog = _running()
     for one in [] if watchdog is None else list(watchdog.watched):
         if one.watch.channel is channel and watchdog is not None:
             channel.waiter.watched = False
             watchdog.watched.remove(one)
-            # Set first, because an inquiry under way ends by it.
+            # Set this before the lock is acquired, so that a running inquiry ends.
             one.watch.closed = True
             watchdog.wake()
             is_free = one.watch.turn_lock.acquire(timeout=_CLOSE_SECONDS)
@@ -314,7 +318,7 @@ def unregister(channel: Channel) -> None:
 
 
 def stop() -> None:
-    """End the thread before MPI ends."""
+    """End the watchdog's thread, before MPI ends."""
     watchdog = _running()
     if watchdog is not None:
         for one in watchdog.watched:
@@ -333,7 +337,7 @@ def _tell_slow(slow_until: float) -> None:
 
 @contextmanager
 def expect_slow(seconds: float) -> Iterator[None]:
-    """Let the others wait longer for this rank; see ``Strategy.expect_slow``."""
+    """Extend the other ranks' limits for this rank; see ``Strategy.expect_slow``."""
     deadline = time.monotonic() + seconds
     _deadlines.append(deadline)
     _tell_slow(max(_deadlines, default=deadline))
@@ -341,5 +345,6 @@ def expect_slow(seconds: float) -> Iterator[None]:
         yield
     finally:
         _deadlines.remove(deadline)
-        # Ranks that wait count their seconds from now, or from an earlier deadline.
+        # Other ranks count their waits from now on, or from the deadline if that was
+        # earlier.
         _tell_slow(max(_deadlines, default=min(deadline, time.monotonic())))

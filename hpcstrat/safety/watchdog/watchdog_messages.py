@@ -1,7 +1,7 @@
 """Questions and answers between watchdogs of different workers, for one channel.
 
-Any process of a worker answers for all of its ranks, so that one stopped process does
-not keep the others from an answer.
+Any process of a worker answers for all ranks of the worker, so that a stopped process
+does not prevent an answer.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from hpcstrat.safety.watchdog.watch import HELD_SECONDS, Watch
 
 __all__ = ["WatchdogMessages"]
 
-# Number of workers, and of ranks of each, that learn when a rank expects to be slow.
+# Number of workers, and of ranks per worker, that are notified when a rank expects to
+# be slow.
 _WORKERS_TOLD = 2
 _RANKS_TOLD = 2
 
 
 class WatchdogMessages:
-    """Messages from and to this rank.
+    """Sends, receives and answers the messages of this rank.
 
-    ``held_until`` is when another rank's inquiry should be over; ``yields`` says that a
-    lower rank has begun an inquiry in this round. ``answers``, by worker, and
-    ``found``, stacks and last calls of ranks of other workers, belong to the round.
+    ``held_until`` is the time at which another rank's inquiry should be over.
+    ``yields`` is true if a lower rank has begun an inquiry in this round. ``answers``
+    has the current round's answers by worker; ``found`` has stacks and last calls of
+    ranks of other workers.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -41,39 +43,39 @@ class WatchdogMessages:
         self.yields = False
         self.answers: dict[int, dict[str, Any]] = {}
         self.found: dict[int, tuple[Stacks, str]] = {}
-        # How often the watchdog's thread has failed for this channel.
+        # Number of failures of the watchdog's thread for this channel.
         self.failures = 0
 
     def begin(self) -> None:
-        """Begin a round: answers to earlier questions are ignored from here on."""
+        """Begin a round; from now on, answers to earlier questions are ignored."""
         self._round += 1
         self.yields = False
         self.answers.clear()
         self.found.clear()
 
     def ask(self, ranks: Sequence[int]) -> None:
-        """Ask ranks of each worker for their states; `answers` takes what comes."""
+        """Ask ranks for their workers' states; answers go to `answers`."""
         self._send(ranks, "ask", {})
 
     def ask_stacks(self, to: int, ranks: Sequence[int]) -> None:
-        """Ask a rank that has answered for stacks of its worker; `found` takes them."""
+        """Ask rank ``to`` for stacks of its worker's ranks; answers go to `found`."""
         self._send([to], "stacks", {"ranks": ranks})
 
     def tell_verdict(self, late: Sequence[int], left: float) -> None:
-        """Tell those who have answered who is late, and how long that is excused."""
+        """Send the late ranks, and how long they may be late, to all that answered."""
         senders = [answer["from"] for answer in self.answers.values()]
         self._send(senders, "verdict", {"late": late, "left": max(left, LONG_AGO)})
 
     def tell_report(self) -> None:
-        """Tell those who have answered that this rank reports."""
+        """Notify all ranks that have answered that this rank reports."""
         senders = [answer["from"] for answer in self.answers.values()]
         self._send(senders, "report", {})
 
     def tell_slow(self, slow_until: float) -> None:
-        """Tell other workers that this rank expects to be slow.
+        """Notify two other workers that this rank expects to be slow.
 
-        They answer for it where C code stops its watchdog and its worker has no other
-        rank.
+        These workers answer for this rank if C code stops its watchdog and its worker
+        has no other rank.
         """
         topology, peers = self.watch.topology, self.watch.peers
         note = {"left": slow_until - time.monotonic()}
@@ -82,11 +84,11 @@ class WatchdogMessages:
             self._send(peers.ranks(worker)[:_RANKS_TOLD], "note", note)
 
     def noted(self, rank: int) -> float:
-        """Return how many seconds more a rank of another worker will be slow."""
+        """Return for how many more seconds a rank of another worker will be slow."""
         return max(self._notes.get(rank, -math.inf) - time.monotonic(), LONG_AGO)
 
     def receive(self) -> None:
-        """Take and answer the messages that have come."""
+        """Process and answer the messages that have arrived."""
         if self._mail is None:
             return
         takers = {
@@ -110,7 +112,8 @@ class WatchdogMessages:
         self._send([message["from"]], kind, {**more, "round": message["round"]})
 
     def _answer_ask(self, message: dict[str, Any]) -> None:
-        # One rank reports for all: the first, or the lowest of those that ask at once.
+        # Only one rank reports: the first that asks, or the lowest if several ask at
+        # once.
         self.held_until = time.monotonic() + HELD_SECONDS
         if message["from"] < self._rank:
             self.yields = True
@@ -150,5 +153,5 @@ class WatchdogMessages:
 
 
 def _row(state: RankState) -> list[float]:
-    """Return a state in a few bytes: a message holds those of all ranks of a worker."""
+    """Return a state in few bytes, because a message holds all states of a worker."""
     return [x if isinstance(x, int) else round(x, 2) for x in astuple(state)]
