@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a call of a manager: on its objects, and how it ended."""
+"""Steps in which all ranks agree on the objects of a checkpoint, or on its outcome."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _MOST_NAMES = 3
 
 
 def strategy_of(things: Any) -> Any:
-    """Return the strategy of arguments that may be faulty; else the current one.
+    """Return the strategy of some arguments, which may be invalid, or the current one.
 
-    The caller tells its ranks of an error, so this never raises.
+    This function never raises, because the caller reports errors to the other ranks.
     """
     todo = [things]
     while todo:
@@ -46,27 +46,27 @@ def strategy_of(things: Any) -> Any:
         if getattr(strategy, "distributes", False):
             return of_all_groups(strategy)
         if isinstance(thing, SupportsCheckpoint):
-            # The caller raises its own error for what is faulty here.
+            # The caller raises its own error for an invalid argument.
             with suppress(Exception):
                 todo.append(thing.checkpoint_variables())
     return of_all_groups(get_strategy())
 
 
 def of_all_groups(strategy: Any) -> Any:
-    """Return the strategy of all replicas; this one may be that of a group."""
+    """Return the strategy of all replicas; ``strategy`` may be that of one group."""
     split = getattr(strategy, "split", None)
     return strategy if split is None else split.whole
 
 
 def is_of_group(thing: Any) -> bool:
-    """Whether a variable, or the like, is one of each group, not of all replicas."""
+    """Return whether each group of replicas has its own copy of a variable."""
     strategy = thing.distribute_strategy
     split = None if strategy is None else strategy.split
     return split is not None and split.part is strategy
 
 
 def refuse_torch(name: str, thing: Any) -> None:
-    """Refuse what has tensors in its state, before a program has run for long."""
+    """Raise ValueError for an object whose state has tensors, before a long run."""
     kinds = {
         kind.__name__
         for kind in type(thing).__mro__
@@ -83,8 +83,8 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
-    """Refuse objects that each rank of a job would write to the same files."""
-    # The launcher knows the number: a strategy of one replica starts no MPI.
+    """Raise RuntimeError if several ranks of a job would write the same files."""
+    # The launcher knows the number of ranks: a strategy of one replica starts no MPI.
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:
         raise RuntimeError(
@@ -112,9 +112,9 @@ def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
 def compare_copies(
     strategy: Replicas, variables: Mapping[str, Variable], turn: int | None
 ) -> None:
-    """Compare the copies of mirrored variables; DivergenceError on every replica.
+    """Compare the copies of mirrored variables; raise DivergenceError on every replica.
 
-    Collective over the strategy's replicas. ``turn`` as in `check_mirrored`.
+    Collective over the strategy's replicas. For ``turn`` see `check_mirrored`.
     """
     split = strategy.split
     if split is None:
@@ -135,9 +135,9 @@ def compare_copies(
 
 
 def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
-    """Raise CollectiveError on every replica where plain state differs between them.
+    """Raise CollectiveError on every replica if plain state differs between replicas.
 
-    Collective over the strategy's replicas, if there are states.
+    Collective over the strategy's replicas, if ``states`` is not empty.
     """
     if not states:
         return
@@ -158,12 +158,12 @@ def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
 
 
 def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
-    """Run an action on replica 0; return its result, which must pickle, on all.
+    """Run an action on replica 0; return its result, which must pickle, on all of them.
 
-    Collective over the strategy's replicas. An error of the action is a CheckpointError
-    on all of them.
+    Collective over the strategy's replicas. If the action raises an error, every
+    replica raises CheckpointError.
     """
-    # An error is sent as its class and text, as not all errors pickle.
+    # Send an error as its class and text, because some exceptions cannot be pickled.
     outcome: Any = None
     if strategy.replica_id == 0:
         try:
@@ -179,7 +179,7 @@ def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
 
 
 def explained(what: str, error: BaseException) -> str:
-    """Return the message, with advice, of an error of the operating system."""
+    """Return a message, with advice, for an error of the operating system."""
     advice = "check the path, its permissions and the space on the file system"
     if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
         advice = "close files, or raise their number (ulimit -n)"

@@ -1,8 +1,8 @@
-"""Ways to write a file, tried on a file system to find the fastest.
+"""Benchmark of the ways to write a file on a file system, to find the fastest one.
 
-One file for all, as checkpoints are written, and a file for each writer; past the page
-cache and through it; in parts of the smallest size and of the size that a checkpoint
-would have. All are written and read by the functions of real saves.
+The ways are: one file for all ranks, as in checkpoints, or one file per rank; with or
+without the page cache; in blocks of the smallest size or of a checkpoint's usual size.
+The functions of real saves write and read the files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
     "together",
 ]
 
-# The guard reads until this process closes its end of the pipe, or has died.
+# The shell reads until this process closes its end of the pipe or dies.
 _GUARD = 'trap "" HUP INT TERM; cat > /dev/null; rm -rf -- "$0"'
 
 
@@ -60,8 +60,8 @@ _GUARD = 'trap "" HUP INT TERM; cat > /dev/null; rm -rf -- "$0"'
 def scratch(directory: str) -> Iterator[str]:
     """Choose a name for a folder in ``directory``, and remove the folder at the end.
 
-    One rank calls it, before MPI starts: a process of its own removes the folder, also
-    when this one is killed. The caller makes the folder.
+    One rank calls it, before MPI starts. A separate process removes the folder, even if
+    this process is killed. The caller makes the folder.
     """
     name = f".hpcstrat-bench-{secrets.token_hex(8)}"
     folder = os.path.join(os.path.abspath(directory), name)
@@ -70,7 +70,7 @@ def scratch(directory: str) -> Iterator[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # Neither an interrupt nor a launcher that kills its ranks ends it.
+        # Its own session protects the shell from Ctrl-C and from the launcher's kill.
         start_new_session=True,
     )
     try:
@@ -80,26 +80,26 @@ def scratch(directory: str) -> Iterator[str]:
 
 
 class Writers(Protocol):
-    """The ranks that write together: the part of mpi4py's communicator that is used."""
+    """The ranks that write together, with the methods of an mpi4py communicator."""
 
     @property
     def rank(self) -> int:
-        """Number of this one, from 0."""
+        """Rank of this process, from 0."""
 
     @property
     def size(self) -> int:
-        """Number of all."""
+        """Number of ranks."""
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Return the objects of all members, in order; collective."""
+        """Return the objects of all ranks, in order of rank; collective."""
 
 
 def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
-    """Run an action on all; raise the first error of any of them on all.
+    """Run an action on all ranks; if it fails on any rank, raise that error on all.
 
-    Collective over ``group``; the action makes no collective call.
+    Collective over ``group``; the action must not make collective calls.
     """
-    # All send their outcome, or those without an error would go on alone.
+    # All ranks exchange their outcomes, so that none continues after another failed.
     text, result = "", None
     try:
         result = action()
@@ -114,7 +114,7 @@ def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
 
 
 class _WritingThread:
-    """One of several threads that stand for ranks."""
+    """One of several threads that act as ranks."""
 
     def __init__(
         self, rank: int, values: list[Any], barrier: threading.Barrier
@@ -126,28 +126,28 @@ class _WritingThread:
         self._values[self.rank] = sendobj
         self._barrier.wait()
         values = list(self._values)
-        # No member puts its next value before all have copied these.
+        # Wait until all threads have copied the list, before any overwrites its value.
         self._barrier.wait()
         return values
 
 
 def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
-    """Run an action in threads that stand for ranks; return the first one's result.
+    """Run an action in threads that act as ranks; return the result of rank 0.
 
-    The first is this thread. The action raises on all of them, or on none.
+    This thread is rank 0. The action must raise on all ranks or on none.
     """
     values: list[Any] = [None] * size
     barrier = threading.Barrier(size)
     members = [_WritingThread(rank, values, barrier) for rank in range(size)]
 
     def _run(member: _WritingThread) -> None:
-        # All threads raise the same; the error of the first one is shown.
+        # All threads raise the same error; rank 0 reports it.
         try:
             action(member)
         except (CheckpointError, threading.BrokenBarrierError):
             return
         except BaseException:
-            # The others would wait for this one.
+            # Without this, the other threads would wait for this thread forever.
             barrier.abort()
             raise
 
@@ -160,7 +160,7 @@ def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
             thread.start()
         return action(members[0])
     finally:
-        # If this thread failed alone, the others must not wait for it.
+        # If only this thread has failed, the other threads must not wait for it.
         barrier.abort()
         for thread in threads:
             thread.join()
@@ -172,9 +172,9 @@ STRIPE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of writing: one ``shared`` file, or one for each writer.
+    """A way of writing: one ``shared`` file, or one file for each rank.
 
-    ``direct`` goes past the page cache; one call writes ``piece_bytes``.
+    ``direct`` bypasses the page cache; each system call writes ``piece_bytes``.
     """
 
     shared: bool
@@ -186,8 +186,8 @@ class Way:
 class MeasuredWay:
     """The measured speed of a way of writing.
 
-    All writers together write, and read, ``nbytes`` in each round. ``refused``: the
-    page cache was used after all.
+    All ranks together write, and read, ``nbytes`` in each round. ``refused`` is True if
+    the file system used the page cache although the way is ``direct``.
     """
 
     way: Way
@@ -198,7 +198,7 @@ class MeasuredWay:
 
     @property
     def write_bytes_per_second(self) -> float:
-        """The median of the rounds."""
+        """Median write rate of all rounds, in bytes per second."""
         return self.nbytes / statistics.median(self.write_seconds)
 
     @property
@@ -213,12 +213,12 @@ def compare(
     rounds: int,
     tick: Callable[[int], None],
 ) -> list[MeasuredWay]:
-    """Write and read files in all ways, in a new folder; the caller removes it.
+    """Write and read files in all ways, in a new folder; the caller removes the folder.
 
-    Collective over ``group``; raises CheckpointError on every rank. Rank 0 gives
-    ``folder``. All together write ``nbytes``, a multiple of `STRIPE_BYTES`, and at
-    least that for each. ``tick`` is called now and then with the bytes written or read.
-    Times are those of rank 0.
+    Collective over ``group``; raises CheckpointError on every rank. Only rank 0's
+    ``folder`` counts. All ranks together write ``nbytes``, a multiple of
+    `STRIPE_BYTES`, and at least one stripe per rank. ``tick`` is called from time to
+    time with the bytes written or read. All times are measured on rank 0.
     """
 
     folder = group.allgather(folder)[0]
@@ -230,11 +230,11 @@ def compare(
 
     together(group, f"to make {folder}", _begin)
     comparison = _Comparison(group, folder, nbytes)
-    # A first try, as it takes longer.
+    # Warm up with a discarded measurement, because the first write is slower.
     comparison.measure(
         MeasuredWay(next(iter(comparison.results)), nbytes), lambda _: None
     )
-    # The ways take turns, so that a disturbance slows all of them.
+    # Alternate between the ways, so that a disturbance slows down all of them.
     for way in itertools.cycle(comparison.results):
         measured = comparison.results[way]
         if len(measured.write_seconds) == rounds:
@@ -244,7 +244,7 @@ def compare(
 
 
 def _check(directory: str, nbytes: int, num_writers: int) -> None:
-    """Check folder, size and free space before anything is written."""
+    """Check that the folder exists and that the size and free space suffice."""
     if not os.path.isdir(directory):
         raise CheckpointError(
             f"expected a folder, found none at {directory}; make it first"
@@ -264,7 +264,7 @@ def _check(directory: str, nbytes: int, num_writers: int) -> None:
 
 
 class _Comparison:
-    """The files of one comparison, and what came of it."""
+    """The files of one comparison, and its results."""
 
     def __init__(self, group: Writers, folder: str, total_bytes: int) -> None:
         self.group, self.folder = group, folder
@@ -280,16 +280,16 @@ class _Comparison:
             slot[:] = np.frombuffer(np.random.default_rng().bytes(usual), np.uint8)
 
     def measure(self, measured: MeasuredWay, tick: Callable[[int], None]) -> None:
-        """Write and read once."""
+        """Measure one write and one read."""
         way, nbytes = measured.way, measured.nbytes
         plan = FileLayout(0, 0, nbytes, way.piece_bytes)
         part = part_of(plan.num_blocks, self.group.rank, self.group.size)
-        # Another rank's blocks are not in the caches of this one.
+        # Read the next rank's blocks: on another host they are not in the page cache.
         reader = (self.group.rank + 1) % self.group.size
         other = part_of(plan.num_blocks, reader, self.group.size)
         self._do("create a file", lambda: self._create(plan, way))
-        # All ranks end a step before one begins the next, and fail together: the files
-        # are removed when no rank has them open.
+        # All ranks end a step before any begins the next, and fail together, so that no
+        # rank has the files open when rank 0 removes them.
         try:
             seconds = self._timed("write", lambda: self._write(plan, way, part))
             tick(nbytes)
@@ -307,8 +307,8 @@ class _Comparison:
         return together(self.group, f"to {what} in {self.folder}", action)
 
     def _timed(self, what: str, action: Callable[[], bool]) -> list[Any]:
-        """Return the seconds on rank 0, and the action's results on all ranks."""
-        # A barrier: all begin together.
+        """Return the seconds on rank 0, followed by the result of each rank."""
+        # This exchange is a barrier, so that all ranks start at the same time.
         self.group.allgather(None)
         begin = time.perf_counter()
         result = self._do(what, action)
@@ -342,12 +342,12 @@ class _Comparison:
 
             def write(block: int, slot: Array) -> None:
                 start, stop = plan.span(block)
-                # Blocks differ, so that a misplaced one is found.
+                # Number each block, so that the reader detects a misplaced one.
                 slot[:8].view(np.int64)[0] = block
                 write_all(file, slot[: stop - start].data, start - shift)
 
             self._each(part, write)
-            # Saves end with a flush, too.
+            # Flush, as real saves do at the end.
             flush(file)
             return is_direct(file)
 
@@ -356,7 +356,7 @@ class _Comparison:
         with closing(open_to_read(path, False)) as file:
             shift = 0 if way.shared else plan.span(part[0])[0]
             start, stop = plan.span(part[0])[0], plan.span(part[-1])[1]
-            # Otherwise a reader on this host would measure memory.
+            # Drop the page cache, so that a reader on this host reads from the disk.
             forget_pages(file, start - shift, stop - shift)
 
     def _read(self, plan: FileLayout, way: Way, part: range) -> bool:
@@ -374,7 +374,7 @@ class _Comparison:
             return is_direct(file)
 
     def _each(self, part: range, work: Callable[[int, Array], None]) -> None:
-        """Do the parts of a file in as many threads as a save does."""
+        """Process the blocks of a part in as many threads as a save uses."""
 
         def run(number: int) -> None:
             for block in part[number::NUM_THREADS]:

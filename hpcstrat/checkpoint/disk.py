@@ -1,4 +1,4 @@
-"""Files at the level of the operating system: what Python's own ``os`` leaves open.
+"""File operations of Linux that Python's ``os`` module does not provide by itself.
 
 Linux manual: open(2) for O_DIRECT, fallocate(2), fsync(2); link(2), rename(2),
 unlink(2); statfs(2).
@@ -54,14 +54,14 @@ NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = os.O_DIRECT
-# Linux writes less than 2 GiB by one call.
+# Linux writes less than 2 GiB in one call.
 _MOST_BYTES = 1 << 30
-# Shared memory takes up to 6 descriptors, connections to other hosts take some.
+# Shared memory uses up to 6 descriptors; connections to other hosts use some, too.
 _SPARE_DESCRIPTORS = 32
 _NO_LINKS = (
     *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
 )
-# Threads of all managers: the next save may be that of another one.
+# Shared by all managers, because another manager's save may need the freed space.
 _freeing: list[threading.Thread] = []
 _NAMES = {
     0xEF53: "ext4",
@@ -84,13 +84,13 @@ _LOCAL_TYPES = (0xEF53, 0x58465342)
 
 
 def create(path: str, nbytes: int) -> None:
-    """Make a file and reserve its space, so that a full disk is found at once.
+    """Make a file and reserve its space, so that a full disk is detected at once.
 
     One rank calls it; the file must not exist. After an OSError no file is left.
     """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
-        # On network file systems, to close it may be what finds the disk full.
+        # Some network file systems report a full disk only in close().
         with closing(file):
             _reserve_with_patience(file, nbytes)
     except BaseException:
@@ -102,7 +102,7 @@ def _reserve_with_patience(file: int, nbytes: int) -> None:
     try:
         _reserve(file, nbytes)
     except OSError as error:
-        # A checkpoint that was just removed may still take the space.
+        # The blocks of a checkpoint that was just removed may not be free yet.
         if error.errno not in _NO_ROOM or not wait_for_room():
             raise
         _reserve(file, nbytes)
@@ -114,7 +114,7 @@ def _reserve(file: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in _NO_RESERVATION:
             raise
-        # This file system has no reservation: compare with its free space.
+        # This file system cannot reserve space: compare the size with its free space.
         space = os.fstatvfs(file)
         if space.f_blocks and space.f_bavail * space.f_frsize < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
@@ -122,7 +122,7 @@ def _reserve(file: int, nbytes: int) -> None:
 
 
 def _allocate(file: int, nbytes: int) -> None:
-    """Call fallocate itself: posix_fallocate writes every page where there is none."""
+    """Call fallocate: without it, posix_fallocate would write every page."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if call is None:
         os.posix_fallocate(file, 0, nbytes)
@@ -134,15 +134,15 @@ def _allocate(file: int, nbytes: int) -> None:
 
 
 def open_to_write(path: str, direct: bool) -> int:
-    """Return the descriptor of a file that exists, for the caller to close.
+    """Open an existing file for writing; return a descriptor that the caller closes.
 
-    ``direct`` goes past the page cache, if the file system allows it.
+    ``direct`` bypasses the page cache, if the file system allows that.
     """
     return _open(path, os.O_RDWR, direct)
 
 
 def open_to_read(path: str, direct: bool) -> int:
-    """Return the descriptor of a file for reading, as `open_to_write` does."""
+    """Open a file for reading, in the same way as `open_to_write`."""
     return _open(path, os.O_RDONLY, direct)
 
 
@@ -152,7 +152,7 @@ def _open(path: str, flags: int, direct: bool) -> int:
         try:
             return os.open(path, flags | _DIRECT)
         except OSError as error:
-            # File systems without it say EINVAL, such as tmpfs of older kernels.
+            # File systems without O_DIRECT, such as tmpfs of old kernels, say EINVAL.
             if error.errno != errno.EINVAL:
                 raise
     return os.open(path, flags)
@@ -160,7 +160,7 @@ def _open(path: str, flags: int, direct: bool) -> int:
 
 @contextlib.contextmanager
 def closing(file: int) -> Iterator[int]:
-    """Close a descriptor at the end."""
+    """Close a file descriptor at the end of a block."""
     try:
         yield file
     finally:
@@ -168,7 +168,7 @@ def closing(file: int) -> Iterator[int]:
 
 
 def require_descriptors() -> None:
-    """Raise OSError where MPI could not open files: it would end the process."""
+    """Raise OSError if too few descriptors are left: MPI would abort the process."""
     held: list[int] = []
     try:
         for _ in range(_SPARE_DESCRIPTORS):
@@ -179,16 +179,16 @@ def require_descriptors() -> None:
 
 
 def write_all(file: int, data: memoryview, offset: int) -> None:
-    """Write a contiguous buffer at a place of a file, in as many calls as it takes.
+    """Write a contiguous buffer at an offset of a file, in as many calls as necessary.
 
-    For O_DIRECT, its address, length and place are multiples of a page.
+    With O_DIRECT, the buffer's address and length, and the offset, are page-aligned.
     """
     if _move(os.pwrite, file, data, offset) < data.nbytes:
         raise OSError(errno.EIO, "nothing was written")
 
 
 def read_into(file: int, buffer: memoryview, offset: int) -> None:
-    """Fill a buffer from a place of a file, as `write_all`; EOFError at its end."""
+    """Fill a buffer from an offset of a file; EOFError if it ends before."""
 
     def read(file: int, part: memoryview, place: int) -> int:
         return os.preadv(file, [part], place)
@@ -204,7 +204,7 @@ def _move(
     data: memoryview,
     offset: int,
 ) -> int:
-    """Call until all bytes have moved, or no more do; return how many have."""
+    """Repeat a call until all bytes, or no more, have moved; return their number."""
     done = 0
     while done < data.nbytes:
         part, direct = data[done : done + _MOST_BYTES], is_direct(file)
@@ -219,52 +219,52 @@ def _move(
             break
         done += count
         if count % PAGE_BYTES and done < data.nbytes:
-            # The rest is not aligned any more.
+            # The next offset is not page-aligned: direct I/O would refuse it.
             _stop_direct(file)
     return done
 
 
 def is_direct(file: int) -> bool:
-    """Whether a file goes past the page cache; the system may have refused to."""
+    """Return whether a file still bypasses the page cache; the system may refuse to."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
 def _stop_direct(file: int) -> None:
-    """Go through the page cache from here on; another thread may have said so, too."""
+    """Use the page cache from now on; another thread may have switched before."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
 
 
 def read_exactly(file: int, offset: int, nbytes: int) -> bytes:
-    """Return a part of a file, open without O_DIRECT; EOFError if it ends before."""
+    """Return a part of a file, open without O_DIRECT; EOFError if it is shorter."""
     data = bytearray(nbytes)
     read_into(file, memoryview(data), offset)
     return bytes(data)
 
 
 def forget_pages(file: int, start: int, stop: int) -> None:
-    """Give back the page cache of what was written and flushed."""
-    # It is only advice, and may be refused.
+    """Drop a range of a file from the page cache, after it was written and flushed."""
+    # The call is only advice to the kernel, which may refuse it.
     with contextlib.suppress(OSError):
         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
 def flush(file: int) -> None:
-    """Bring a file's content to the disk.
+    """Write a file's content to the disk.
 
-    An OSError is final: another try could succeed although the pages are lost.
+    An OSError is final: a second fsync can succeed although the data are lost.
     """
     os.fsync(file)
 
 
 def flush_folder(path: str) -> None:
-    """Bring the names in a folder to the disk."""
+    """Write the names in a folder to the disk."""
     with closing(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
         os.fsync(folder)
 
 
 def remove(path: str) -> None:
-    """Remove a file's name; a thread gives back its blocks, which can take long.
+    """Remove a file's name; a thread frees the file's blocks, which can be slow.
 
     One rank calls it.
     """
@@ -274,11 +274,11 @@ def remove(path: str) -> None:
 
 @contextlib.contextmanager
 def _freed_later(path: str) -> Iterator[None]:
-    """Keep a file open that loses its last name meanwhile; a thread closes it."""
+    """Keep a file open while its last name is removed; a thread closes it later."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        # Not readable, or not there: the removal raises the error.
+        # The file is unreadable or missing: the removal itself raises the error.
         file = -1
     try:
         yield
@@ -294,19 +294,19 @@ def _close_later(file: int) -> None:
     try:
         thread.start()
     except RuntimeError:
-        # The system gives no more threads.
+        # The system refuses another thread.
         os.close(file)
         return
     _freeing[:] = [*filter(threading.Thread.is_alive, _freeing), thread]
 
 
 def gives_back() -> bool:
-    """Whether a thread of this process still gives back blocks of removed files."""
+    """Return whether a thread is still freeing the blocks of removed files."""
     return any(thread.is_alive() for thread in _freeing)
 
 
 def wait_for_room() -> bool:
-    """Wait for blocks that are being given back; return whether there were any."""
+    """Wait until blocks of removed files are free; return whether there were any."""
     threads = list(_freeing)
     for thread in threads:
         thread.join()
@@ -314,9 +314,9 @@ def wait_for_room() -> bool:
 
 
 def publish(temporary: str, path: str, replaces: bool) -> None:
-    """Give a finished file its name, and take its temporary one away.
+    """Give a finished file its final name, and remove its temporary name.
 
-    One rank calls it. FileExistsError where there is a file, unless it ``replaces`` it.
+    One rank calls it. Raises FileExistsError if ``path`` exists, unless ``replaces``.
     """
     if replaces:
         with _freed_later(path):
@@ -325,24 +325,24 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # NFS repeats a call whose answer was lost, which then finds its own link.
+        # NFS repeats a call whose reply was lost: the repeated call finds its own link.
         if not os.path.samefile(temporary, path):
             raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # No hard links on this file system.
+        # This file system has no hard links.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "File exists", path) from error
         os.rename(temporary, path)
         return
-    # The checkpoint is there; the second name may be left for a later job to remove.
+    # The checkpoint is complete. If this unlink fails, a later job removes the name.
     with contextlib.suppress(OSError):
         os.unlink(temporary)
 
 
 def _type(path: str) -> int | None:
-    # The type is the first word of struct statfs, which is shorter than this.
+    # The type is the first word of struct statfs, which is shorter than 64 words.
     words = (ctypes.c_ulong * 64)()
     if ctypes.CDLL(None).statfs(os.fsencode(path), words):
         return None
@@ -361,10 +361,10 @@ def file_system_name(path: str) -> str:
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is on ext2 to ext4 or XFS, which write directly well."""
+    """Return whether a path is on ext2 to ext4 or XFS, where direct writes are fast."""
     return _type(path) in _LOCAL_TYPES
 
 
 def goes_direct(choice: str | None, path: str) -> bool:
-    """Whether to go past the page cache at a path; ``choice`` is ``direct_io``."""
+    """Return whether to bypass the page cache; ``choice`` is ``direct_io``."""
     return choice == "on" or (choice == "auto" and is_local(path))

@@ -1,9 +1,9 @@
-"""Values of checkpoints in files of other programs, and theirs in checkpoints.
+"""Conversion of checkpoints to and from files of other programs.
 
-These are NumPy's (.npz), plain HDF5 and safetensors, one value after the other: no file
-has to fit in memory. The specification of safetensors is short
-(huggingface.co/docs/safetensors): the length of a header in 8 bytes, the header in
-JSON, the values. The library of that name holds all of them in memory when it writes.
+The formats are NumPy's (.npz), plain HDF5 and safetensors. Values are converted one
+after the other, so that a file need not fit in memory. A safetensors file
+(huggingface.co/docs/safetensors) is the length of a header in 8 bytes, the header in
+JSON, and the values. The safetensors library holds all values in memory when it writes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
     "write_safetensors",
 ]
 
-# HDF5 has no bfloat16: it is stored as float32, with its name in this attribute.
+# HDF5 has no bfloat16: store it as float32, with the name bfloat16 in this attribute.
 _TYPE = "hpcstrat_dtype"
 _BFLOAT16 = "bfloat16"
 _CHUNK_BYTES = 16 << 20
-# The length of the name and of the extra field, in the header before a member's bytes.
+# Position of the lengths of the name and extra field in a member's ZIP header.
 _LENGTHS = slice(26, 30)
 _HEADER_BYTES = 30
 
@@ -42,7 +42,7 @@ _HEADER_BYTES = 30
 def write_npz(
     path: str, values: Mapping[str, Array], tick: Callable[[int], None]
 ) -> None:
-    """Write values, which may be maps of another file."""
+    """Write values to an .npz file; the values may be memory-mapped."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, value in values.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -51,7 +51,7 @@ def write_npz(
 
 
 def read_npz(path: str) -> dict[str, Array]:
-    """Return the values of a file; those that are not compressed as maps of it."""
+    """Return the values of an .npz file by name, memory-mapped unless compressed."""
     found = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for info in archive.infolist():
@@ -62,13 +62,13 @@ def read_npz(path: str) -> dict[str, Array]:
                 else:
                     found[name] = npy_format.read_array(member, allow_pickle=False)
             if found[name].dtype == np.dtype("V2"):
-                # NumPy writes bfloat16, which it does not know, as plain bytes.
+                # NumPy does not know bfloat16, and writes it as plain bytes.
                 found[name] = found[name].view(named_dtype(_BFLOAT16))
     return found
 
 
 def _mapped(file: Any, info: zipfile.ZipInfo, member: Any) -> Array:
-    """Return a member of an archive as a map of the file."""
+    """Return an uncompressed member of a ZIP archive as a memory-mapped array."""
     version = npy_format.read_magic(member)
     read = getattr(npy_format, f"read_array_header_{version[0]}_0")
     shape, is_fortran, dtype = read(member)
@@ -87,7 +87,7 @@ def _mapped(file: Any, info: zipfile.ZipInfo, member: Any) -> Array:
 def write_hdf5(
     path: str, values: Mapping[str, Array], tick: Callable[[int], None]
 ) -> None:
-    """Write values, which may be maps of another file; ``/`` in names makes groups."""
+    """Write values to an HDF5 file; ``/`` in a name makes groups."""
     with h5py.File(path, "w") as plain:
         for name, value in values.items():
             if value.dtype.name == _BFLOAT16:
@@ -98,7 +98,7 @@ def write_hdf5(
 
 
 def _write_half(dataset: Any, value: Array) -> None:
-    """Write bfloat16 as float32, by its bits: a cast would change some NaN."""
+    """Store bfloat16 as float32 by shifting bits, because a cast changes some NaN."""
     dataset.attrs[_TYPE] = _BFLOAT16
     bits = value.view(np.uint16)
     rows = max(1, _CHUNK_BYTES // max(1, bits[:1].nbytes)) if bits.ndim else 0
@@ -110,7 +110,7 @@ def _write_half(dataset: Any, value: Array) -> None:
 
 
 def read_hdf5(path: str) -> dict[str, Array]:
-    """Return the values of a file by their full names, as maps where they are whole."""
+    """Return an HDF5 file's values by full name, memory-mapped if contiguous."""
     found = {}
     with h5py.File(path) as plain:
 
@@ -156,16 +156,16 @@ _TYPES = {
 }
 _NAMES = {name: letter for letter, name in _TYPES.items()}
 _METADATA = "__metadata__"
-# The library refuses longer headers.
+# The safetensors library refuses longer headers.
 _MOST_HEADER_BYTES = 100_000_000
 
 
 def write_safetensors(
     path: str, values: Mapping[str, Array], tick: Callable[[int], None]
 ) -> None:
-    """Write values, which may be maps of another file."""
+    """Write values to a safetensors file; the values may be memory-mapped."""
     header, end = dict[str, Any](), 0
-    # Wider types first, so that each value is aligned, as the library has it.
+    # Write wider types first, as the library does, so that each value is aligned.
     ordered = sorted(values, key=lambda name: (-values[name].dtype.itemsize, name))
     for name in ordered:
         value = values[name]
@@ -191,9 +191,9 @@ def write_safetensors(
 
 
 def read_safetensors(path: str) -> dict[str, Array]:
-    """Return the values of a file, as maps of it, by name.
+    """Return the values of a safetensors file by name, as memory-mapped arrays.
 
-    Raises ValueError where it is no such file.
+    Raises ValueError if the file is not a safetensors file.
     """
     size = os.path.getsize(path)
     with open(path, "rb") as file:
@@ -221,5 +221,5 @@ def _value(path: str, about: dict[str, Any], base: int, size: int) -> Array:
         raise ValueError(f"its values of shape {shape} do not fit in the file")
     if not nbytes:
         return np.zeros(shape, dtype)
-    # Bytes first: values need not be aligned in the file.
+    # Map bytes and view them as the type, because values may be unaligned in the file.
     return np.memmap(path, np.uint8, "c", begin, (nbytes,)).view(dtype).reshape(shape)

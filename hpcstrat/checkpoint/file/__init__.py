@@ -1,1 +1,1 @@
-"""The format of a checkpoint file, and how it is read and checked."""
+"""The format of checkpoint files, with functions to read and check them."""

@@ -1,13 +1,13 @@
-"""The commit record: the last page of a file, which vouches for all the rest.
+"""The commit record: the last page of a file, with hashes that cover the whole file.
 
-It holds the hash of the prefix, which holds the hashes of the blocks, and its own: no
-byte of the file is left out. It says where everything is, so that a file is checked
-without HDF5.
+The record contains the hash of the prefix and its own hash. The prefix contains the
+hashes of the data blocks. The record also contains the offsets of all parts, so that a
+file can be checked without HDF5.
 
-While a save in the background writes the file, each replica's verdict on its part
-stands behind the record: the threads make no MPI call, so that replica 0 learns through
-the file itself that all parts are on the disk. It cuts the file to its size before it
-gives it its name. Each replica has pages of its own: no two hosts write into one.
+During a background save, each replica writes a verdict on its part after the record.
+The saving threads cannot call MPI, so replica 0 reads the verdicts to learn that all
+parts are on the disk. Replica 0 then truncates the file to its size and renames it.
+Each verdict has its own pages, so that two hosts never write to the same page.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "write_verdict",
 ]
 
-# Not cryptographic: it finds bit rot, torn writes and lost blocks, but no forgery.
+# Not cryptographic: the hash finds bit rot, torn writes and lost blocks, not forgery.
 ALGORITHM = "xxh3_64"
 _ROOT_BYTES = 16
 
@@ -58,30 +58,31 @@ _VERSION = 1
 # of blocks, hash of the prefix.
 _FIELDS = struct.Struct(f"<16s8Q{_ROOT_BYTES}s")
 _SELF = struct.Struct("<Q")
-# Parts of the prefix that are in memory: a forged one may be large.
+# The prefix is read in parts of this size, because a forged prefix may be large.
 _PART_BYTES = 16 << 20
-# Twice the limit of `Skeleton`, and the most that rounding to stripes adds.
+# Twice the limit of `Skeleton`, and the most bytes that rounding to stripes adds.
 _MOST_STRUCTURE_BYTES = 1 << 33
 _MORE_BYTES = 2 << 20
 NONCE_BYTES = 16
 
 _VERDICT_MAGIC = b"hpcsverd"
-# Magic, which save, replica, error number, number of hashes; then the hashes, and the
-# hash of all that.
+# Magic, nonce of the save, replica, error number, number of hashes. The hashes follow,
+# and then the hash of all these bytes.
 _VERDICT_HEAD = struct.Struct(f"<8s{NONCE_BYTES}sIIQ")
 _VERDICT_TAIL = struct.Struct("<Q")
 
 
 def block_hash(data: memoryview) -> int:
-    """Return XXH3 of 64 bits, seed 0, of contiguous bytes; other threads may run."""
+    """Return the 64-bit XXH3 hash, seed 0, of bytes; other threads run meanwhile."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 @dataclass(slots=True)
 class Vouched:
-    """The contents of a file's commit record; ``plan`` is without extents.
+    """The contents of a file's commit record, and the hashes of the file's blocks.
 
-    ``hashes`` of blocks are uint64 in the machine's order, ``root`` is the prefix's.
+    ``plan`` has no extents. ``hashes`` is uint64 in native byte order, one for each
+    block. ``root`` is the hash of the prefix.
     """
 
     step: int
@@ -92,7 +93,7 @@ class Vouched:
 
 
 def pack_record(plan: FileLayout, prefix: bytes, step: int, num_replicas: int) -> bytes:
-    """Return the commit record: a page, whose last 8 bytes are the hash of the rest."""
+    """Return the commit record: a page that ends in the hash of its other bytes."""
     fields = _FIELDS.pack(
         _MAGIC,
         _VERSION,
@@ -111,16 +112,16 @@ def pack_record(plan: FileLayout, prefix: bytes, step: int, num_replicas: int) -
 
 
 def has_record(file: int) -> bool:
-    """Whether a file seems to end with a commit record; version 1 has none."""
+    """Return whether a file seems to end in a commit record; version 1 has none."""
     start = os.fstat(file).st_size - RECORD_BYTES
     return start > 0 and os.pread(file, len(_MAGIC), start) == _MAGIC
 
 
 def read_vouched(file: int, path: str) -> Vouched:
-    """Check all of a file but the data, and return what these are checked with.
+    """Check a file except for its data; return the hashes to check the data with.
 
-    The descriptor is open without O_DIRECT. Raises CorruptCheckpointError where a bit
-    differs from what was written, or the length does.
+    The descriptor is open without O_DIRECT. Raises CorruptCheckpointError if a bit or
+    the length differs from what was written.
     """
     size = os.fstat(file).st_size
     if size <= RECORD_BYTES:
@@ -135,8 +136,8 @@ def read_vouched(file: int, path: str) -> Vouched:
         record
     )
     plan = FileLayout(*places)
-    # A forged record can have a right hash. So check its numbers before they decide how
-    # much is read or allocated.
+    # A forged record can have a correct hash. Check its numbers before they determine
+    # how much is read or allocated.
     sound = (
         version == _VERSION
         and 0 < plan.table_start <= plan.data_start <= plan.data_end
@@ -144,7 +145,7 @@ def read_vouched(file: int, path: str) -> Vouched:
         and plan.data_start % PAGE_BYTES == 0
         and plan.num_blocks == num_blocks
         and 8 * num_blocks <= plan.data_start - plan.table_start
-        # Saves never write more, and it would take long to read.
+        # Saves never write more, and reading that much would take long.
         and plan.table_start <= _MOST_STRUCTURE_BYTES
         and plan.data_start <= 2 * plan.table_start + 8 * num_blocks + _MORE_BYTES
     )
@@ -157,7 +158,7 @@ def read_vouched(file: int, path: str) -> Vouched:
         part = read_exactly(file, start, min(_PART_BYTES, plan.data_start - start))
         hasher.update(part)
         table += memoryview(part)[max(plan.table_start - start, 0) :]
-        # Zeros follow the hashes up to the end of a page.
+        # Drop the zeros that pad the hashes to the end of a page.
         del table[8 * num_blocks :]
     if hasher.digest() != root:
         raise _damaged(path, "names, types or hashes that are not as they were written")
@@ -179,17 +180,17 @@ def _stride(plan: FileLayout, num_replicas: int) -> int:
 
 
 def room_bytes(plan: FileLayout, num_replicas: int) -> int:
-    """Return the number of bytes for verdicts behind the end of the file."""
+    """Return the number of bytes for all replicas' verdicts after the end of a file."""
     return _stride(plan, num_replicas) * num_replicas
 
 
 def write_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes, part: int | Array
 ) -> None:
-    """Write whether this replica's part is on the disk behind the commit record.
+    """Write after the commit record whether this replica's part is on the disk.
 
-    ``place`` is this replica, and how many there are; ``nonce`` identifies the save;
-    ``part`` is the number of an error, or the hashes of the replica's blocks.
+    ``place`` is this replica's number and the number of replicas; ``nonce`` identifies
+    the save; ``part`` is an error number, or the hashes of the replica's blocks.
     """
     failed = isinstance(part, int)
     hashes = b"" if failed else np.asarray(part).astype("<u8").tobytes()
@@ -200,30 +201,30 @@ def write_verdict(
     with closing(os.open(path, os.O_WRONLY | os.O_CLOEXEC)) as file:
         offset = plan.size + place[0] * _stride(plan, place[1])
         write_all(file, memoryview(said), offset)
-        # Other hosts see it from now on.
+        # After fsync, other hosts can read the verdict.
         os.fsync(file)
 
 
 def read_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes
 ) -> int | Array | None:
-    """Return the ``part`` of another replica's `write_verdict`; None before that."""
+    """Return the ``part`` that a replica has written by `write_verdict`, or None."""
     rank, size = place
     count = len(plan.parts(size)[rank])
     most = _VERDICT_HEAD.size + 8 * count + _VERDICT_TAIL.size
-    # Network file systems ask the server when a file is opened.
+    # Open the file anew, so that a network file system asks its server for changes.
     with closing(open_to_read(path, False)) as file:
         said = os.pread(file, most, plan.size + rank * _stride(plan, size))
     if len(said) < _VERDICT_HEAD.size + _VERDICT_TAIL.size:
         return None
     magic, which, whose, code, found = _VERDICT_HEAD.unpack_from(said)
-    # Another save may have left its verdict there.
+    # The bytes may be a verdict of another save.
     if (magic, which, whose) != (_VERDICT_MAGIC, nonce, rank) or found > count:
         return None
     end = _VERDICT_HEAD.size + 8 * found
     tail = said[end : end + _VERDICT_TAIL.size]
     if tail != _VERDICT_TAIL.pack(block_hash(memoryview(said)[:end])):
-        # Only half of it has arrived; a later look finds the rest.
+        # Only a part of the verdict is visible yet; the caller reads it again later.
         return None
     if code:
         return int(code)
@@ -231,23 +232,24 @@ def read_verdict(
 
 
 class Blocks(contextlib.AbstractContextManager["Blocks"]):
-    """The data of a file, read past the page cache where ``direct`` asks for it.
+    """The data of a file, read and checked in blocks; ``direct`` avoids the page cache.
 
-    Several threads may call `read` at a time, each with its own slot; not `part`.
+    Several threads may call `read` at a time, each with its own slot. Calls of `part`
+    must not overlap.
     """
 
     def __init__(self, path: str, vouched: Vouched, direct: bool) -> None:
         self.path = path
         self.vouched = vouched
         self._file = open_to_read(path, direct)
-        # For `part`, which mostly finds its bytes in the block that was read before.
+        # `part` keeps its last block here, because its next bytes are mostly in it.
         self._image: Image | None = None
         self._kept = -1
 
     def read(self, block: int, slot: Array) -> Array:
-        """Read a block into a slot that is long enough, and return it, checked.
+        """Read a block into a slot that is long enough; return the checked block.
 
-        CorruptCheckpointError where it is damaged; OSError where it cannot be read now.
+        Raises CorruptCheckpointError for damaged data; OSError if a retry may succeed.
         """
         start, stop = self.vouched.plan.span(block)
         data = slot[: stop - start]
@@ -255,7 +257,7 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
             read_into(self._file, data.data, start)
         except (OSError, EOFError) as error:
             if isinstance(error, OSError) and error.errno in PASSING:
-                # This is no damage; another try may succeed.
+                # The file may be intact: another try may succeed.
                 raise
             raise CorruptCheckpointError(
                 f"expected readable data in {self.path}, found: {error}; restore an "
@@ -269,7 +271,7 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         return data
 
     def part(self, start: int, stop: int) -> bytes:
-        """Return a part of the data, checked; for small ones: it reads whole blocks."""
+        """Return a small part of the data, checked; this reads whole blocks."""
         plan, found = self.vouched.plan, bytearray()
         if self._image is None:
             self._image = Image(1, plan.block_bytes)
@@ -277,7 +279,7 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         for block in plan.blocks_of(start, stop):
             begin, end = plan.span(block)
             if self._kept != block:
-                # A read that fails may have written over the slot.
+                # A read that fails may have overwritten the slot.
                 self._kept = -1
                 self.read(block, slot)
                 self._kept = block
@@ -285,7 +287,7 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         return bytes(found)
 
     def close(self) -> None:
-        # All reads have succeeded, or raised their errors.
+        # Ignore an error of close(), because each read has reported its own errors.
         with contextlib.suppress(OSError):
             os.close(self._file)
 

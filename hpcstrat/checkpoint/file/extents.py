@@ -1,8 +1,8 @@
-"""The place of each value in the file, and the replica that writes each part.
+"""The offset of each value in the file, and the replica that writes each part.
 
-Pure functions of names, shapes and types: no file is touched here. A file is a prefix
-(HDF5's own structures and the table of hashes), the data, cut into blocks, and the
-commit record::
+The functions depend on names, shapes and types alone, and open no file. A file is a
+prefix (HDF5's own structures and the table of hashes), the data, cut into blocks, and
+the commit record::
 
     0          table_start    data_start                         data_end   size
     | structures | hashes       | block 0 | block 1 | ... | block n | record |
@@ -31,16 +31,16 @@ RECORD_BYTES = 4096
 
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCK_BYTES = 16 << 20
-# So that each thread has several, and the loads of replicas differ little.
+# Each thread then has several blocks, and replicas write about as much as each other.
 _BLOCKS_PER_REPLICA = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The place of a dataset's values, at least one byte.
+    """The offset and size of a dataset's values, at least one byte.
 
-    ``num_rows``: 0 where all replicas have all values; else each replica has a row of
-    its own, or with ``by_group`` all replicas of a group have one.
+    ``num_rows`` is 0 if each replica has all values. If not, each replica has a row of
+    its own, or, with ``by_group``, all replicas of a group have the same row.
     """
 
     path: str
@@ -55,13 +55,13 @@ class Extent:
 
     @property
     def row_bytes(self) -> int:
-        """Size of a row; there must be rows."""
+        """Size of a row in bytes, if ``num_rows`` is not 0."""
         return self.nbytes // self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a dataset in a block: its bytes ``source``, at ``place``."""
+    """Bytes ``source`` of a dataset, which lie at the bytes ``place`` of a block."""
 
     path: str
     source: slice
@@ -70,12 +70,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The places of everything in a checkpoint file.
+    """The offsets of all parts of a checkpoint file.
 
-    The data begin at ``data_start``, behind the table of hashes, and end at
-    ``data_end``, where the commit record begins; both are multiples of a page. The last
-    block may be shorter. Extents are in the order of the file. ``group_of`` has the
-    group of each replica that saves, if they form groups.
+    The data begin at ``data_start``, after the table of hashes, and end at
+    ``data_end``, where the commit record begins. Both offsets are multiples of a page.
+    The last block may be shorter. ``extents`` is sorted by offset. ``group_of`` has the
+    group of each replica that saves, if replicas form groups.
     """
 
     table_start: int
@@ -95,7 +95,7 @@ class FileLayout:
 
     @cached_property
     def has_rows(self) -> bool:
-        """Whether a replica has values that the others do not have."""
+        """Whether a dataset has rows, each of which only some replicas have."""
         return any(extent.num_rows for extent in self.extents)
 
     def row_of(self, extent: Extent, replica: int) -> int:
@@ -103,12 +103,12 @@ class FileLayout:
         return self.group_of[replica] if extent.by_group else replica
 
     def holders(self, extent: Extent, row: int) -> list[int]:
-        """Return the replicas that have a row; the first of them sends it."""
+        """Return the replicas that have a row; the first of these replicas sends it."""
         if not extent.by_group:
             return [row]
         return [r for r, group in enumerate(self.group_of) if group == row]
 
-    # Many saves use one plan, and ask for the same parts.
+    # Cached, because many saves use the same plan and ask for the same parts.
     @cached_property
     def _parts(self) -> dict[int, tuple[Sequence[int], ...]]:
         return {}
@@ -116,20 +116,20 @@ class FileLayout:
     def parts(self, size: int) -> tuple[Sequence[int], ...]:
         """Return the blocks that each of ``size`` replicas writes, ascending.
 
-        A replica that has a row writes the blocks that this row fills by more than
-        half. All others are dealt out evenly.
+        If a row fills a block by more than half, a replica that has the row writes the
+        block. The other blocks are divided so that all replicas write about as much.
         """
         if size not in self._parts:
             self._parts[size] = _deal(self, size)
         return self._parts[size]
 
     def span(self, block: int) -> tuple[int, int]:
-        """Return where a block begins and ends in the file: multiples of a page."""
+        """Return the first and end offset of a block, both multiples of a page."""
         start = self.data_start + block * self.block_bytes
         return start, min(start + self.block_bytes, self.data_end)
 
     def blocks_of(self, start: int, stop: int) -> range:
-        """Return the blocks in which a part of the file lies; none of an empty one."""
+        """Return the blocks that contain a byte range; none for an empty range."""
         if start == stop:
             return range(0)
         first = (start - self.data_start) // self.block_bytes
@@ -140,7 +140,7 @@ class FileLayout:
         return [extent.stop for extent in self.extents]
 
     def pieces(self, block: int) -> Iterator[Piece]:
-        """Yield what lies in a block, in the order of the file; zeros are between."""
+        """Yield the parts of datasets in a block by offset; zeros are between them."""
         start, stop = self.span(block)
         first = bisect.bisect_right(self._ends, start)
         for extent in self.extents[first:]:
@@ -155,9 +155,9 @@ class FileLayout:
 
 
 def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
-    """Return the size of blocks with which all replicas have about as much to do.
+    """Return a block size with which all replicas write about the same number of bytes.
 
-    A power of two from 1 MiB, a stripe of parallel file systems, to 16 MiB.
+    It is a power of two from 1 MiB, a stripe of parallel file systems, to 16 MiB.
     """
     wanted = nbytes // (_BLOCKS_PER_REPLICA * num_replicas)
     power = 1 << max(wanted, 1).bit_length() - 1
@@ -165,13 +165,13 @@ def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
 
 
 def is_block_size(nbytes: int) -> bool:
-    """Whether `choose_block_bytes` may have returned a number."""
+    """Return whether `choose_block_bytes` can return this number."""
     within = _LEAST_BLOCK_BYTES <= nbytes <= _MOST_BLOCK_BYTES
     return within and nbytes.bit_count() == 1
 
 
 def part_of(count: int, rank: int, size: int) -> range:
-    """Return one rank's run of ``count`` things; the first ranks have one more."""
+    """Return a rank's range of ``count`` items; the first ranks have one item more."""
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
@@ -197,7 +197,7 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
     """Return the writer of each block that one row fills by more than half."""
     owners = {}
     for extent in plan.extents:
-        # Smaller rows fill no block by half; the writers of blocks receive them.
+        # A smaller row fills no block by half; the writers of its blocks receive it.
         if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
             continue
         for row in range(extent.num_rows):
@@ -213,17 +213,17 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
 
 
 def _shares(parts: list[list[int]], count: int) -> list[int]:
-    """Return the number of items for each, so that all have equal loads."""
+    """Return how many of ``count`` items to add to each part, for equal lengths."""
     has = [len(part) for part in parts]
 
     def needed(level: int) -> int:
         return sum(max(level - each, 0) for each in has)
 
-    # The lowest equal load that takes all items.
+    # The lowest common length at which all items fit.
     level = bisect.bisect_left(range(max(has) + count + 1), count, key=needed)
     takes = [max(level - each, 0) for each in has]
     for rank in reversed(range(len(takes))):
-        # The last replicas get one less.
+        # Reduce the shares of the last replicas by one item.
         if takes[rank] and sum(takes) > count:
             takes[rank] -= 1
     return takes

@@ -1,4 +1,4 @@
-"""Memory in which blocks of a file are put together before they are written."""
+"""Memory in which blocks of a file are assembled before they are written."""
 
 from __future__ import annotations
 
@@ -27,47 +27,46 @@ __all__ = [
 ]
 
 # Ask for large pages, and for zeros in child processes (MADV_WIPEONFORK of madvise(2),
-# which Python does not name). Shared with a child, each page would be copied when it is
-# written to, and a GPU with locked pages would go on with the old ones.
+# which Python does not name). If a child shared the pages, the next write would move
+# each to a new page, and a GPU that has locked the old page would still use that.
 _ADVICE = (mmap.MADV_HUGEPAGE, 18)
 
 
 class Source(Protocol):
-    """The bytes of a dataset that this replica writes; an array has all."""
+    """The bytes of a dataset that this replica writes; an array has all bytes."""
 
     def __getitem__(self, source: slice, /) -> Array:
         """Return the bytes of the `Piece` that has this ``source``."""
 
 
 class Elsewhere(Source, Protocol):
-    """A value in other processes; its bytes are moved by the main thread alone."""
+    """A value in other processes; only the main thread may copy its bytes."""
 
     shape: tuple[int, ...]
 
     def write_bytes(self, start: int, data: Array) -> None:
-        """Replace bytes of the value, from one on."""
+        """Overwrite bytes of the value, from offset ``start``."""
 
 
 def is_elsewhere(value: Any) -> TypeGuard[Elsewhere]:
-    """Whether a value lies in other processes."""
-    # The check of a protocol takes 30 times as long.
+    """Return whether a value lies in other processes."""
+    # An isinstance check of the protocol takes 30 times as long.
     return hasattr(value, "write_bytes")
 
 
 class ImageMemory:
-    """Memory for one image at a time.
+    """Memory for one image at a time, kept for the next image until `release`.
 
-    It is kept until it is released: the first touch of a page can take longer than to
-    read or to write it.
+    Memory is kept because the first access to a new page can take longer than I/O.
     """
 
     def __init__(self) -> None:
         self._region: _Region | None = None
-        # The first byte of the pages that the system may take away.
+        # Offset of the first byte that the kernel may reclaim.
         self._lent_from = 0
 
     def image(self, num_slots: int, slot_bytes: int) -> Image:
-        """Return an image with any content; the one before is not valid any more."""
+        """Return an image with arbitrary content; the image before becomes invalid."""
         nbytes = num_slots * slot_bytes
         if self._region is None or self._region.bytes.size < nbytes:
             self.release()
@@ -77,16 +76,16 @@ class ImageMemory:
         return Image(num_slots, slot_bytes, self._region)
 
     def _take_back(self, nbytes: int) -> None:
-        """Keep the system from taking away the first bytes."""
+        """Keep the kernel from reclaiming the first ``nbytes`` bytes."""
         if self._lent_from < nbytes and self._region is not None:
-            # A write keeps a page: before Linux 5.18, direct reads into it do not.
+            # Write to each page: before Linux 5.18, direct reads alone do not keep it.
             self._region.bytes[self._lent_from : nbytes : mmap.PAGESIZE] = 0
             self._lent_from = nbytes
 
     def lend(self) -> None:
-        """Let the system take pages away if it needs them; no image is valid.
+        """Let the kernel reclaim pages when it needs memory; images become invalid.
 
-        It cannot take locked pages: they would lose what a GPU writes to them.
+        Memory with locked pages is excluded: it would lose data that a GPU writes.
         """
         region = self._region
         if region is not None and not region.unlocks:
@@ -95,43 +94,44 @@ class ImageMemory:
                 self._lent_from = 0
 
     def release(self) -> None:
-        """Give the memory back, in a thread, as that takes long; no image is valid."""
+        """Free the memory, in a thread because that is slow; images become invalid."""
         if self._region is not None:
             self._region.unlock()
         # The thread drops the last reference, unless an image still has one.
         held = [self._region]
         self.leave()
         with contextlib.suppress(RuntimeError):
-            # If the system gives no more threads, this thread frees it.
+            # If the system refuses another thread, this thread frees the memory.
             threading.Thread(target=held.clear, daemon=True).start()
 
     def leave(self) -> None:
-        """Leave the memory to an image that may still be used."""
+        """Drop this reference to the memory, which an image may still use."""
         self._region, self._lent_from = None, 0
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    """Return memory that begins on a page."""
-    # Private, as few systems allow large pages in shared memory: disks read half as
-    # fast into small ones.
+    """Return new memory that is aligned to a page."""
+    # Private, because few systems allow large pages in shared memory, and disks read
+    # half as fast into small pages.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in _ADVICE:
-        # Some kernels do not know the advice.
+        # Some kernels do not support the advice.
         with contextlib.suppress(OSError):
             memory.madvise(advice)
     return memory
 
 
 class _Region:
-    """Memory that begins on a page; its locked pages are unlocked with it.
+    """Memory aligned to a page and cut into places, whose pages can be locked.
 
-    Each place is locked when a GPU first copies to it, so that copies go on meanwhile.
+    A place is locked when a GPU first copies to it, so that copies to other places can
+    run meanwhile. All places are unlocked with the memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.map = _pages(nbytes)
         self.bytes: Array = np.frombuffer(self.map, np.uint8)
-        # Functions that unlock, by the number of a place.
+        # Functions that unlock a place, by its index.
         self.unlocks: dict[int, Callable[[], Any]] = {}
         self._slot_bytes = 0
         self._refused = False
@@ -148,7 +148,7 @@ class _Region:
         return self.bytes[start : start + self._slot_bytes]
 
     def lock(self, index: int) -> bool:
-        """Lock the pages of a place; whether they are, which the system may refuse."""
+        """Lock the pages of a place; return False if the system refuses that."""
         if index not in self.unlocks and not self._refused:
             unlock = lock_pages(self, self.place(index))
             if unlock is None:
@@ -158,15 +158,15 @@ class _Region:
         return index in self.unlocks
 
     def unlock(self) -> None:
-        """Unlock the pages: memory must not go back to the system before."""
+        """Unlock all pages, which must happen before the memory is freed."""
         while self.unlocks:
             self.unlocks.popitem()[1]()
 
 
 class Image:
-    """Places for blocks, each on a page of its own, as direct reads and writes ask.
+    """Places for blocks, aligned to pages, as direct reads and writes require.
 
-    ``slot_bytes`` is a multiple of a page. Without a region it has its own memory.
+    ``slot_bytes`` is a multiple of a page. Without ``region``, new memory is used.
     """
 
     def __init__(
@@ -181,24 +181,24 @@ class Image:
         return self._region.place(index)
 
     def lock(self, index: int) -> bool:
-        """Let a GPU write to a place by itself; return whether the system allows it.
+        """Lock a place, so that a GPU can write to it; return whether that succeeded.
 
-        The pages stay locked until the memory is given back.
+        The pages stay locked until the memory is freed.
         """
         return self._region.lock(index)
 
 
 def as_bytes(value: Array) -> Array:
-    """Return a value as it is stored: its bytes, little-endian, in C order.
+    """Return the bytes of a value as they are stored: little-endian, in C order.
 
-    It is a view where that is so already, and stays on its device.
+    The result is a view if the value has this form, and stays on the value's device.
     """
     if is_device(value):
-        # GPUs are little-endian.
+        # Values on GPUs are little-endian already.
         flat: Array = array_module(value).ascontiguousarray(value).reshape(-1)
         return flat.view(np.uint8)
     if dtype_name(value.dtype) == "bfloat16":
-        # NumPy knows no byte orders of it.
+        # NumPy has no byte orders for bfloat16.
         value = np.ascontiguousarray(value).view(np.uint16)
     little: Array = value.astype(value.dtype.newbyteorder("<"), "C", copy=False)
     return little.reshape(-1).view(np.uint8)
@@ -207,14 +207,14 @@ def as_bytes(value: Array) -> Array:
 def fill(
     slot: Array, plan: FileLayout, block: int, values: Mapping[str, Source]
 ) -> list[tuple[Array, Array]]:
-    """Put a block together: the values that lie in it, by path, and zeros between them.
+    """Assemble a block: the values that lie in it, by path, and zeros between them.
 
-    ``slot`` may be longer. Returns pairs that the caller is still to copy: parts in the
-    memory of a GPU, and the views of the slot for them.
+    ``slot`` may be longer than the block. Returns the pairs that the caller must still
+    copy: parts in the memory of a GPU, and the views of the slot for these parts.
     """
     done, missing = 0, []
     for piece in plan.pieces(block):
-        # The format wants zeros between values.
+        # The format requires zeros between values.
         slot[done : piece.place.start] = 0
         part = values[piece.path][piece.source]
         if is_device(part):

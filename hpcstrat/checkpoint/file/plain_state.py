@@ -1,7 +1,7 @@
-"""Plain state of a program as JSON that keeps the types of its values.
+"""Conversion of a program's plain state to JSON that keeps the types of values.
 
-Values that JSON has are written as they are. Every other value is an object with one
-key, which begins with ``$``; ``docs/checkpoint-format.md`` lists them.
+Values that JSON supports are written as they are. Any other value becomes an object
+with one key, which begins with ``$``; ``docs/checkpoint-format.md`` lists the keys.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["MOST_STATE_BYTES", "as_text", "from_text", "is_typed"]
 MOST_STATE_BYTES = 256 << 20
 """Of all objects together; as many readers take."""
 
-# Each level takes up to three levels of JSON, and readers allow about 1000.
+# Each level becomes up to three levels of JSON, and readers allow about 1000.
 _MOST_DEPTH = 100
-# Python refuses to read decimal numbers of more than 640 digits, if it is told to.
+# Python can be set to refuse decimal numbers of more than 640 digits.
 _MOST_INT = 1 << 2048
 _MOST_SHOWN = 8
 _UNCHANGED = frozenset({type(None), bool, float})
@@ -45,7 +45,7 @@ _SCALARS: dict[str, type] = {
 
 
 class _UnkeptError(Exception):
-    """A value that would come back as another one, and where it is."""
+    """Error for a value that JSON would not keep; ``place`` is its path in state."""
 
     def __init__(self, found: str, advice: str) -> None:
         super().__init__(found)
@@ -56,7 +56,7 @@ class _UnkeptError(Exception):
 def as_text(name: str, state: Any) -> bytes:
     """Return the state of an object as JSON in ASCII; the name is for messages.
 
-    Raises ValueError where it would come back as another value.
+    Raises ValueError if `from_text` would not return the same state.
     """
     try:
         # Python's JSON keeps NaN and infinities, too.
@@ -71,19 +71,19 @@ def as_text(name: str, state: Any) -> bytes:
 
 
 def is_typed(text: bytes) -> bool:
-    """Whether a text from `as_text` has more types than JSON itself."""
-    # In a string, the quotation mark would follow a backslash.
+    """Return whether a text from `as_text` has types that plain JSON does not have."""
+    # Inside of a string, a backslash would precede the quotation mark.
     return b'{"$' in text
 
 
 def from_text(text: bytes, *, typed: bool = True) -> Any:
-    """Return the state that a text holds; ``typed`` is False for versions below 3."""
+    """Return the state in a text; ``typed`` is False for format versions below 3."""
     return json.loads(text, object_hook=_built if typed else None)
 
 
 def _plain(value: Any, depth: int) -> Any:
-    """Return a value in terms of JSON."""
-    # No subclass, such as an enumeration: it would come back as its base.
+    """Return a value as objects that ``json.dumps`` accepts."""
+    # Compare exact types: a subclass, such as an enumeration, would become its base.
     kind = type(value)
     if kind in _UNCHANGED or (kind is int and -_MOST_INT < value < _MOST_INT):
         return value
@@ -120,7 +120,7 @@ def _plain_items(values: Collection[Any], depth: int) -> list[Any]:
 
 
 def _is_uniform(values: list[Any]) -> bool:
-    """Whether a list, which may be long, holds nothing but numbers as they are."""
+    """Return whether JSON keeps all items of a list, in a quick check of long lists."""
     kinds = set(map(type, values))
     if kinds <= _UNCHANGED:
         return True
@@ -135,14 +135,14 @@ def _plain_pairs(values: Mapping[Any, Any], kind: type, depth: int) -> Any:
         except _UnkeptError as error:
             error.place.append(f"[{key!r}]")
             raise
-    # JSON's own objects have keys of text only, and those with "$" stand for values.
+    # JSON's objects have only text as keys, and a key with "$" marks a typed value.
     if kind is dict and all(type(key) is str and key[:1] != "$" for key, _ in found):
         return dict(found)
     return {_PAIRS[kind]: found}
 
 
 def _plain_scalar(value: Any) -> Any:
-    """Return a scalar of NumPy in terms of JSON, or refuse the value."""
+    """Return a NumPy scalar as JSON objects; raise _UnkeptError for other values."""
     kind = type(value)
     name = value.dtype.name if isinstance(value, np.generic) else ""
     if _SCALARS.get(name) is kind:
@@ -154,7 +154,7 @@ def _plain_scalar(value: Any) -> Any:
     bases = (int, float, complex, str, bytes, list, tuple, set, dict)
     base = next((base for base in bases if isinstance(value, base)), None)
     if base is not None:
-        # A subclass would come back as its base.
+        # After a restore, the value would be of the base class.
         name = base.__name__
         advice = f"turn it into {name} before, and back after a restore"
     elif hasattr(value, "__array__") and not isinstance(value, np.generic):
@@ -163,7 +163,7 @@ def _plain_scalar(value: Any) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Whether JSON keeps a text; it changes texts with unpaired surrogates."""
+    """Return whether JSON keeps a text; it changes texts with unpaired surrogates."""
     if value.isascii():
         return True
     try:

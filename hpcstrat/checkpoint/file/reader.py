@@ -1,4 +1,4 @@
-"""Reading what a checkpoint file says of itself, in this format and older ones."""
+"""Reading of a checkpoint's header, index and states, in all format versions."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ _BEGINNINGS = {
 
 
 class NoCheckpointError(CorruptCheckpointError):
-    """A file is something else than a checkpoint, as far as one can see."""
+    """The file seems to be of another kind, not a damaged checkpoint."""
 
 
 def other_file(path: str) -> str:
-    """Return the kind of a file that is no checkpoint; empty for a damaged one."""
+    """Return the kind of a file that is no checkpoint; empty for a checkpoint."""
     try:
         with closing(_opened(path)) as file:
             if not stat.S_ISREG(os.fstat(file).st_mode) or has_record(file):
@@ -107,7 +107,7 @@ def other_file(path: str) -> str:
 
 
 def _other_hdf5(path: str) -> str:
-    # One that HDF5 cannot open may be a checkpoint.
+    # A file that HDF5 cannot open may be a damaged checkpoint.
     with contextlib.suppress(Exception), open_for_reading(path) as file:
         with contextlib.suppress(LookupError, ValueError):
             if attribute(file, "hpcstrat_format") == FORMAT.encode():
@@ -119,7 +119,7 @@ def _other_hdf5(path: str) -> str:
 
 
 def _is_text(first: bytes) -> bool:
-    # The last character may be cut.
+    # The last character may be incomplete.
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         text = decoder.decode(first)
@@ -133,7 +133,7 @@ _AGGREGATIONS = {name.lower() for name in VariableAggregation.__members__}
 
 
 def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
-    """Return the header of a file's root, with metrics; without entries and states.
+    """Return a header with the root's attributes and metrics, but no entries or states.
 
     ``vouched`` is None for format version 1.
     """
@@ -147,7 +147,7 @@ def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
             f"version {version} in {file.filename}; use a newer hpcstrat"
         )
     about = member(file, "hpcstrat")
-    # Only version 1 has no record: a file that was cut must not pass as such.
+    # Only version 1 has no commit record: a truncated file must not pass as version 1.
     if vouched is None and (version > 1 or about is not None):
         raise ValueError("it has no commit record")
     step, replicas = attribute(file, "step"), attribute(file, "num_replicas")
@@ -166,10 +166,10 @@ def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
 def read_contents(
     file: h5py.File, header: Header, vouched: Vouched | None
 ) -> dict[str, Extent]:
-    """Read entries and states into a header; return where values are, by path."""
+    """Read entries and states into a header; return the extents of values by path."""
     start, stop = 0, os.path.getsize(file.filename)
     if vouched is not None:
-        # The hashes of blocks cover values between these places only.
+        # The hashes of blocks cover only values between these two offsets.
         start, stop = vouched.plan.data_start, vouched.plan.data_end
     extents: dict[str, Extent] = {}
     index = None if vouched is None else _index(file, vouched)
@@ -201,10 +201,10 @@ def read_contents(
 def _reading(
     path: str, vouched: Vouched | None, extents: dict[str, Extent]
 ) -> Iterator[_Read]:
-    """Yield what returns the bytes of a dataset, checked where there are hashes."""
+    """Yield a function that reads a dataset's bytes, and checks them if it can."""
     for section in ("python/", "rng/"):
         sizes = [e.nbytes for name, e in extents.items() if name.startswith(section)]
-        # In a forged file extents may overlap, and be longer than the file together.
+        # Extents of a forged file may overlap, so that their sum exceeds its size.
         if sum(sizes) > MOST_STATE_BYTES:
             raise ValueError(f"there are {sum(sizes):,} bytes in {section}")
     with contextlib.ExitStack() as stack:
@@ -244,7 +244,7 @@ def _words(dataset: h5py.Dataset, read: _Read) -> Array:
 
 
 def _index(file: h5py.File, vouched: Vouched) -> bytes | None:
-    """Return the index, which the commit record vouches for; None if there is none."""
+    """Return the index, which the commit record's hash covers, or None."""
     dataset = member(file, INDEX)
     if dataset is None:
         return None
@@ -275,7 +275,7 @@ def _entry(dataset: h5py.Dataset, name: str) -> Entry:
 
 
 def _require_rows(entry: Entry, num_replicas: int) -> None:
-    """Refuse a value whose first axis counts something else than it says."""
+    """Raise ValueError if the first axis does not match the replicas or groups."""
     if entry.per_replica and entry.shape[:1] != (num_replicas,):
         raise ValueError(f"{entry.path} has not a row for each replica")
     if entry.per_group and not (entry.shape and 1 <= entry.shape[0] <= num_replicas):
@@ -286,7 +286,7 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-# Errors of h5py and this package that damaged files were seen to cause.
+# Errors of h5py and this package that damaged files are known to cause.
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
     *(ArithmeticError, AttributeError),
@@ -294,14 +294,14 @@ _UNREADABLE = (
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether a file could not be read now, and may be whole; not if there is none."""
+    """Return whether an error is temporary, so that the file may be intact."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in PASSING
 
 
 @dataclass(slots=True)
 class CheckpointFile:
-    """A checkpoint that was found to be whole, apart from its data.
+    """A checkpoint that was checked and found intact, except for its data.
 
     ``vouched`` is None for format version 1, which has no hashes. Values without bytes
     have no extents.
@@ -314,10 +314,10 @@ class CheckpointFile:
 
 
 def open_checkpoint(path: str) -> CheckpointFile:
-    """Check a file, and read everything but the values of variables.
+    """Check a file, and read everything except the values of variables.
 
-    Raises FileNotFoundError; CorruptCheckpointError where it is no whole checkpoint;
-    CheckpointError where it cannot be read now, or a newer library wrote it.
+    Raises FileNotFoundError; CorruptCheckpointError if it is no intact checkpoint;
+    CheckpointError if it cannot be read now, or if a newer library wrote it.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -328,14 +328,14 @@ def open_checkpoint(path: str) -> CheckpointFile:
 
 
 def read_header(path: str) -> Header:
-    """Return the header of a file; raises as `open_checkpoint`."""
+    """Return the header of a file; raise errors as `open_checkpoint` does."""
     return open_checkpoint(path).header
 
 
 def read_root(path: str) -> Header:
-    """Check a file as `check` does, and return its step, attributes and metrics alone.
+    """Check a file as `check` does; return only its step, attributes and metrics.
 
-    The time that it takes hardly depends on the size of the file.
+    The time for the check hardly depends on the size of the file.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -344,7 +344,7 @@ def read_root(path: str) -> Header:
 
 
 def check(path: str) -> None:
-    """Check all of a file but its data; raises as `open_checkpoint`."""
+    """Check a file except for its data; raise errors as `open_checkpoint` does."""
     with _readable(path):
         vouched = _vouched(path)
     if vouched is None:
@@ -354,7 +354,7 @@ def check(path: str) -> None:
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Turn what a damaged file raises into one error."""
+    """Turn errors of reading a damaged file into a CheckpointError with advice."""
     try:
         yield
     except FileNotFoundError:
@@ -364,7 +364,7 @@ def _readable(path: str) -> Iterator[None]:
             raise CheckpointError(
                 f"expected to read {path}, found: {error}; it may be whole: try again"
             ) from error
-        # Look only after an error, as this opens the file again.
+        # Find the kind of file only after an error, because that opens the file again.
         other = other_file(path)
         if other:
             raise NoCheckpointError(
@@ -392,12 +392,12 @@ def _vouched(path: str) -> Vouched | None:
 
 
 def _opened(path: str) -> int:
-    # Without O_NONBLOCK, a pipe would wait for a process that writes.
+    # Without O_NONBLOCK, opening a pipe would wait for a process that writes to it.
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def map_values(file: CheckpointFile) -> dict[str, Array]:
-    """Return all values as maps of the file, without checking hashes again.
+    """Return all values as memory-mapped arrays, without checking hashes again.
 
     Changes of an array stay in memory. ImportError or TypeError for unknown types.
     """
@@ -417,7 +417,7 @@ def map_values(file: CheckpointFile) -> dict[str, Array]:
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
     """Return values of format version 1, which has no hashes, in native byte order.
 
-    ``wanted`` are the types that were saved, by path. Raises CorruptCheckpointError.
+    ``wanted`` has the saved type of each value by path. Raises CorruptCheckpointError.
     """
     values = {}
     try:
@@ -425,7 +425,7 @@ def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]
         with open_for_reading(path) as file:
             for name, dtype in wanted.items():
                 dataset = file[name]
-                # A shape that the file has no bytes for must not allocate memory.
+                # Check that the file has these bytes before allocating memory.
                 place_of(dataset, 0, nbytes)
                 value = np.empty(dataset.shape, saved_dtype(dtype))
                 if value.size:

@@ -73,10 +73,10 @@ _NAME = re.compile(r"ckpt-(\d{1,18})\.h5")
 class Entry:
     """A dataset of a checkpoint, and how its variable is combined over replicas.
 
-    ``dtype`` is NumPy's name of the variable's type, not of the stored one. The first
-    axis counts replicas with ``per_replica`` (aggregation ``none``, or logical
-    replicas), groups with ``per_group``. ``gathered``: each rank that saves has the
-    rows of all.
+    ``dtype`` is NumPy's name of the variable's type; the stored type may differ. The
+    first axis counts replicas with ``per_replica`` (aggregation ``none``, or logical
+    replicas), and groups with ``per_group``. With ``gathered``, each rank that saves
+    has the rows of all replicas.
     """
 
     path: str
@@ -91,7 +91,7 @@ class Entry:
 
     @property
     def has_rows(self) -> bool:
-        """Whether not all replicas have the same value."""
+        """Whether replicas may have different values, in separate rows."""
         return self.per_replica or self.per_group
 
 
@@ -99,10 +99,10 @@ class Entry:
 class Header:
     """The contents of a checkpoint, apart from the data.
 
-    ``iterators`` has positions in data sets and states of random streams, which
-    `section_of` tells apart. ``created_unix_ns`` is when the save began. Before a save,
-    ``python`` holds text from `as_text`, and ``group_of`` the group of each replica, if
-    they form any. ``math_threads`` is 0 unless replicas were logical.
+    ``iterators`` has positions in datasets and states of random streams; `section_of`
+    distinguishes both. ``created_unix_ns`` is the time when the save began. Before a
+    save, ``python`` has text from `as_text`, and ``group_of`` has the group of each
+    replica, if there are groups. ``math_threads`` is 0 without logical replicas.
     """
 
     step: int
@@ -127,32 +127,32 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: str) -> int | None:
-    """Return the step that the name of a path says; None for names of another form."""
+    """Return the step in the file name of a checkpoint; None for other names."""
     match = _NAME.fullmatch(os.path.basename(path))
     return None if match is None else int(match.group(1))
 
 
 def list_checkpoints(directory: str) -> list[str]:
-    """Return the checkpoints of a folder, which need not exist, oldest step first."""
+    """Return the checkpoints of a folder, which may be missing, oldest step first."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
     steps = {name: step for name in names if (step := step_of(name)) is not None}
-    # By number: steps of more than ten digits would be sorted wrongly by name.
+    # Sort by number: names with steps of more than ten digits would sort wrongly.
     return [
         os.path.join(directory, name) for name in sorted(steps, key=steps.__getitem__)
     ]
 
 
 def section_of(state: dict[str, Any]) -> str:
-    """Return the group of the file to which one of a header's ``iterators`` belongs."""
+    """Return the HDF5 group, ``rng`` or ``iterators``, for a state of ``iterators``."""
     return "rng" if "bit_generator" in state else "iterators"
 
 
 @functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a type, which NumPy works out anew each time."""
+    """Return the name of a type; the cache saves NumPy's slow computation of it."""
     return dtype.name
 
 
@@ -160,7 +160,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 def named_dtype(name: str) -> np.dtype[Any]:
     """Return the type of NumPy's name, or of ``bfloat16``, in native byte order."""
     if name == "bfloat16":
-        # The library is there if a variable has the type.
+        # A variable of this type exists only if this library is installed.
         import ml_dtypes
 
         half: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -171,7 +171,7 @@ def named_dtype(name: str) -> np.dtype[Any]:
 def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the type in which values are stored: little-endian.
 
-    bfloat16, which HDF5 does not name, is stored as its 16 bits.
+    HDF5 has no name for bfloat16, so that it is stored as 16-bit unsigned integers.
     """
     if dtype_name(dtype) == "bfloat16":
         return np.dtype("<u2")
@@ -180,8 +180,8 @@ def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=256)
 def stored_dtype(name: str, itemsize: int) -> np.dtype[Any] | None:
-    """Return the type in which a file has values of a type; None for no values."""
-    # The library of the type may be missing.
+    """Return the type in which a file stores a named type; None if not a number."""
+    # This function must not need the library for bfloat16.
     if name == "bfloat16":
         return np.dtype("<u2")
     try:
@@ -201,7 +201,7 @@ _MOST_DIGITS = 19
 
 
 def index_bytes(entries: Mapping[str, Entry]) -> int:
-    """Return the length of an index in whole pages; 0 where it would be too long."""
+    """Return the length of an index in whole pages; 0 if it would be too long."""
     text = to_index(entries, {})
     nbytes = len(text) + _MOST_DIGITS * len(entries)
     nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -209,15 +209,15 @@ def index_bytes(entries: Mapping[str, Entry]) -> int:
 
 
 def to_index(entries: Mapping[str, Entry], extents: Mapping[str, Extent]) -> bytes:
-    """Return the index of entries, given the places of those that have values.
+    """Return the index of entries; ``extents`` has the places of values with bytes.
 
-    JSON: a list for each entry of path, shape, type, synchronization, aggregation,
-    trainable (0 or 1), the meaning of the first axis (``replica``, ``group`` or empty),
-    offset in the file and number of bytes.
+    The index is JSON with one list for each entry: path, shape, type, synchronization,
+    aggregation, trainable (0 or 1), the meaning of the first axis (``replica``,
+    ``group`` or empty), offset in the file and number of bytes.
     """
     nowhere = Extent("", 0, 0)
     rows = []
-    # HDF5 lists datasets in this order.
+    # HDF5 lists datasets in this order, too.
     for path in sorted(entries, key=lambda path: path.encode().split(b"/")):
         entry = entries[path]
         place = extents.get(path, nowhere)
@@ -231,10 +231,10 @@ def to_index(entries: Mapping[str, Entry], extents: Mapping[str, Extent]) -> byt
 def from_index(
     text: bytes, start: int, stop: int
 ) -> tuple[dict[str, Entry], dict[str, Extent]]:
-    """Return entries and places of values from an index, both by path.
+    """Return entries and extents of values from an index, both by path.
 
-    Values without bytes have a place of length 0. ValueError or TypeError for what
-    cannot be, such as a place that is not between ``start`` and ``stop``.
+    Values without bytes have an extent of length 0. Raises ValueError or TypeError for
+    an invalid index, such as an extent that is not between ``start`` and ``stop``.
     """
     entries, extents = {}, {}
     for row in json.loads(text):

@@ -1,7 +1,7 @@
 """A checkpoint file without its values, made by HDF5 once and used for many saves.
 
-HDF5 places the datasets; the values are then written at their offsets without it. Each
-save changes a few integers in a copy of HDF5's structures, the prefix.
+HDF5 chooses the offsets of datasets; saves write values there without HDF5. Each save
+changes a few integers in a copy of HDF5's structures, the prefix.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ __all__ = ["Maker", "Skeleton", "packed_python", "state_bytes"]
 class Maker:
     """Makes datasets and attributes by HDF5's own functions; h5py's are slower.
 
-    ``room`` is how many bytes in front HDF5's structures may take: whole pages.
+    HDF5's structures may use ``room`` bytes at the start of the file: whole pages.
     """
 
     def __init__(self, path: str, room: int) -> None:
         access = h5p.create(h5p.FILE_ACCESS)
-        # So HDF5 1.10 and later can read it.
+        # This makes the file readable for HDF5 1.10 and later.
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
-        # Structures in front, large values on pages.
+        # Put structures at the start of the file, and large values on page boundaries.
         access.set_meta_block_size(room)
         access.set_alignment(PAGE_BYTES, PAGE_BYTES)
         access.set_fclose_degree(h5f.CLOSE_STRONG)
         self._file = h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access)
         self._made = h5p.create(h5p.DATASET_CREATE)
-        # Place datasets at once, never write to them, and note no times.
+        # Allocate datasets at once, never fill them, and record no times.
         self._made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
         self._made.set_fill_time(h5d.FILL_TIME_NEVER)
         self._made.set_obj_track_times(False)
@@ -76,7 +76,7 @@ class Maker:
         self._link.set_create_intermediate_group(True)
         self._link.set_char_encoding(h5t.CSET_UTF8)
         self._scalar = h5s.create(h5s.SCALAR)
-        # Kept, as it takes as long to make one as to write an attribute.
+        # Cached, because making a type takes as long as writing an attribute.
         self._types: dict[tuple[np.dtype[Any], bool], Any] = {}
 
     def dataset(
@@ -86,7 +86,7 @@ class Maker:
         dtype: np.dtype[Any],
         attributes: Mapping[str, Any],
     ) -> int | None:
-        """Make a dataset and its groups; return the offset of its values, or None."""
+        """Make a dataset and its groups; return its values' offset, None if empty."""
         space = h5s.create_simple(shape) if shape else self._scalar
         kind = self._type(dtype, logical=True)
         made = h5d.create(
@@ -97,7 +97,7 @@ class Maker:
         return offset
 
     def group(self, path: str, attributes: Mapping[str, Any]) -> None:
-        """Make a group, and those that it is in, if it is not there."""
+        """Make a group and its parents, if they do not exist, and add attributes."""
         name = path.encode()
         if name in self._file:
             made = h5g.open(self._file, name)
@@ -106,13 +106,13 @@ class Maker:
         self._add(made, attributes)
 
     def attributes(self, path: str, attributes: Mapping[str, Any]) -> None:
-        """Give an object that was made here attributes; the root has no path."""
+        """Add attributes to an object that exists; the path of the root is empty."""
         self._add(h5o.open(self._file, path.encode() or b"."), attributes)
 
     def _add(self, item: Any, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():
             text = isinstance(value, str)
-            # Text of fixed length: HDF5 keeps other text in a heap, between the data.
+            # Text has a fixed length, because HDF5 stores other text between the data.
             data = np.array(value.encode("ascii", "replace") or b" " if text else value)
             kind = self._type(data.dtype, logical=False)
             h5a.create(item, name.encode(), kind, self._scalar).write(data, kind)
@@ -124,7 +124,7 @@ class Maker:
         return self._types[key]
 
     def close(self) -> None:
-        """Write what HDF5 still holds, and close the file."""
+        """Flush the buffers of HDF5, and close the file."""
         self._file.close()
 
 
@@ -134,16 +134,16 @@ _LEAST_TEXT_BYTES = 256
 _FIRST_BYTES = 1 << 14
 _BYTES_PER_DATASET = 1 << 10
 _MOST_BYTES = 1 << 32
-# In smaller files, a gap of up to a stripe would be a large part.
+# In smaller files, a gap of up to a stripe would be a large part of the file.
 _STRIPE_BYTES = 1 << 20
 _STRIPED_BYTES = 64 * _STRIPE_BYTES
 
 
 def packed_python(header: Header) -> dict[str, bytes]:
-    """Return plain state, by name, filled with blanks to a power of two.
+    """Return plain state, by name, padded with blanks to a power of two.
 
-    So most saves need as much, and a skeleton fits again. Raises CheckpointError where
-    it is more than readers take.
+    The lengths are then mostly equal between saves, so that a skeleton is used again.
+    Raises CheckpointError if the total is more than readers accept.
     """
     packed = {}
     for name, text in header.python.items():
@@ -161,7 +161,7 @@ def packed_python(header: Header) -> dict[str, bytes]:
 
 
 def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]:
-    """Return the bytes that are stored of generators and `packed_python`, by path."""
+    """Return the stored bytes of random generators and `packed_python`, by path."""
     found = {
         f"rng/{name}/{key}": as_bytes(value)
         for name, state in header.iterators.items()
@@ -174,16 +174,16 @@ def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]
 
 
 class Skeleton:
-    """HDF5's structures for one set of names, types and shapes, placed by ``plan``.
+    """HDF5's structures for one set of names, types and shapes, at offsets of ``plan``.
 
-    Raises CheckpointError where HDF5 places things otherwise than it is asked to.
+    Raises CheckpointError if HDF5 does not place datasets as expected.
     """
 
     def __init__(self, header: Header, python: Mapping[str, bytes]) -> None:
         self._key = _key(header, python)
         count = len(header.entries) + len(python) + len(header.metrics)
         count += 2 * len(header.iterators)
-        # It is nearly always enough: each further try makes all datasets again.
+        # This estimate is nearly always enough; each new try makes all datasets again.
         room = _FIRST_BYTES + _BYTES_PER_DATASET * count
         made = None
         while made is None and room < _MOST_BYTES:
@@ -197,21 +197,22 @@ class Skeleton:
         self.plan, prefix = made
         self._scratch = os.memfd_create("hpcstrat-skeleton")
         self._closer = weakref.finalize(self, os.close, self._scratch)
-        # A save under way at the end of the program still needs it.
+        # A save that runs at the end of the program still needs the descriptor.
         self._closer.atexit = False
         os.pwrite(self._scratch, prefix, 0)
-        # Sparse, and as long as HDF5 expects, or it refuses to open it.
+        # Make it, sparsely, as long as HDF5 expects, or HDF5 refuses to open it.
         os.truncate(self._scratch, self.plan.size)
 
     def fits(self, header: Header, python: Mapping[str, bytes]) -> bool:
-        """Whether a file of this header can have these structures."""
+        """Return whether a file with this header can have these structures."""
         same: bool = _key(header, python) == self._key
         return same
 
     def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
-        """Return the prefix for one save of a header; its hash table is empty."""
-        # After an interrupt HDF5 may write later, when its file is collected. So it has
-        # a descriptor of its own, and the skeleton fits no other save.
+        """Return the prefix for one save of a header; the table of hashes is empty."""
+        # After an interrupt, HDF5 may write later, when its file is garbage-collected.
+        # So HDF5 has its own descriptor, and a skeleton without a key fits no other
+        # save.
         key, self._key = self._key, None
         raw = os.fdopen(os.dup(self._scratch), "r+b", buffering=0)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
@@ -244,7 +245,7 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     )
     sizes = tuple((name, len(data)) for name, data in python.items())
     metrics = tuple(header.metrics)
-    # The job and the version are in attributes that `prefix` does not write again.
+    # `prefix` does not update the attributes with the job and the version.
     about = (
         *(header.num_replicas, header.group_of, header.math_threads),
         *(_job(), _version(python)),
@@ -253,7 +254,7 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
 
 
 def _version(python: Mapping[str, bytes]) -> int:
-    """Return the lowest format version that has what is saved."""
+    """Return the lowest format version that can store this plain state."""
     return FORMAT_VERSION if any(map(is_typed, python.values())) else UNTYPED_VERSION
 
 
@@ -275,9 +276,9 @@ def _pages(nbytes: int) -> int:
 def _datasets(
     header: Header, python: Mapping[str, bytes]
 ) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-    """Return all datasets of values: large ones first, then by size of their elements.
+    """Return all datasets of values: large ones, then small ones by type, wide first.
 
-    So small ones, which are packed, keep the alignment of their elements.
+    HDF5 packs small datasets; in this order their elements stay aligned.
     """
     found = [
         (path, entry.shape, saved_dtype(named_dtype(entry.dtype)))
@@ -303,22 +304,22 @@ def _datasets(
 def _make(
     header: Header, python: Mapping[str, bytes], room: int
 ) -> tuple[FileLayout, bytes] | None:
-    """Let HDF5 place everything; None if its structures need more room."""
+    """Let HDF5 place all datasets; return None if its structures need more room."""
     datasets = _datasets(header, python)
     most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
     block_bytes = choose_block_bytes(most, header.num_replicas)
     blocks = most // block_bytes + 2
-    # Whole pages, so that the data begin on a page. The number of blocks is a bound, as
-    # the table is placed before the extents.
+    # Whole pages, so that the data begin on a page. ``blocks`` is an upper bound,
+    # because the table of hashes is placed before the extents are known.
     words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
     num_index = index_bytes(header.entries)
     if most >= _STRIPED_BYTES:
-        # Blocks are then whole stripes of parallel file systems.
+        # Start the data on a stripe, so that blocks consist of whole stripes.
         after = num_index + 8 * words
         room = -(-(room + after) // _STRIPE_BYTES) * _STRIPE_BYTES - after
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     octet = np.dtype(np.uint8)
-    # The file is sparse: only HDF5's structures take room.
+    # The file is sparse: only HDF5's structures use space.
     with tempfile.NamedTemporaryFile(prefix="hpcstrat-", dir=folder) as scratch:
         maker = Maker(scratch.name, room)
         try:
@@ -362,7 +363,7 @@ def _place(
     header: Header,
     datasets: list[tuple[str, tuple[int, ...], np.dtype[Any]]],
 ) -> dict[str, Extent]:
-    """Make the datasets of values, and return where these go, by path."""
+    """Make the datasets of values, and return their extents by path."""
     extents = {}
     for path, shape, dtype in datasets:
         entry = header.entries.get(path)
@@ -379,7 +380,7 @@ def _place(
 
 
 def _check(plan: FileLayout, words: int, size: int) -> None:
-    """Trust HDF5's placement only as far as it was seen to hold."""
+    """Raise CheckpointError unless HDF5 has placed datasets as saves expect."""
     starts = [extent.offset for extent in plan.extents]
     stops = [extent.stop for extent in plan.extents]
     ordered = all(a <= b for a, b in zip(stops, starts[1:], strict=False))
@@ -413,7 +414,7 @@ def _attributes(entry: Entry) -> dict[str, Any]:
 
 
 def _describe(maker: Maker, header: Header, plan: FileLayout, version: int) -> None:
-    """Write all other attributes; those that change from save to save are zero."""
+    """Write the other attributes; the ones that change with each save are zero."""
     number = np.int64
     root = {
         "hpcstrat_format": FORMAT,

@@ -1,7 +1,7 @@
-"""The part of HDF5 that checkpoints use; all else is refused before it is read.
+"""Reading of the HDF5 features that checkpoints use; any other raises ValueError.
 
-A file that somebody has forged, or that only looks like a checkpoint, may otherwise
-lead to other files and to pipes, or to more memory than it is long.
+Without these checks, a forged file could make the reader open other files or pipes, or
+allocate more memory than the file is long.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = [
 
 _MOST_ATTRIBUTE_BYTES = 1 << 16
 _MOST_DEPTH = 1000
-# NumPy's types for types of HDF5, by the properties of these.
+# Cache of NumPy's types, by the properties of HDF5's types.
 _DTYPES: dict[Any, np.dtype[Any]] = {}
 _MOST_DTYPES = 256
 _KINDS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeStringID)
 
 
 def datasets(group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
-    """Yield all datasets in a group, with their paths, once the way to them was seen.
+    """Yield all datasets in a group, with their paths, after checking the way to each.
 
-    It leads through hard links and groups that are not in themselves.
+    Raises ValueError for links that are not hard, and for groups inside themselves.
     """
     seen: set[int] = set()
     todo: list[tuple[str, Any, bytes]] = [(group.name.strip("/"), group.id, b".")]
-    # HDF5's own walk is recursive; a deep file would end the process.
+    # HDF5's own walk is recursive: a deeply nested file would crash the process.
     while todo:
         path, group, name = todo.pop()
         found = h5o.open(group, name)
@@ -74,7 +74,7 @@ def _elsewhere(name: str) -> str:
 
 
 def member(group: Any, name: str) -> Any:
-    """Return the object of a name in a group, or None; it may be no link elsewhere."""
+    """Return a member of a group, or None; ValueError if it is not a hard link."""
     link = group.get(name, getlink=True)
     if link is not None and not isinstance(link, h5py.HardLink):
         raise ValueError(_elsewhere(name))
@@ -82,7 +82,7 @@ def member(group: Any, name: str) -> Any:
 
 
 def attribute(item: Any, name: str) -> Any:
-    """Return a number or text of fixed length; KeyError where there is none."""
+    """Return an attribute, a number or short text; KeyError if there is none."""
     place = item["/"] if isinstance(item, h5py.File) else item
     return _read(h5a.open(place.id, name.encode()), name)
 
@@ -103,20 +103,20 @@ def _read(found: Any, name: str) -> Any:
         not isinstance(kind, _KINDS)
         or varies
         or kind.get_size() > _MOST_ATTRIBUTE_BYTES
-        # More than a single value.
+        # The attribute has more than one value.
         or found.get_storage_size() != kind.get_size()
     ):
         raise ValueError(f"the attribute {name!r} is no number and no short text")
-    # The size of this memory was checked.
+    # The size of this memory was checked above.
     value = np.empty((), _dtype_of(kind))
     found.read(value)
     return value[()]
 
 
 def _dtype_of(kind: Any) -> np.dtype[Any]:
-    """Return the type of NumPy for a type of an attribute.
+    """Return NumPy's type for the HDF5 type of an attribute.
 
-    To work it out takes as long as to read the attribute, so it is kept.
+    The result is cached, because it takes as long as reading the attribute.
     """
     if isinstance(kind, h5t.TypeStringID):
         key: Any = "S", kind.get_size(), kind.get_cset(), kind.get_strpad()
@@ -134,7 +134,7 @@ def _dtype_of(kind: Any) -> np.dtype[Any]:
 def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
     """Return the offset and the number of bytes of a dataset's values.
 
-    They must be as they are, in one piece, between two places in the file.
+    The values must be uncompressed, in one piece, between two offsets of the file.
     """
     made = dataset.id.get_create_plist()
     if (
@@ -151,7 +151,7 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
         raise ValueError(f"{dataset.name} has no shape")
     nbytes = math.prod(shape) * dataset.id.get_type().get_size()
     offset = dataset.id.get_offset()
-    # HDF5 gives values without bytes no place.
+    # HDF5 allocates no space for an empty dataset.
     if not nbytes:
         return start, 0
     if offset is None or not start <= offset <= stop - nbytes:
@@ -162,7 +162,7 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
 
 
 def require_stored_as(dataset: Any, name: str) -> None:
-    """Refuse values that are not stored in the way that the name of their type says."""
+    """Raise ValueError if values are not stored in the form of the named type."""
     found = dataset.dtype
     stored = stored_dtype(name, found.itemsize)
     if stored is None or found != stored:

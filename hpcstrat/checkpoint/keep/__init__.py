@@ -1,1 +1,1 @@
-"""The checkpoints of a folder: those that are there, stay, or are removed."""
+"""Management of a folder's checkpoints: listing, keeping and removing files."""

@@ -1,1 +1,1 @@
-"""Matching a checkpoint with the program, and reading it on all replicas."""
+"""Matching of a checkpoint with the program's variables, and reading on all ranks."""

@@ -1,1 +1,1 @@
-"""Writing one file by all replicas together."""
+"""Saving: all replicas together write one checkpoint file."""
