@@ -1,4 +1,4 @@
-"""Saves objects, and restores them on another number of replicas."""
+"""Saving of a program's objects, and restoring on any number of replicas."""
 
 from __future__ import annotations
 
@@ -55,44 +55,43 @@ class CheckpointManager:
 
     Collective over the strategy's replicas, as are its methods.
 
-    A checkpoint is kept if any of ``max_to_keep``, ``keep_every``, ``keep_best`` and
-    ``keep_for`` asks for it, whichever job saved it. Others are removed when a new one
-    is on the disk. The newest whole checkpoint always stays; damaged ones do not count,
-    and stay too.
+    A checkpoint is kept if ``max_to_keep``, ``keep_every``, ``keep_best`` or
+    ``keep_for`` keeps it, whichever job saved it. Other checkpoints are removed when a
+    new one is on the disk. The newest intact checkpoint is always kept. Damaged
+    checkpoints are not counted, and not removed.
 
     Parameters
     ----------
     directory : str or path
-        Where the files ``ckpt-<step>.h5`` are; the first save makes it where it is
+        Folder of the files ``ckpt-<step>.h5``; the first save makes it if it is
         missing.
     max_to_keep : int or None
-        Number of the newest to keep; None keeps all, in spite of the other rules.
+        Number of the newest checkpoints to keep; None keeps all, despite other rules.
     keep_every : int or timedelta, optional
-        Keep for ever those whose step is a multiple of this number, or those that are
-        at least this time apart, from the oldest one in the folder on.
+        Keep forever the checkpoints whose step is a multiple of this number, or, with a
+        timedelta, checkpoints at least this time apart, from the folder's oldest on.
     keep_best : KeepBest, optional
-        Keep the best by a metric that is given to `save`.
+        Keep the best checkpoints by a metric that is passed to `save`.
     keep_for : float or timedelta, optional
-        Keep those younger than this; a number is in seconds. What counts is the time in
-        the file at which its save began.
+        Keep checkpoints younger than this; a number is in seconds. The age counts from
+        the start of the save, which the file records.
     max_write_bandwidth : float, optional
-        Bytes per second that all replicas together write in asynchronous saves while
-        nobody waits for them, as a mean over a save; default: as many as the disk
-        takes, which can slow down training and other jobs.
+        Highest mean rate, in bytes per second, at which all replicas together write an
+        asynchronous save while no rank waits for it. Default: no limit, which can slow
+        down training and other jobs.
     independent : bool
         Allow a strategy of one replica in a job of several ranks; each rank then needs
-        a folder of its own.
+        its own folder.
     **objects : Variable, nested dict or list of Variables, optimizer, or data set
         Objects to save, by their names in the file.
 
     Raises
     ------
     ValueError
-        If an object cannot be saved, its name is reserved, or one of the above is no
-        such value. Where only some ranks were given such, the others raise
-        ReplicaError.
+        If an object cannot be saved, a name is reserved, or a parameter is invalid. If
+        only some ranks have invalid arguments, the other ranks raise ReplicaError.
     CheckpointError
-        If there is something else in place of the folder.
+        If something other than a folder exists at ``directory``.
     RuntimeError
         For a strategy of one replica in a job of several ranks.
     """
@@ -118,25 +117,25 @@ class CheckpointManager:
                 names = known.variables() or known.names
                 require_one_writer(known.strategy, names)
         except Exception as error:
-            # This call has no entry yet: only the objects tell its ranks.
+            # `self` has no strategy yet: report the error to the objects' strategy.
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
         self.directory = folder.path
         self._objects, self._keep_best, self._folder = known, keep_best, folder
         self._strategy = strategy = known.strategy
         self.collectives = strategy.collectives
-        # Saves and restores share memory, and their knowledge of damaged files.
+        # Saves and restores share a buffer and the list of damaged files.
         retention, memory = Retention(folder.path, rules), ImageMemory()
         self._saver = Saver(strategy, folder, retention, memory)
         self._restorer = Restorer(strategy, folder.path, known, retention, memory)
-        # Error of a save in the background, until `wait` may raise it.
+        # Error of a save in the background, which the next `wait` raises.
         self._pending: CheckpointError | None = None
-        # The next asynchronous save compares this part of the variables.
+        # Number of the part of variables that the next asynchronous save compares.
         self._turn = 0
         on_rank_0(strategy, _CREATION, folder.prepare)
 
     def __enter__(self) -> Self:
-        """Return this."""
+        """Return this manager."""
         return self
 
     def __exit__(
@@ -145,21 +144,21 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it; after an error, which may be this rank's alone, do not wait."""
+        """Close the manager; after an error do not wait for the other ranks."""
         if kind is None:
             self.close()
 
     @property
     def last_save(self) -> SaveStatistics | None:
-        """The cost of the last save that is done; None before.
+        """The cost of the last finished save; None before the first.
 
-        Not collective. One in the background counts from the next `save` or `wait` on.
+        Not collective. A background save counts after the next `save` or `wait`.
         """
         return self._saver.last
 
     @property
     def last_restore(self) -> RestoreReport | None:
-        """A report of the last restore; None before.
+        """A report of the last restore; None before the first.
 
         Not collective.
         """
@@ -169,7 +168,7 @@ class CheckpointManager:
     def checkpoints(self) -> list[str]:
         """Paths of the checkpoints that are in the folder now, oldest step first.
 
-        Not collective; ranks may see different moments.
+        Not collective; ranks may see different contents of the folder.
         """
         return list_checkpoints(self.directory)
 
@@ -206,7 +205,7 @@ class CheckpointManager:
         on_busy: str = "wait",
         overwrite: bool = False,
     ) -> str | None:
-        """Save everything; on return it is on the disk, or a copy is in memory.
+        """Save all objects to the disk, or, if asynchronous, to memory first.
 
         Collective over the strategy's replicas.
 
@@ -214,48 +213,49 @@ class CheckpointManager:
         ----------
         step : int, optional
             Number in the file's name; default: the optimizer's iterations, or one more
-            than the newest checkpoint's.
+            than the newest checkpoint's step.
         metrics : mapping of str to number, optional
-            Stored in the file, for ``keep_best``: numbers or arrays of shape (), the
-            same on every rank, such as ``{"val_loss": 0.25}``.
+            Metrics to store in the file, for ``keep_best``: numbers or arrays of shape
+            (), the same on every rank, such as ``{"val_loss": 0.25}``.
         asynchronous : bool
-            Whether to return as soon as this replica's share is copied; threads then
-            write it. What is saved may change at once. Without a further call, the
-            checkpoint appears when all replicas' shares are on the disk; `wait`,
-            `close` and the next `save` raise what went wrong.
+            Whether to return as soon as this replica's share is copied to memory, and
+            to write the file in threads. The program may change the saved objects at
+            once. The checkpoint appears without a further call, when the shares of all
+            replicas are on the disk. `wait`, `close` and the next `save` raise an error
+            of the threads.
         on_busy : str
             While an earlier save is still being written: ``"wait"`` for it, or
-            ``"skip"`` this one.
+            ``"skip"`` this save.
         overwrite : bool
-            Whether a checkpoint of this step is replaced, as it is without ``step``,
-            and those of later steps are removed once this one is on the disk: after
-            going back to an older one.
+            Whether to replace a checkpoint of this step (without ``step``, it is always
+            replaced), and to remove checkpoints of later steps once this one is on the
+            disk. Use it after a restore of an older checkpoint.
 
         Returns
         -------
         str or None
-            Path of the checkpoint; None where it was skipped.
+            Path of the checkpoint; None if the save was skipped.
 
         Raises
         ------
         CheckpointError
-            On every rank: if the folder cannot be written, the disk is full, or there
-            is a checkpoint of the ``step`` given, or of a later one, which would be
-            taken for the newest; if another job saves in the folder; or if an earlier
-            save in the background failed.
-            Nothing is left behind, and older checkpoints are as before.
+            On every rank: if the folder cannot be written, or the disk is full; if
+            there is a checkpoint of the given ``step``, or of a later step, which a
+            restore would choose as the newest; if another job saves in the folder; or
+            if an earlier save in the background failed. No partial file is left, and
+            older checkpoints are unchanged.
         CollectiveError
             On every rank, if ranks save different steps, metrics or variables, or the
-            plain state of an object differs between them.
+            plain state of an object differs between ranks.
         RuntimeError
             On a coordinator, while scheduled functions have not ended.
         DivergenceError
-            On every rank, if the copies of a mirrored variable have come to differ. An
-            asynchronous save compares up to 16 MiB of them, or an eighth of a replica's
-            share, and the next one the next part.
+            On every rank, if the copies of a mirrored variable differ. An asynchronous
+            save compares a part of the variables (up to 16 MiB, or an eighth of a
+            replica's share), and the next asynchronous save compares the next part.
         """
         began = time.perf_counter()
-        # No rank has made a call yet, so that all learn of an error here.
+        # No rank has made a collective call yet, so that all ranks learn of this error.
         if on_busy not in _ON_BUSY:
             raise ValueError(
                 f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
@@ -264,7 +264,7 @@ class CheckpointManager:
         numbers = checked_metrics(metrics)
         if on_busy == "skip" and self._saver.busy():
             return None
-        # One save at a time: two would need twice the memory.
+        # Run one save at a time, because two would need twice the memory.
         self.wait()
         # After a restore of an older step, an optimizer's iterations repeat.
         replaces = overwrite or step is None
@@ -277,7 +277,7 @@ class CheckpointManager:
             iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
-            # After calls in this entry, the other ranks must be told of an error.
+            # Ranks have made collective calls in this method: notify them of the error.
             self.collectives.fail("save", error)
             raise
         require_same_state(self.collectives, python)
@@ -286,10 +286,10 @@ class CheckpointManager:
         self.collectives.barrier(
             f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
         )
-        # Clocks drift: a timeline measures them where the ranks meet now and then.
+        # Clocks drift: measure their offsets for a timeline, as the ranks meet here.
         channel = self.collectives.channel
         measure(None if channel is None else channel.topology)
-        # Comparing all variables may take longer than copying this replica's share.
+        # An asynchronous save compares a part: all may take longer than the copies.
         turn = self._turn if asynchronous else None
         self._turn += asynchronous
         compare = partial(compare_copies, self._strategy, variables, turn)
@@ -329,35 +329,35 @@ class CheckpointManager:
         only: Collection[str] | None = None,
         rename: Mapping[str, str] | None = None,
     ) -> int:
-        """Restore everything from a checkpoint, or some objects.
+        """Restore all objects, or some of them, from a checkpoint.
 
         Collective over the strategy's replicas.
 
         A mirrored variable gets the saved value on every replica. A SyncOnRead variable
-        with ``SUM`` gets a share of the saved total, integers so that the shares add up
-        exactly; with ``MEAN`` and ``ONLY_FIRST_REPLICA`` the value; with ``NONE`` its
-        own replica's row.
+        with ``SUM`` gets a share of the saved total; shares of integers add up exactly.
+        With ``MEAN`` or ``ONLY_FIRST_REPLICA``, it gets the saved value; with ``NONE``,
+        the row of its own replica.
 
         Parameters
         ----------
         path : str or path, optional
-            Default: the newest checkpoint that can be read; damaged ones are passed
-            over with a warning.
+            Default: the newest readable checkpoint; damaged checkpoints are skipped
+            with a warning.
         allow_cast : bool
-            Whether a saved value may have another dtype. Replica 0 warns of values that
-            the variable's does not hold, by the variable's name.
+            Whether a saved value may have another dtype. Replica 0 logs a warning with
+            the names of variables whose dtype cannot represent the saved values.
         expect_partial : bool
-            Whether saved values that no object takes are left alone.
+            Whether to ignore saved values that belong to no object.
         per_replica : str
             Rule for SyncOnRead variables with ``NONE`` if another number of replicas
-            saved them: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (row ``r`` modulo
-            the number saved), or ``"init"`` (stay as they are).
+            saved them: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (replica ``r``
+            gets row ``r`` modulo the number of rows), or ``"init"`` (no change).
         only : collection of str, optional
             Names of the objects that are restored, as they were given to the manager;
             default: all.
         rename : mapping of str to str, optional
-            Path in the checkpoint, or its beginning up to a ``/``, to the program's:
-            ``{"variables/net": "variables/model"}``.
+            Maps a path in the checkpoint, or its beginning up to a ``/``, to the path
+            in the program: ``{"variables/net": "variables/model"}``.
 
         Returns
         -------
@@ -367,10 +367,10 @@ class CheckpointManager:
         Raises
         ------
         CheckpointError
-            On every rank, before any variable changes: if there is no checkpoint; if
-            it does not fit (CheckpointMismatchError, also a ValueError, which names
-            all that does not); if it is damaged (CorruptCheckpointError); if a rank
-            has no memory for it, or cannot read it just now.
+            On every rank, before any variable changes: if there is no checkpoint; if it
+            does not fit (CheckpointMismatchError, also a ValueError, which names all
+            mismatches); if it is damaged (CorruptCheckpointError); if a rank does not
+            have enough memory, or cannot read the file now.
         RuntimeError
             On a coordinator, while scheduled functions have not ended.
         """
@@ -392,8 +392,8 @@ class CheckpointManager:
             )
         return step
 
-    # An entry of its own: an argument that one rank refuses must be refused before any
-    # call of the entry, and the caller may have finished a save in the background.
+    # A separate entry, because an argument that only one rank refuses must be refused
+    # before any collective call, and the caller may have made one to finish a save.
     @collective
     def _restore(
         self,
@@ -424,13 +424,13 @@ class CheckpointManager:
         Parameters
         ----------
         init_fn : callable, optional
-            Called on every rank where there is no checkpoint.
+            Called on every rank if there is no checkpoint.
 
         Returns
         -------
         int or None
-            Its step; None where there is none, and variables stay as they are, but for
-            what ``init_fn`` does.
+            Step of the checkpoint. None if there is no checkpoint; then only
+            ``init_fn`` changes variables.
 
         Raises
         ------
@@ -447,14 +447,14 @@ class CheckpointManager:
 
     @collective
     def latest(self) -> str | None:
-        """Return the newest checkpoint that is whole; its data are not read.
+        """Return the newest intact checkpoint, without reading its data.
 
         Collective over the strategy's replicas.
 
         Returns
         -------
         str or None
-            Its path; None where there is none.
+            Path of the checkpoint; None if there is none.
         """
         self._settle()
         newest = partial(newest_path, self.directory)
@@ -465,15 +465,15 @@ class CheckpointManager:
 
     @collective
     def best(self) -> str | None:
-        """Return the best checkpoint that is whole; its data are not read.
+        """Return the best intact checkpoint by ``keep_best``, without reading its data.
 
         Collective over the strategy's replicas.
 
         Returns
         -------
         str or None
-            Its path, for `restore`; None where no checkpoint has the metric of
-            ``keep_best``, or it is NaN in all.
+            Path of the checkpoint, for `restore`; None if no checkpoint has the metric
+            of ``keep_best``, or if the metric is NaN in all checkpoints.
 
         Raises
         ------
@@ -496,14 +496,14 @@ class CheckpointManager:
 
     @collective
     def wait(self) -> None:
-        """Wait until a save in the background is on the disk, if there is one.
+        """Wait until the save in the background, if there is one, is on the disk.
 
         Collective over the strategy's replicas.
 
         Raises
         ------
         CheckpointError
-            On every rank, if it failed on any.
+            On every rank, if the save failed on any rank.
         """
         pending, self._pending = self._pending, None
         try:
@@ -515,14 +515,14 @@ class CheckpointManager:
 
     @collective
     def close(self) -> None:
-        """Wait as `wait` does, and give back the memory of saves and restores.
+        """Wait as `wait` does, free the buffers, and unlock the folder.
 
         Collective over the strategy's replicas. The manager can still be used.
 
         Raises
         ------
         CheckpointError
-            On every rank, if a save in the background failed on any.
+            On every rank, if a save in the background failed on any rank.
         """
         try:
             self.wait()
@@ -531,23 +531,23 @@ class CheckpointManager:
             self._folder.release()
 
     def _add_optional(self, name: str, thing: Any) -> None:
-        """Save plain state, too, which checkpoints of before need not have."""
+        """Save an object with plain state, too, which older checkpoints may lack."""
         self._objects.add_optional(name, thing)
 
     def _nbytes(self) -> int:
-        """Return the size of the variables that there are now."""
+        """Return the size in bytes of the variables that exist now."""
         found = self._objects.variables().values()
         return sum(math.prod(v.shape) * v.dtype.itemsize for v in found)
 
     def _settle(self) -> None:
-        """Finish a save in the background; `wait` raises what went wrong with it."""
+        """Finish a save in the background; the next `wait` raises its error."""
         try:
             self._saver.finish()
         except CheckpointError as error:
             self._pending = error
 
     def _newest_step(self) -> int:
-        # One rank looks for all: the folder may change meanwhile.
+        # Only rank 0 looks, because the folder may change between two looks.
         newest = on_rank_0(
             self._strategy,
             "search for the newest step",
@@ -556,7 +556,7 @@ class CheckpointManager:
         return int(newest)
 
     def __repr__(self) -> str:
-        """Show what is saved, and where."""
+        """Show the names of the saved objects, and the folder."""
         return (
             f"<{type(self).__name__} of {', '.join(sorted(self._objects.names))} in "
             f"{self.directory!r}>"

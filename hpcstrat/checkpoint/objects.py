@@ -34,7 +34,7 @@ __all__ = ["Objects", "pieces_of"]
 
 @runtime_checkable
 class _SupportsPosition(Protocol):
-    """A data set or random streams: small state of types that the file format knows."""
+    """A dataset or random streams, with a small state that the file format defines."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -45,7 +45,7 @@ class _SupportsPosition(Protocol):
 
 @runtime_checkable
 class _SupportsPlainState(Protocol):
-    """An object whose state is plain, as of many libraries; replica 0's is saved."""
+    """An object with plain state, as in many libraries; replica 0's state is saved."""
 
     def state_dict(self) -> Any: ...
 
@@ -53,22 +53,22 @@ class _SupportsPlainState(Protocol):
 
 
 class Objects:
-    """Named variables, optimizers, data sets, random streams and plain state.
+    """Named variables, optimizers, datasets, random streams and plain state.
 
-    ValueError if an object cannot be saved, or variables are of several strategies.
+    Raises ValueError if an object cannot be saved, or if strategies differ.
     """
 
     def __init__(self, objects: dict[str, Any]) -> None:
         self._variables: dict[str, Variable] = {}
         self._stateful: dict[str, SupportsCheckpoint] = {}
-        # Paths of their variables that were checked to be names of HDF5.
+        # Paths of variables of stateful objects that are known to be valid HDF5 names.
         self._checked: set[str] = set()
-        # Objects within structures of variables.
+        # Stateful objects in dicts and lists of variables.
         self._nested: list[SupportsCheckpoint] = []
-        # Data sets and random streams, and objects with ``state_dict``, by name.
+        # Datasets and random streams, and objects with ``state_dict``, by name.
         self.iterators: dict[str, Any] = {}
         self.python: dict[str, Any] = {}
-        # Names among these that a checkpoint may lack.
+        # Names in ``python`` that a checkpoint may lack.
         self._optional: set[str] = set()
         for name, thing in objects.items():
             _check_name(name)
@@ -89,7 +89,7 @@ class Objects:
             self.iterators[name] = thing
         elif isinstance(thing, _SupportsPlainState):
             refuse_torch(name, thing)
-            # Refuse it now: a program may run for hours before the first save.
+            # Raise errors now, because the first save may come hours later.
             as_text(name, thing.state_dict())
             self.python[name] = thing
         else:
@@ -104,7 +104,7 @@ class Objects:
         if isinstance(thing, Variable):
             self._variables[path] = thing
         elif isinstance(thing, Mapping):
-            # HDF5 has only text as names: 1 and "1" would be one dataset.
+            # Names in HDF5 are text: the keys 1 and "1" would be one dataset.
             names = [_check_name(str(key)) for key in thing]
             if len(set(names)) != len(names):
                 raise ValueError(
@@ -117,7 +117,7 @@ class Objects:
             for index, value in enumerate(thing):
                 self._add_tree(f"{path}/{index}", value)
         elif isinstance(thing, SupportsCheckpoint) and not isinstance(
-            # Its variables must exist now, as paths in a structure are fixed.
+            # Its variables must exist now, because paths in a dict or list are fixed.
             thing,
             SupportsDeferredCheckpoint,
         ):
@@ -145,7 +145,7 @@ class Objects:
                         f"{name!r}, found those of a group; make them by the strategy "
                         "of all replicas, SyncGroups.everyone"
                     )
-        # A manager of variables of groups belongs to all replicas.
+        # A manager with variables of groups belongs to the strategy of all replicas.
         wholes = [of_all_groups(strategy) for strategy in found]
         strategies = {id(strategy): strategy for strategy in wholes}
         if len(strategies) > 1:
@@ -158,7 +158,7 @@ class Objects:
         return of_all_groups(get_strategy())
 
     def add_optional(self, name: str, thing: _SupportsPlainState) -> None:
-        """Add plain state that older checkpoints may lack, or replace such."""
+        """Add plain state that older checkpoints may lack, or replace its object."""
         if name in self.names - self._optional:
             raise ValueError(
                 f"expected no object named {name!r}, found one; give it another name"
@@ -167,11 +167,11 @@ class Objects:
         self._optional.add(name)
 
     def variables(self) -> dict[str, Variable]:
-        """Return all variables there are now, by path in the file."""
+        """Return all variables that exist now, by path in the file."""
         for thing in self._nested:
-            # A metric now adds pending updates to its totals.
+            # This call makes a metric add its pending updates to its totals.
             thing.checkpoint_variables()
-        # Asked again in each call: optimizers make state in their first step.
+        # Ask the objects in each call, because optimizers make state in a first step.
         found = dict(self._variables)
         for name, thing in self._stateful.items():
             for path, variable in thing.checkpoint_variables().items():
@@ -200,11 +200,11 @@ class Objects:
     def unmade(
         self, missing: Collection[str], paths: Iterable[str], saved: Iterable[str]
     ) -> set[str]:
-        """Return the missing paths that their objects had not made before the save.
+        """Return the missing paths whose variables did not exist before the save.
 
-        The object can reset them, and has all kinds of state (such as ``momentum`` in
-        ``optimizer/momentum/w``) that the checkpoint has of it. ``paths`` are those of
-        the program, ``saved`` those of the checkpoint.
+        The object of a returned path can reset it, and has now all kinds of state (such
+        as ``momentum`` in ``optimizer/momentum/w``) that the checkpoint has of the
+        object. ``paths`` are the program's, and ``saved`` are the checkpoint's.
         """
         names = {path.partition("/")[0] for path in missing}
         names = {n for n in names if hasattr(self._stateful.get(n), "checkpoint_reset")}
@@ -215,7 +215,7 @@ class Objects:
         return {path for path in missing if path.partition("/")[0] in names}
 
     def reset(self, paths: Sequence[str]) -> None:
-        """Reset state of these paths to what it is before its owner's first step."""
+        """Reset the state at these paths to the state before its owner's first step."""
         for name, thing in self._stateful.items():
             own = [p.partition("/")[2] for p in paths if p.partition("/")[0] == name]
             if own:
@@ -225,14 +225,14 @@ class Objects:
     def end_restore(
         self, num_replicas: int, now: int, only: Collection[str] | None = None
     ) -> None:
-        """Tell objects the number of replicas that had saved them."""
+        """Notify objects of the numbers of replicas at the save and now."""
         for name, thing in self._stateful.items():
             wanted = only is None or name in only
             if wanted and isinstance(thing, SupportsDeferredCheckpoint):
                 thing.checkpoint_restored(num_replicas, now)
 
     def target(self, path: str) -> Variable | None:
-        """Return the variable for a saved value without a match, or None."""
+        """Return the variable for a saved value without a match by path, or None."""
         owner = self.owner(path)
         if owner is None:
             return None
@@ -240,10 +240,10 @@ class Objects:
         return None if find is None else find(owner[1])
 
     def owner(self, path: str) -> tuple[SupportsDeferredCheckpoint, str] | None:
-        """Return the object that makes a path's variable later, and the path in it."""
+        """Return the object that may make a path's variable, and its path in there."""
         name, _, rest = path.partition("/")
         thing = self._stateful.get(name)
-        # The check of a protocol takes 30 us.
+        # An isinstance check of a protocol takes 30 us.
         if thing is None or not isinstance(thing, SupportsDeferredCheckpoint):
             return None
         return thing, rest
@@ -255,7 +255,7 @@ class Objects:
         return first | {*self._stateful, *self.iterators, *self.python}
 
     def iterations(self) -> int | None:
-        """Return an optimizer's number of steps; None where there is no optimizer."""
+        """Return an optimizer's number of steps; None if there is no optimizer."""
         for thing in self._stateful.values():
             # Other objects than optimizers may have another kind of ``iterations``.
             steps = getattr(thing, "iterations", None)
@@ -264,7 +264,7 @@ class Objects:
         return None
 
     def describe(self, variables: dict[str, Variable]) -> str:
-        """Describe names, types, shapes and aggregations, on which ranks must agree."""
+        """Return a text with the properties of variables that all ranks must share."""
         words = [
             f"{path} {dtype_name(v.dtype)}{list(v.shape)} {v.synchronization.name} "
             f"{v.aggregation.name}"
@@ -273,14 +273,14 @@ class Objects:
         return f"{len(words)} variables: {', '.join(words)}"
 
     def values(self, variables: dict[str, Variable]) -> dict[str, Any]:
-        """Return the logical value of each variable, or this replica's row.
+        """Return the value of each variable over all replicas, or this replica's row.
 
         Collective over the strategy's replicas, if there are SyncOnRead variables.
-        Values of servers stay there, and are fetched piece by piece.
+        Values on parameter servers stay there, and are fetched piece by piece later.
         """
         values: dict[str, Any] = {}
-        # A call belongs to the replicas of one strategy, and reads whole variables or
-        # sharded ones.
+        # One call can read only variables of one strategy, either sharded variables or
+        # whole ones.
         here: dict[tuple[bool, bool], dict[str, Any]] = {}
         for path, variable in variables.items():
             if (pieces := pieces_of(variable)) is not None:
@@ -297,11 +297,11 @@ class Objects:
     def entries(
         self, variables: dict[str, Variable], values: dict[str, Any]
     ) -> dict[str, Entry]:
-        """Return the entry of each variable in the file, by path, given its value."""
+        """Return the file's entry for each variable, by path, given the values."""
         entries = {}
         for path, variable in variables.items():
             on_read = isinstance(variable, SyncOnReadVariable)
-            # Every logical replica's component is saved: their sum would be rounded.
+            # Save each logical replica's component: a sum of components is rounded.
             gathered = on_read and has_logical_replicas(variable)
             apart = _is_apart(variable) or gathered
             alone = apart and not gathered
@@ -322,9 +322,9 @@ class Objects:
         return entries
 
     def states(self) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
-        """Return states of data sets and random streams, and plain state as text.
+        """Return states of datasets and random streams, and plain state as text.
 
-        Collective over the strategy's replicas where there are random streams.
+        Collective over the strategy's replicas if there are random streams.
         """
         iterators = {name: thing.state() for name, thing in self.iterators.items()}
         python = {
@@ -336,9 +336,9 @@ class Objects:
     def state_problems(
         self, header: Header, only: Collection[str] | None = None
     ) -> list[str]:
-        """Return, in sentences, which states a checkpoint lacks, or do not fit.
+        """Return a sentence for each state that the checkpoint lacks, or does not fit.
 
-        ``only`` are the names of the objects to look at; None means all.
+        ``only`` has the names of the objects to check; None means all objects.
         """
         problems = []
         for name, thing in self.iterators.items():
@@ -362,7 +362,7 @@ class Objects:
     def restore_states(
         self, header: Header, only: Collection[str] | None = None
     ) -> None:
-        """Give data sets, random streams and plain objects their saved state."""
+        """Restore datasets, random streams and objects with plain state."""
         for name, thing in self.iterators.items():
             if only is None or name in only:
                 thing.restore_state(header.iterators[name])
@@ -378,20 +378,20 @@ def _is_apart(variable: Variable) -> bool:
 
 
 def pieces_of(variable: Variable | None) -> Any:
-    """Return the bytes of a variable on servers, which come and go piece by piece.
+    """Return the bytes of a variable on parameter servers, to transfer in pieces.
 
-    None for all other variables, and where bytes would have to be converted.
+    Returns None for other variables, and if the bytes would need a conversion.
     """
     if variable is None or not variable.is_remote:
         return None
-    # Files are little-endian on every machine; pieces are never converted.
+    # Files are little-endian on every machine, and pieces are never converted.
     as_stored = sys.byteorder == "little" and variable.dtype.isnative
     elsewhere: Any = variable
     return elsewhere.pieces() if as_stored else None
 
 
 def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Return the second parts of paths, by the first ones."""
+    """Return the second components of paths, grouped by the first components."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in paths:
         name, _, rest = path.partition("/")
@@ -400,7 +400,7 @@ def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _check_name(name: str) -> str:
-    """Refuse a name that HDF5 would take for a path."""
+    """Return the name; raise ValueError if HDF5 would read it as a path."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(
             f"expected a name of an HDF5 object, found {name!r}; use a name that is "

@@ -1,4 +1,4 @@
-"""Reports of what a save cost, and of what a restore did."""
+"""Reports of the cost of a save and of the results of a restore."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["RestoreReport", "SaveStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The values that a restore took from a checkpoint, and those that it left.
+    """The result of a restore: which checkpoint was read, how fast, and unused values.
 
     Parameters
     ----------
     path : str
-        The checkpoint.
+        Path of the checkpoint.
     step : int
-        Its step.
+        Step of the checkpoint.
     num_replicas : int
-        Number of replicas that saved it.
+        Number of replicas that saved the checkpoint.
     verified : bool
-        Whether hashes were compared; files of format version 1 have none.
+        Whether hashes were compared; files of format version 1 have no hashes.
     nbytes : int
         Bytes that this replica read.
     seconds : float
-        Time that it took.
+        Time of the restore on this replica.
     read_seconds : float
-        Part of it: reading this replica's part and comparing its hashes.
+        Part of ``seconds`` for reading this replica's part and comparing its hashes.
     unused : tuple of str
-        Saved values that nothing took.
+        Paths of saved values that no object of the program has received.
     passed_over : tuple of str
-        Damaged checkpoints that are newer.
+        Paths of newer checkpoints, which are damaged.
     """
 
     path: str
@@ -46,14 +46,14 @@ class RestoreReport:
     passed_over: tuple[str, ...]
 
     def assert_consumed(self) -> None:
-        """Check that all that was saved has been taken.
+        """Check that the program has received every saved value.
 
-        Not collective; the same on every rank.
+        Not collective; the result is the same on every rank.
 
         Raises
         ------
         CheckpointMismatchError
-            If not, naming what is left.
+            If not; the message names the unused values.
         """
         if self.unused:
             raise CheckpointMismatchError(
@@ -70,24 +70,24 @@ class SaveStatistics:
     Parameters
     ----------
     path : str
-        The checkpoint.
+        Path of the checkpoint.
     step : int
-        Its step.
+        Step of the checkpoint.
     nbytes : int
         Size of the file.
     asynchronous : bool
-        Whether it was written in the background.
+        Whether the file was written in the background.
     blocking_seconds : float
         Time until ``save`` returned on this replica.
     copy_seconds : float
-        Part of it: copying this replica's share of the values.
+        Part of ``blocking_seconds`` for copying this replica's share of the values.
     total_seconds : float
-        From the call until the checkpoint was durable, on replica 0; with what
-        ``max_write_bandwidth`` made it wait.
+        Time from the call until the checkpoint was on the disk, on replica 0. Waiting
+        due to ``max_write_bandwidth`` is included.
     hash_seconds, write_seconds, flush_seconds : float
-        Time that the threads of the slowest replica spent in each.
+        Time that the slowest replica's threads spent hashing, writing and flushing.
     bytes_per_second : float
-        ``nbytes`` by ``total_seconds``.
+        ``nbytes`` divided by ``total_seconds``.
     """
 
     path: str

@@ -200,7 +200,7 @@ class Skeleton:
         # A save that runs at the end of the program still needs the descriptor.
         self._closer.atexit = False
         os.pwrite(self._scratch, prefix, 0)
-        # Make it, sparsely, as long as HDF5 expects, or HDF5 refuses to open it.
+        # Extend the file sparsely to the length that HDF5 requires to open it.
         os.truncate(self._scratch, self.plan.size)
 
     def fits(self, header: Header, python: Mapping[str, bytes]) -> bool:
@@ -211,8 +211,7 @@ class Skeleton:
     def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
         """Return the prefix for one save of a header; the table of hashes is empty."""
         # After an interrupt, HDF5 may write later, when its file is garbage-collected.
-        # So HDF5 has its own descriptor, and a skeleton without a key fits no other
-        # save.
+        # So HDF5 gets its own descriptor, and without a key the skeleton fits no save.
         key, self._key = self._key, None
         raw = os.fdopen(os.dup(self._scratch), "r+b", buffering=0)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
@@ -276,9 +275,9 @@ def _pages(nbytes: int) -> int:
 def _datasets(
     header: Header, python: Mapping[str, bytes]
 ) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-    """Return all datasets of values: large ones, then small ones by type, wide first.
+    """Return all datasets of values: large ones, then small ones by element size.
 
-    HDF5 packs small datasets; in this order their elements stay aligned.
+    HDF5 packs small datasets. The widest elements come first, so all stay aligned.
     """
     found = [
         (path, entry.shape, saved_dtype(named_dtype(entry.dtype)))

@@ -116,7 +116,7 @@ def _read(found: Any, name: str) -> Any:
 def _dtype_of(kind: Any) -> np.dtype[Any]:
     """Return NumPy's type for the HDF5 type of an attribute.
 
-    The result is cached, because it takes as long as reading the attribute.
+    The result is cached, because computing it takes as long as reading the attribute.
     """
     if isinstance(kind, h5t.TypeStringID):
         key: Any = "S", kind.get_size(), kind.get_cset(), kind.get_strpad()

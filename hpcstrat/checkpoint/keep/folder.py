@@ -1,9 +1,10 @@
-"""A folder of checkpoints: who saves in it, and what dead jobs left there.
+"""A folder of checkpoints, its lock for one job, and the removal of dead jobs' files.
 
-Two jobs that save in one folder remove each other's checkpoints, as neither knows those
-of the other. So a job locks it: the lock is POSIX's, of fcntl(2), which the system
-gives up when the process ends, however that is, also on another host of an NFS.
-Children do not inherit it. Where a file system has no locks, nothing is refused.
+Two jobs that save in one folder would remove each other's checkpoints, because neither
+knows the files of the other. Therefore a job locks the folder by a POSIX lock,
+fcntl(2). The kernel releases the lock when the process ends for any reason, also on
+another host of an NFS. Child processes do not inherit it. Without locks in the file
+system, any job may save.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ __all__ = [
 OWNER = ".owner"
 """Name of the file that is locked."""
 
-# Launchers set one of these, to the same value in all processes of a job only.
+# A launcher sets one of these to a value that only the processes of one job share.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 _ATTEMPTS = 10
-# The open file and the number of locks of each folder. The process must open the file
-# only once: to close another descriptor of it would give up the lock.
+# Descriptor and number of locks of each folder. A process opens the file only once,
+# because closing a second descriptor of the file would release the lock.
 _held: dict[str, tuple[int, int]] = {}
 # PF_EXITING of Linux, from include/linux/sched.h.
 _EXITING = 0x4
 _STALE_SECONDS = 7 * 86400.0
-# Errors of a link that leads to no file.
+# Errors of a symbolic link that leads to no file.
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 Identity: TypeAlias = tuple[int, int, int]
@@ -64,7 +65,7 @@ class Folder:
         self._lock: weakref.finalize[Any, Any] | None = None
 
     def prepare(self) -> None:
-        """Refuse a path that is no folder, and remove files of dead jobs in it."""
+        """Raise NotADirectoryError if needed; remove temporary files of dead jobs."""
         place = self.path
         while not os.path.lexists(place):
             place = os.path.dirname(place)
@@ -75,40 +76,40 @@ class Folder:
             remove_abandoned(self.path)
 
     def make(self) -> None:
-        """Make the folder, unless it was there, and lock it; one rank calls it.
+        """Make the folder if it is missing, and lock it; one rank calls it.
 
-        CheckpointError where another job saves there.
+        Raises CheckpointError if another job saves in the folder.
         """
         self._make()
         if self._lock is None and _take(self.path):
             self._lock = weakref.finalize(self, _release, self.path)
 
     def release(self) -> None:
-        """Let other jobs save there; the next save locks it again."""
+        """Unlock the folder for other jobs; the next save locks it again."""
         if self._lock is not None:
             self._lock()
             self._lock = None
 
     def _make(self) -> None:
         if self._is_known:
-            # A folder that has vanished is not made again: its file system may be away,
-            # and the files would go to the disk below its mount point.
+            # Do not make the folder a second time: its file system may be unmounted, so
+            # that the files would go to the disk below the mount point.
             return
         missing = [self.path]
         while not os.path.isdir(above := os.path.dirname(missing[-1])):
             missing.append(above)
         os.makedirs(self.path, exist_ok=True)
-        # Otherwise a loss of power may remove the folder, and all in it.
+        # Without a flush, a power failure may remove the folder with all its files.
         for place in missing:
             flush_folder(os.path.dirname(place))
         self._is_known = True
 
 
 def _take(directory: str) -> bool:
-    """Lock a folder for this job; `_release` must be called as often.
+    """Lock a folder for this job; each success needs one call of `_release`.
 
-    Replica 0 calls it. False where the file system has no locks, or another process of
-    this job has it; CheckpointError where another job has it.
+    Replica 0 calls it. Returns False if the file system has no locks, or if another
+    process of this job has the lock. Raises CheckpointError if another job has it.
     """
     directory = os.path.realpath(directory)
     if directory in _held:
@@ -137,13 +138,13 @@ def _take(directory: str) -> bool:
             _held[directory] = handle, 1
             _write(handle)
             return True
-        # Its owner has removed it meanwhile.
+        # The last owner has removed the file meanwhile: open it again.
         os.close(handle)
     return False
 
 
 def _release(directory: str) -> None:
-    """Give up a lock of `_take`."""
+    """Release a lock of `_take`."""
     directory = os.path.realpath(directory)
     if directory not in _held:
         return
@@ -160,7 +161,7 @@ def _release(directory: str) -> None:
 
 
 def _is_at(handle: int, path: str) -> bool:
-    """Whether an open file is the one of a path."""
+    """Return whether an open file is the file at a path."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
     return False
@@ -170,13 +171,13 @@ def _job() -> str:
     """Return an identifier that all processes of this job share."""
     names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
     step = os.environ.get("SLURM_STEP_ID", "")
-    # If no launcher names the job, the parent process does.
+    # Without a launcher's variable, the parent process identifies the job.
     own = f"{platform.node()}-{os.getppid()}"
     return ".".join([_batch_job(), step, *(names or [own])])
 
 
 def _batch_job() -> str:
-    """Return the scheduler's name of the job; empty outside of one."""
+    """Return the scheduler's name of the job; empty without a scheduler."""
     job = batch_job_from_environment()
     return "" if job is None else job.job_id
 
@@ -189,7 +190,7 @@ def _write(handle: int) -> None:
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    # Only the lock decides; the text is for people.
+    # Errors do not matter: the record names the owner, but the lock itself decides.
     with suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode(), 0)
@@ -204,9 +205,9 @@ def _record(handle: int) -> dict[str, Any]:
 
 
 def _is_ours(record: dict[str, Any]) -> bool:
-    """Whether a lock is of this job, or of a run of it that was queued again.
+    """Return whether a lock belongs to this job, or to its run before a requeue.
 
-    Where a host was lost, a server of NFS keeps its locks for some time.
+    If a host has crashed, an NFS server keeps the host's locks for some time.
     """
     job = _batch_job()
     again = bool(job) and job == record.get("batch_job")
@@ -229,16 +230,16 @@ def _refusal(directory: str, record: dict[str, Any]) -> CheckpointError:
 
 
 def temporary_name(name: str) -> str:
-    """Return a name under which a checkpoint is written: whose it is; used once."""
+    """Return a unique temporary file name, which contains the job and the process."""
     job = os.environ.get("SLURM_JOB_ID", "0")
     owner = f"{platform.node()}-{_namespace()}-{os.getpid()}"
     return f".{name}.{job}.{owner}.{secrets.token_hex(4)}"
 
 
 def _namespace() -> str:
-    """Return a hash of the host's start and the process namespace.
+    """Return a hash of the host's boot ID and the namespace of process IDs.
 
-    Containers count their processes from 1, and may all have the same host name.
+    It differs between containers, which may have equal host names and process IDs.
     """
     words = []
     with suppress(OSError):
@@ -251,8 +252,8 @@ def _namespace() -> str:
 def remove_abandoned(directory: str) -> None:
     """Remove temporary files of processes that have ended.
 
-    One rank calls it. Files of processes that cannot be seen from here go after a week.
-    The folder need not exist.
+    One rank calls it. Files of processes on other hosts or in other containers are
+    removed after a week. The folder need not exist.
     """
     own = f"{platform.node()}-{_namespace()}"
     for name in os.listdir(directory) if os.path.isdir(directory) else ():
@@ -261,7 +262,7 @@ def remove_abandoned(directory: str) -> None:
         path = os.path.join(directory, name)
         owner = name.rpartition(".")[0].partition(".h5.")[2].partition(".")[2]
         place, _, pid = owner.rpartition("-")
-        # Another job may be removing it.
+        # Another job may remove the same file.
         with suppress(OSError):
             age = time.time() - os.lstat(path).st_mtime
             stale = place != own and age > _STALE_SECONDS
@@ -270,7 +271,7 @@ def remove_abandoned(directory: str) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process may still write."""
+    """Return whether a process may still write files."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -280,18 +281,18 @@ def _lives(pid: int) -> bool:
         return True
     try:
         _, fields = process_stat(pid)
-        # Otherwise this is the /proc of another namespace.
+        # False if /proc belongs to another namespace of process IDs.
         shown = os.readlink("/proc/self") == str(os.getpid())
     except OSError:
         return True
-    # A killed process takes some time to give back memory and blocks of files.
+    # An exiting process cannot write, although it may free its memory for long.
     return not shown or (
         fields[STATE] not in "ZX" and not int(fields[FLAGS]) & _EXITING
     )
 
 
 def identity_of(path: str) -> Identity | None:
-    """Return the identity of a file; None where there is none."""
+    """Return the identity of a file; None if it does not exist."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -300,5 +301,5 @@ def identity_of(path: str) -> Identity | None:
         if error.errno not in NO_FILE:
             raise
         found = os.lstat(path)
-    # The time, as a new file may get the number of a removed one.
+    # Include the time, because a new file may have the inode of a removed one.
     return found.st_dev, found.st_ino, found.st_mtime_ns

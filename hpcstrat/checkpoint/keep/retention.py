@@ -1,4 +1,4 @@
-"""Rules that choose the checkpoints that stay, and the removal of all others."""
+"""Rules that choose the checkpoints to keep, and the removal of all others."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class KeepBest:
     Parameters
     ----------
     metric : str
-        A name of ``save``'s ``metrics``.
+        Name of a metric in the ``metrics`` of ``save``.
     mode : str
-        Whether the least (``"min"``) or the greatest (``"max"``) is the best. NaN is
-        never best; among equal ones the earlier step is.
+        Whether the lowest (``"min"``) or the highest (``"max"``) value is best. NaN is
+        never best. Of equal values, the value of the earlier step is best.
     count : int
-        Number of checkpoints; at least 1.
+        Number of checkpoints to keep; at least 1.
 
     Raises
     ------
     ValueError
-        For other values.
+        If a parameter has another value.
     """
 
     metric: str
@@ -78,9 +78,9 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class KeepRules:
-    """Rules for keeping checkpoints, as `CheckpointManager` takes them.
+    """Rules for keeping checkpoints, as `CheckpointManager` documents them.
 
-    A checkpoint stays if any rule asks for it; ValueError for other values.
+    A checkpoint is kept if any rule keeps it. Raises ValueError for invalid values.
     """
 
     max_to_keep: int | None = None
@@ -124,7 +124,7 @@ def _nanoseconds(name: str, value: Any) -> int:
         else:
             found = 0 if isinstance(value, (str, bool)) else int(float(value) * 1e9)
     except (TypeError, ValueError, OverflowError):
-        # Infinity and NaN are among them.
+        # Infinity and NaN raise these errors, too.
         found = 0
     if found <= 0:
         raise ValueError(
@@ -137,7 +137,7 @@ def _nanoseconds(name: str, value: Any) -> int:
 def _metric_name(name: Any) -> str:
     length = 0
     if isinstance(name, str) and "\0" not in name:
-        # Text with half of a surrogate pair has no encoding.
+        # Text with an unpaired surrogate cannot be encoded.
         with suppress(UnicodeEncodeError):
             length = len(name.encode())
     if not 0 < length <= _MOST_NAME_BYTES:
@@ -149,7 +149,7 @@ def _metric_name(name: Any) -> str:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as plain numbers, by name, sorted; else ValueError."""
+    """Return metrics as floats, by name, sorted; ValueError for invalid metrics."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -158,7 +158,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
             'such as {"val_loss": 0.25}'
         )
     found = {_metric_name(name): _number(name, v) for name, v in metrics.items()}
-    # Ranks compare the metrics as text, in which the order counts.
+    # Sort the metrics, because ranks compare them as text.
     return dict(sorted(found.items()))
 
 
@@ -176,17 +176,17 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint, as far as the rules look at it."""
+    """The properties of a checkpoint that the rules use."""
 
     path: str
     step: int
-    # When its save began, by the clock of the host that saved it.
+    # Time when the save began, by the clock of the host that saved.
     created_unix_ns: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
-    """Return the checkpoints that have a metric which is not NaN, best first."""
+    """Return the checkpoints that have the metric, except NaN, best first."""
     sign = 1 if best.mode == "min" else -1
     values = [(sign * one.metrics.get(best.metric, math.nan), one) for one in found]
     numbers = [pair for pair in values if not math.isnan(pair[0])]
@@ -195,7 +195,7 @@ def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
 
 
 def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]:
-    """Return the paths that the rules keep; the newest is always among them."""
+    """Return the paths that the rules keep; the newest path is always included."""
     if rules.max_to_keep is None:
         return {one.path for one in found}
     ordered = sorted(found, key=lambda one: (one.step, one.path))
@@ -213,9 +213,9 @@ def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]
 
 
 def _far_apart(ordered: Sequence[Found], distance: timedelta) -> list[Found]:
-    """Return the oldest, and always the next that is far enough from the last one.
+    """Return the oldest checkpoint, and later ones at least ``distance`` apart.
 
-    A later call makes the same choice, though the rule has removed some.
+    A later call, after the others were removed, chooses the same checkpoints.
     """
     least = _nanoseconds("keep_every", distance)
     keep: list[Found] = []
@@ -226,7 +226,7 @@ def _far_apart(ordered: Sequence[Found], distance: timedelta) -> list[Found]:
 
 
 class Retention:
-    """Removes the checkpoints of a folder that need not stay; on replica 0 only."""
+    """Removes the checkpoints in a folder that no rule keeps; on replica 0 only."""
 
     def __init__(self, directory: str, rules: KeepRules) -> None:
         self._directory = directory
@@ -236,17 +236,17 @@ class Retention:
         self._distrusted: set[tuple[str, Identity | None]] = set()
 
     def distrust(self, paths: Sequence[str]) -> None:
-        """Note files that a restore found damaged, until they are replaced."""
+        """Remember files that a restore found damaged, until they are replaced."""
         for path in paths:
-            # This must not raise: the other ranks do not wait for its error.
+            # Suppress errors, because the other ranks do not wait for an error here.
             with suppress(OSError):
                 self._distrusted.add((path, identity_of(path)))
 
     def is_damaged(self, path: str) -> bool:
-        """Whether a file is known to be one that no restore would take.
+        """Return whether a restore would reject a file as damaged.
 
-        Data are not read. False where there is no file; OSError if it cannot be read
-        now.
+        The data are not read. Returns False if there is no file. Raises OSError if the
+        file cannot be read now.
         """
         try:
             if (path, identity_of(path)) in self._distrusted:
@@ -257,16 +257,16 @@ class Retention:
         except CheckpointError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno not in (None, *NO_FILE):
-                # The file cannot be read now, and may be whole.
+                # The file cannot be read now, and may be intact.
                 raise cause from None
             # A file of a newer library is not damaged.
             return isinstance(error, CorruptCheckpointError)
         return False
 
     def apply(self, new: Found) -> None:
-        """Remove what no rule keeps, after a new checkpoint is durable.
+        """Remove the checkpoints that no rule keeps, after a new one is on the disk.
 
-        Damaged files do not count, and stay. After an OSError nothing is removed.
+        Damaged files are not counted or removed. After an OSError nothing is removed.
         """
         if self._rules.max_to_keep is None:
             return
@@ -283,7 +283,7 @@ class Retention:
 
     def _superfluous(self) -> list[str]:
         """Return the paths that may be removed, oldest first."""
-        # Check again those that stay in place of others, as files can rot.
+        # Check the kept files again before others are removed, because files can rot.
         counting = KeepRules(self._rules.max_to_keep, keep_best=self._rules.keep_best)
         found = self._find()
         while True:
@@ -298,7 +298,7 @@ class Retention:
             found = [one for one in found if one.path not in damaged]
 
     def _find(self) -> list[Found]:
-        """Return the whole checkpoints; those that others saved are read once."""
+        """Return the folder's intact checkpoints; read only files that have changed."""
         known = {}
         for path in list_checkpoints(self._directory):
             identity = identity_of(path)
@@ -311,16 +311,17 @@ class Retention:
             except (FileNotFoundError, CheckpointError) as error:
                 if is_passing(error):
                     raise
-                # It was removed, is damaged, or of a newer library: leave it.
+                # Ignore a file that was removed, is damaged, or is of a newer library.
                 continue
         self._known = known
         return [one for _, one in known.values()]
 
 
 def _find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | None:
-    """Return the newest checkpoint that is whole apart from its data.
+    """Return the newest checkpoint that is intact except for its unread data.
 
-    Paths in ``passed_over`` are left out; damaged ones are warned of, and added to it.
+    Paths in ``passed_over`` are skipped. Damaged files cause a warning, and their paths
+    are added to ``passed_over``.
     """
     for path in reversed(list_checkpoints(directory)):
         if path in passed_over:
@@ -336,7 +337,7 @@ def _find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | Non
 
 
 def newest_path(directory: str) -> str | None:
-    """Return the path of the newest whole checkpoint; None where there is none."""
+    """Return the path of the newest intact checkpoint; None if there is none."""
     found = _find_newest(directory, [])
     return None if found is None else found.path
 
@@ -344,9 +345,9 @@ def newest_path(directory: str) -> str | None:
 def find_restorable(
     directory: str, path: str | None, passed_over: list[str]
 ) -> tuple[CheckpointFile | None, list[str]]:
-    """Return the checkpoint at ``path``, else the newest, and the damaged paths.
+    """Return the checkpoint at ``path``, or else the newest, and the damaged paths.
 
-    CheckpointError if there is none at ``path``, or none that can be read.
+    Raises CheckpointError if ``path`` is missing, or if all checkpoints are damaged.
     """
     if path is not None:
         try:
@@ -366,12 +367,12 @@ def find_restorable(
 
 
 def warn(error: Exception) -> None:
-    """Warn of a checkpoint that is passed over."""
+    """Log a warning about a checkpoint that is skipped."""
     get_logger("checkpoint").warning("%s", error)
 
 
 def best_path(directory: str, best: KeepBest) -> str | None:
-    """Return the path of the best whole checkpoint; None where none has the metric."""
+    """Return the path of the best intact checkpoint; None if none has the metric."""
     found = []
     for path in list_checkpoints(directory):
         try:

@@ -1,4 +1,4 @@
-"""Matches saved values with variables, and puts their bytes where they go."""
+"""Matching of saved values with variables, and copying of bytes to variables."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ _POLICIES = ("error", "first", "cycle", "init")
 
 @dataclass(slots=True)
 class Match:
-    """A saved value and where it goes."""
+    """A saved value and the variable that receives it."""
 
     entry: Entry
-    # None if it does not exist yet: ``owner`` will make it, as ``name``.
+    # None if the variable does not exist yet: ``owner`` will make it, as ``name``.
     variable: Variable | None
     owner: Any = None
     name: str = ""
-    # Rule for the rows of another number of replicas.
+    # Rule for rows that another number of replicas has saved.
     per_replica: str = "error"
 
     def assign(self, value: Array, strategy: Replicas) -> None:
-        """Put the saved value into this replica's component, without any message."""
+        """Copy the saved value to this rank's components, without communication."""
         if not self.entry.has_rows:
             self._place(value, strategy)
         elif self._has_components:
@@ -85,9 +85,9 @@ class Match:
         return self.entry.per_replica and self.entry.aggregation != "none"
 
     def _assign_components(self, value: Array, strategy: Replicas) -> None:
-        """Put the components of the logical replicas into today's.
+        """Copy the saved components of logical replicas to this rank's components.
 
-        Where there are as many, they stay as they are; else they are combined.
+        If the numbers of replicas differ, the saved components are combined first.
         """
         variable, rows = self.variable, len(value)
         same = rows == strategy.num_replicas_in_sync
@@ -101,16 +101,16 @@ class Match:
         self._place(rule.combine_saved(value), strategy)
 
     def assign_row(self, row: Array, strategy: Replicas, index: int = 0) -> None:
-        """Put one of the `rows` into a component."""
+        """Copy one of the saved `rows` to a component."""
         variable = self.variable
         if self.entry.per_replica and variable is not None:
             _store(variable.components[index], rounded(row, variable.dtype))
             return
-        # All replicas of a group have one value.
+        # All replicas of a group have the same value.
         self._place(row, strategy.split.part if self.entry.per_group else strategy)
 
     def _place(self, value: Array, strategy: Replicas) -> None:
-        """Give this replica its part of the value of a strategy."""
+        """Copy this rank's part of a strategy's value to its components."""
         variable = self.variable
         if variable is None:
             self.owner.checkpoint_defer(self.name, value, strategy)
@@ -127,14 +127,14 @@ class Match:
         for replica, component in enumerate(variable.components, first):
             part = value
             if rule is not None:
-                # Cast before: shares of an integer add up in its own type only.
+                # Cast first: shares of an integer add up only in the variable's type.
                 cast = rounded(value, variable.dtype)
                 part = rule.part(cast, strategy.num_replicas_in_sync, replica)
             _store(component, part)
 
     @property
     def _dividing_rule(self) -> AggregationRule | None:
-        # Today's replicas get parts that combine to the value.
+        # Each replica gets a part; the parts of all replicas combine to the value.
         if not isinstance(self.variable, SyncOnReadVariable):
             return None
         rule = rule_of(self.variable.aggregation)
@@ -155,7 +155,7 @@ class Match:
         return self.entry.has_rows and not several
 
     def rows(self, strategy: Replicas) -> list[int | None]:
-        """Return the saved row for each replica of this rank, or None."""
+        """Return the number of the saved row, or None, for each replica of a rank."""
         saved = self.entry.shape[0]
         own, count = list(strategy.local_replicas), strategy.num_replicas_in_sync
         if self.entry.per_group:
@@ -168,12 +168,12 @@ class Match:
 
 
 def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
-    """Warn of values that the new type cannot hold; rounding is no loss."""
+    """Log a warning if the new type cannot hold some values, not for rounding."""
     cast = rounded(value, dtype)
     if is_half(dtype) or dtype.kind in "fc":
         lost = np.isfinite(value) & ~np.isfinite(cast)
     else:
-        # A value is lost if it differs after a cast there and back.
+        # A value is lost if it differs after a cast to the new type and back.
         lost = rounded(cast, value.dtype) != value
     if lost.any():
         first = value[lost][0]
@@ -185,7 +185,7 @@ def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
 
 
 def _store(component: Array, value: Array) -> None:
-    # In place: a program may hold views of the component.
+    # Write in place, because a program may hold views of the component.
     if is_device(component):
         store(component, value)
     else:
@@ -204,12 +204,12 @@ def match_entries(
     num_groups: int = 0,
     only: Collection[str] | None = None,
 ) -> tuple[list[Match], list[str]]:
-    """Find for every variable its saved value; the same on every rank.
+    """Find the saved value of every variable; the result is the same on every rank.
 
-    Returns a match for each variable, and for each value that its owner keeps for
-    later; and paths for `Objects.reset`. The rules are those of
-    `CheckpointManager.restore`. Raises ValueError for an unknown ``per_replica``, and a
-    CheckpointMismatchError that names all that does not fit.
+    Returns a match for each variable, and for each value that an object keeps until it
+    makes the variable; and paths for `Objects.reset`. The rules are those of
+    `CheckpointManager.restore`. Raises ValueError for an unknown ``per_replica``, and
+    CheckpointMismatchError with a list of everything that does not fit.
     """
     if per_replica not in _POLICIES:
         raise ValueError(
@@ -222,7 +222,7 @@ def match_entries(
         num_groups=num_groups,
         chooses=per_replica != "error",
     )
-    # Collect all problems, as it takes long to start a large job again.
+    # Collect all problems, because starting a large job again takes long.
     matches, problems, unused, missing = [], [], [], []
     wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
     taken = set()
@@ -240,7 +240,7 @@ def match_entries(
     unmade = objects.unmade(missing, variables, header.entries)
     problems += [f"{p} is not in the checkpoint" for p in missing if p not in unmade]
     others = header.entries.keys() - taken
-    # Sorted, so that owners get values in the same order on all replicas.
+    # Sort the paths, so that owners get values in the same order on all replicas.
     for path in sorted(path for path in others if is_wanted(path, only)):
         owner = objects.owner(path)
         if owner is None:
@@ -264,9 +264,9 @@ def match_entries(
 
 
 def is_wanted(path: str, only: Collection[str] | None) -> bool:
-    """Whether a path belongs to one of the objects ``only``; None means all.
+    """Return whether a path belongs to an object in ``only``; None means all objects.
 
-    The name is the first word, such as ``optimizer``, but ``net`` in
+    The object's name is the first component, such as ``optimizer``, but ``net`` in
     ``variables/net/w``.
     """
     if only is None:
@@ -276,16 +276,16 @@ def is_wanted(path: str, only: Collection[str] | None) -> bool:
 
 
 def renamed(header: Header, names: Mapping[str, str]) -> Header:
-    """Return a header with the names of this program; the same on every rank.
+    """Return a header with the program's names; the result is the same on every rank.
 
-    Entries keep their path in the file. CheckpointMismatchError if a name is not in the
-    checkpoint, or two values get one.
+    Entries keep their path in the file. Raises CheckpointMismatchError if a name is not
+    in the checkpoint, or if two values get the same name.
     """
     used: set[str] = set()
 
     def _new(path: str) -> str:
         parts = path.split("/")
-        # The longest beginning counts, whatever the order in which they are given.
+        # The longest matching beginning counts, whatever the order of ``names``.
         for count in range(len(parts), 0, -1):
             head = "/".join(parts[:count])
             if head in names:
@@ -354,10 +354,10 @@ def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
 
 
 class Sink:
-    """A destination of the bytes of a dataset.
+    """The destination of a dataset's bytes.
 
-    They go to ``live``, the variable's own bytes, or to a buffer that is assigned when
-    full.
+    Bytes are copied to ``live``, the variable's own bytes, or to a buffer, which is
+    assigned to the variable when it is full.
     """
 
     def __init__(
@@ -377,16 +377,16 @@ class Sink:
         strategy: Replicas,
         uploads: Uploads | None = None,
     ) -> None:
-        """Take bytes of the extent that begin at ``start`` in the file.
+        """Copy bytes of the extent, which begin at offset ``start`` of the file.
 
-        ``uploads`` copies to a GPU; needed if this is ``on_device``.
+        ``uploads`` copies to a GPU, and is necessary if the sink is ``on_device``.
         """
         place = start - self.extent.offset
         if self.elsewhere is not None:
             self.elsewhere.write_bytes(place, data)
             return
         if self._live is None and self._collected is None:
-            # Allocated with its first bytes: not all values need memory at once.
+            # Allocate with the first bytes, so that not all values need memory at once.
             self._collected = np.empty(self.extent.nbytes, np.uint8)
         target = self._collected if self._live is None else self._live
         assert target is not None
@@ -403,7 +403,7 @@ class Sink:
 
 
 def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
-    """Return bytes as the saved value, or a row of it, in native byte order."""
+    """Return bytes as the saved value, or as a row of it, in native byte order."""
     dtype = named_dtype(match.entry.dtype)
     stored = saved_dtype(dtype)
     raw = np.empty(0, np.uint8) if data is None else data
@@ -413,7 +413,7 @@ def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
 
 
 def live_bytes(match: Match) -> Array | Elsewhere | None:
-    """Return the bytes of a variable for a value as it is stored, or None."""
+    """Return a variable's memory as bytes in the stored form; None if it differs."""
     variable = match.variable
     if variable is None or match.divides or sys.byteorder != "little":
         return None

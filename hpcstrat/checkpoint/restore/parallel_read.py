@@ -1,7 +1,7 @@
-"""Reading values back: each replica reads and checks a part, and sends it to all.
+"""Parallel reading: each replica reads and checks a part, and sends it to all others.
 
-Nothing changes before all parts have been checked. A replica keeps what it has read, up
-to a limit; what is beyond is read again when its turn comes.
+No variable changes before all parts have been checked. A replica keeps the blocks that
+it has read, up to a limit, and reads the other blocks a second time to send them.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _PIECE_BYTES = 8 << 20
 
 
 class BlockDeal:
-    """The blocks that each replica reads, and how many of them it keeps.
+    """The blocks that each replica reads, and the number of blocks that it keeps.
 
-    The same on every replica. The replicas with one position in their worker, a column,
-    pass on their blocks between workers. ``own`` are this replica's blocks, ``column``
-    is its position, ``columns`` the number of positions that all workers have; other
-    replicas read nothing. An owner is a number from `rounds`.
+    The division is the same on every replica. A column consists of the replicas with
+    the same position in their workers; it sends blocks between workers. ``own`` has
+    this replica's blocks, ``column`` is its position, and ``columns`` is the number of
+    positions that all workers have; other replicas read nothing. `rounds` numbers the
+    owners of blocks.
     """
 
     def __init__(self, blocks: list[int], most_kept: int, strategy: Replicas) -> None:
@@ -56,7 +57,7 @@ class BlockDeal:
         if self.size > 1:
             topology = strategy.topology
             self.column = topology.worker_comm.rank
-            # A column needs a replica on each worker, also on the smallest.
+            # A column needs a replica on each worker, including the smallest worker.
             self.columns = topology.smallest_worker
             self._worker, self._workers = topology.worker_id, topology.num_workers
         self._owner = self.column * self._workers + self._worker
@@ -67,19 +68,19 @@ class BlockDeal:
         return part_of(len(self._blocks), owner, self.columns * self._workers)
 
     def owns(self, owner: int) -> bool:
-        """Whether this replica is an owner."""
+        """Return whether this replica is the owner with this number."""
         return owner == self._owner and self.column < self.columns
 
     def worker_of(self, owner: int) -> int:
         return owner % self._workers
 
     def kept(self, owner: int) -> set[int]:
-        """Return the blocks that an owner keeps; it reads its others again."""
+        """Return the blocks that an owner keeps; it reads its other blocks again."""
         indices = self._part(owner)[: self.most_kept]
         return {self._blocks[index] for index in indices}
 
     def rounds(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield blocks that are passed on at once: block and owner for each column."""
+        """Yield blocks to send at the same time: block and owner for each column."""
         columns = [
             [
                 (self._blocks[index], owner)
@@ -89,16 +90,16 @@ class BlockDeal:
             for first in range(0, self.columns * self._workers, self._workers)
         ]
         # The first owners have as many blocks as the others or one more, so that no
-        # column has more than the one before.
+        # column has more blocks than the column before.
         for turn in range(len(columns[0])):
             yield [column[turn] for column in columns if turn < len(column)]
 
 
 class Shared:
-    """Memory of a worker, through which pieces of blocks go: all replicas copy from it.
+    """Shared memory of a worker, from which all its replicas copy pieces of blocks.
 
-    Collective over the channel's replicas, inside of its ``moving``. One replica puts
-    at most ``piece_bytes`` there at a time.
+    Collective over the channel's replicas, inside of its ``moving``. One replica writes
+    at most ``piece_bytes`` at a time.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -107,7 +108,7 @@ class Shared:
         self._across = channel.interruptible(topology.cross_worker_comm)
         self._several = topology.num_workers > 1
         self._segment = Segment(self._worker, 0, 2 * _PIECE_BYTES)
-        # The worker with the smallest memory file system decides.
+        # The worker with the least shared memory determines the size of pieces.
         self.piece_bytes: int = channel.interruptible(topology.replica_comm).allreduce(
             self._segment.part_bytes // 2, op=topology.mpi.MIN
         )
@@ -122,15 +123,15 @@ class Shared:
     def exchange(
         self, own: Array | None, pieces: Sequence[range], workers: Sequence[int]
     ) -> list[Array]:
-        """Show a piece of each column to all replicas.
+        """Make one piece of each column visible to all replicas; return the pieces.
 
-        Collective over the channel's replicas. ``pieces`` have the lengths, ``workers``
-        the workers that have them; ``own`` is this replica's piece. The result is valid
-        until the next but one call.
+        Collective over the channel's replicas. ``pieces`` has the ranges of bytes, and
+        ``workers`` the workers that own the pieces; ``own`` is this replica's piece.
+        The result is valid until the second call after this call.
         """
         column = self._worker.rank
-        # The next pieces go into the other half, as some replicas still copy from this
-        # one; a replica that passes the barrier below has copied all earlier pieces.
+        # Use the other half of the memory, because some replicas still copy from this
+        # half. A replica that passes the barrier below has copied all earlier pieces.
         self._half = 1 - self._half
         if column < len(pieces) and len(pieces[column]):
             mine = self._place(column, len(pieces[column]))
@@ -142,17 +143,17 @@ class Shared:
         return [self._place(k, len(piece)) for k, piece in enumerate(pieces)]
 
     def close(self) -> None:
-        """Give back the memory; collective over the replicas of each worker."""
+        """Free the memory; collective over the replicas of each worker."""
         self._segment.close()
 
     def release(self) -> None:
-        """Let go of the memory, where an error has ended all calls."""
+        """Free the memory without a collective call, after an error."""
         self._segment.release()
 
 
-# A replica reads so many bytes once, and others twice.
+# A replica keeps this many bytes in memory, and reads its other blocks twice.
 _KEPT_BYTES = 1 << 30
-# The same for values of servers, which may not fit into this process's memory.
+# The limit for values of servers, which may not fit into this process's memory.
 _KEPT_ON_THE_WAY_BYTES = 64 << 20
 
 
@@ -162,11 +163,11 @@ def restore_values(
     strategy: Replicas,
     memory: ImageMemory,
 ) -> tuple[int, float]:
-    """Give all variables their values; return the bytes read, and the seconds.
+    """Restore the values of all variables; return the bytes read, and the seconds.
 
     Collective over the strategy's replicas, with the matches in the same order on each.
-    Raises on every rank, before anything changes: CorruptCheckpointError if a part is
-    damaged, CheckpointError if there is no memory or a part cannot be read now.
+    Raises on every rank, before any variable changes: CorruptCheckpointError if a part
+    is damaged, CheckpointError if memory is short or a part cannot be read now.
     """
     if file.vouched is None:
         return _restore_unchecked(file, matches, strategy)
@@ -194,7 +195,7 @@ def _read_together(strategy: Replicas, path: str, read: Callable[[], None]) -> f
 
 
 def _unreadable(path: str, problem: Exception) -> CheckpointError:
-    """Return the error to raise for a problem of the file, or of this process."""
+    """Return the error to raise for a problem of the file or of this process."""
     found = f"expected {path} to be readable, found {type(problem).__name__}: {problem}"
     if isinstance(problem, OSError) and problem.errno not in PASSING:
         return CorruptCheckpointError(f"{found}; restore an older checkpoint")
@@ -205,12 +206,12 @@ def _unreadable(path: str, problem: Exception) -> CheckpointError:
 
 
 def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> None:
-    # An error is sent as its class and text, as not all errors pickle.
+    # Send an error as its class and text, because some errors cannot be pickled.
     mine = error and (type(error), str(error))
     found = strategy.collectives.all_gather_object(mine, f"verdict on {path}")
     bad = sorted(filter(None, found), key=lambda each: each[0] is CheckpointError)
     if bad:
-        # A damaged file is the more important error.
+        # A damaged file is more important than errors of processes.
         kind, text = bad[0]
         raise kind(text)
 
@@ -218,7 +219,7 @@ def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> N
 def _restore_unchecked(
     file: CheckpointFile, matches: Sequence[Match], strategy: Replicas
 ) -> tuple[int, float]:
-    """Read a file of format version 1: every replica all of it."""
+    """Read all of a file of format version 1 on every replica."""
     wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
     values: dict[str, Array] = {}
     seconds = _read_together(
@@ -230,7 +231,7 @@ def _restore_unchecked(
 
 
 class _ParallelRead:
-    """One restore: reads and checks a part of the file, and gives out all of it."""
+    """One restore: reads and checks a part of the file, and exchanges all parts."""
 
     def __init__(
         self,
@@ -249,7 +250,7 @@ class _ParallelRead:
         self._row_values: list[tuple[Match, Array]] = []
         for match in matches:
             self._sort(match)
-        # In the order of the file, so that a block finds its values by bisection.
+        # Sort by offset, so that the values in a block are found by bisection.
         self._sinks.sort(key=lambda sink: sink.extent.offset)
         self._starts = [sink.extent.offset for sink in self._sinks]
         self._stops = [sink.extent.stop for sink in self._sinks]
@@ -265,7 +266,7 @@ class _ParallelRead:
         self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
-        # From `read` on.
+        # `read` sets the image and the blocks.
         self._image: Image
         self._blocks: Blocks
         self._open = contextlib.ExitStack()
@@ -274,7 +275,7 @@ class _ParallelRead:
         self._nbytes = 0
 
     def _sort(self, match: Match) -> None:
-        """Note how to read a value: for all, or this replica's row alone."""
+        """Choose whether all replicas exchange a value, or each reads its own row."""
         extent = self._file.extents.get(match.entry.path)
         if extent is None:
             self._empty.append(match)
@@ -283,7 +284,7 @@ class _ParallelRead:
             and match.variable is not None
             and extent.nbytes > self._plan.block_bytes
         ):
-            # Too much for all: each replica reads its own row.
+            # All rows are too large to exchange: each replica reads its own row.
             [row] = match.rows(self._strategy)
             if row is not None:
                 each = extent.nbytes // match.entry.shape[0]
@@ -293,9 +294,9 @@ class _ParallelRead:
             self._sinks.append(Sink(match, extent, live_bytes(match)))
 
     def read(self) -> None:
-        """Read and check this replica's part, without any call or change."""
-        # Kept blocks are not read again; each thread needs a place more, and one is for
-        # blocks that are read again.
+        """Read and check this replica's part; make no MPI calls, change nothing."""
+        # Each kept block has a place, each thread needs a place more, and the last
+        # place is for blocks that are read again.
         num_kept = min(len(self._own), self._deal.most_kept)
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)
@@ -312,7 +313,7 @@ class _ParallelRead:
                 target=self._work,
                 args=(todo, num_kept + k, errors),
                 name=f"hpcstrat-restore-{k}",
-                # Not waited for at the end of a program that is interrupted in a read.
+                # The end of a program, after an interrupt, does not wait for daemons.
                 daemon=True,
             )
             for k in range(min(NUM_THREADS, len(self._own)))
@@ -333,10 +334,10 @@ class _ParallelRead:
         for match, extent in self._rows:
             self._row_values.append((match, self._row(match, extent)))
         if self._deal.size > 1:
-            # MPI needs them for shared memory, or ends the process.
+            # MPI needs descriptors for shared memory, or it aborts the process.
             require_descriptors()
         if any(sink.on_device for sink in self._sinks):
-            # This raises if there is no memory, before anything changes.
+            # This raises if memory is short, before any variable changes.
             self._uploads = Uploads()
 
     def _work(
@@ -348,13 +349,13 @@ class _ParallelRead:
         while (item := todo.get()) is not None:
             block, index = item
             if errors:
-                # Empty the queue, so that every thread finds its end.
+                # Empty the queue, so that every thread receives its None.
                 continue
             slot = self._image.slot(scratch if index < 0 else index)
             try:
                 data = self._blocks.read(block, slot)
             except BaseException as error:
-                # The main thread raises it, as only it can tell the other replicas.
+                # The main thread raises the error, because only it can make MPI calls.
                 errors.append(error)
                 continue
             if index >= 0:
@@ -373,9 +374,9 @@ class _ParallelRead:
         return value_of(match, found, rows=True)
 
     def give_out(self) -> int:
-        """Show every block to all, and put its values into variables; collective."""
+        """Send all blocks to all replicas, and copy values to variables; collective."""
         what = f"values of {self._file.path}"
-        # From here on variables change: all replicas have read and checked their part.
+        # Variables change from here on: all replicas have read and checked their part.
         self._strategy.collectives.barrier(what)
         shared: Shared | None = None
         try:
@@ -399,7 +400,7 @@ class _ParallelRead:
                 self._uploads.end()
         if shared is not None:
             shared.close()
-        # After the last exchange, so that no call can fail between these.
+        # Assign these after the last exchange, so that no call can fail in between.
         for match, row in self._row_values:
             match.assign_row(row, self._strategy)
         for match in self._empty:
@@ -409,7 +410,7 @@ class _ParallelRead:
     def _share(
         self, shared: Shared, group: list[tuple[int, int]], parts: list[range]
     ) -> None:
-        # Each round is a collective call: the longest part says how many there are.
+        # Each exchange is collective, so the longest part determines their number.
         longest = max(map(len, parts))
         for done in range(0, longest, shared.piece_bytes):
             pieces = [part[done : done + shared.piece_bytes] for part in parts]
@@ -426,7 +427,7 @@ class _ParallelRead:
                 self._put(piece, data, piece.start)
 
     def _trimmed(self, block: int) -> range:
-        """Return the range of a block's bytes in the file that are wanted."""
+        """Return the range of offsets in a block from the first to the last value."""
         start, stop = self._plan.span(block)
         first, last = self._sinks_in(start, stop)
         low = max(start, self._starts[first])
@@ -437,7 +438,7 @@ class _ParallelRead:
         return first, bisect.bisect_left(self._starts, stop)
 
     def _put(self, piece: range, data: Array, start: int) -> None:
-        """Put bytes of the file, which begin at ``start``, into variables."""
+        """Copy bytes of the file, which begin at offset ``start``, to variables."""
         first, last = self._sinks_in(piece.start, piece.stop)
         for sink in self._sinks[first:last] if len(piece) else ():
             low = max(piece.start, sink.extent.offset)
@@ -465,7 +466,7 @@ class _ParallelRead:
     def close(self) -> None:
         self._kept.clear()
         if any(thread.is_alive() for thread in self._threads):
-            # Interrupted: they still read into it.
+            # After an interrupt, threads may still read into the memory.
             self._memory.leave()
         else:
             self._memory.lend()

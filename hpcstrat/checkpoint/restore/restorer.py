@@ -1,4 +1,4 @@
-"""Restoring: find a checkpoint, match it with the program, fall back together."""
+"""Restoring: find a checkpoint, match it with the program, or try an older one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Restorer"]
 
 
 class Restorer:
-    """Restores of one manager."""
+    """Restores checkpoints for one manager."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Restorer:
     ) -> int | None:
         """Restore a checkpoint, or the newest readable one; return its step, or None.
 
-        Collective over the strategy's replicas. ``rename`` leads from saved paths to
-        today's; ``rules`` are those of `match_entries`. Raises CheckpointError on every
-        rank, before any variable changes.
+        Collective over the strategy's replicas. ``rename`` maps saved paths to the
+        program's paths; ``rules`` are those of `match_entries`. Raises CheckpointError
+        on every rank, before any variable changes.
         """
         began = time.perf_counter()
         if self._collectives.channel is not None:
@@ -68,8 +68,8 @@ class Restorer:
             try:
                 return self._load(file, began, passed_over, rename, rules)
             except CorruptCheckpointError as error:
-                # All ranks raise it, and all come here: only data that a replica has
-                # read can show that they are damaged.
+                # All ranks raise this error together. Damage of data is found only
+                # here, because a replica must read the data to find it.
                 self._distrust([file.path])
                 if path is not None:
                     raise
@@ -82,7 +82,7 @@ class Restorer:
             self._retention.distrust(paths)
 
     def _look_at_threads(self, header: Header) -> None:
-        """Warn where results will have other bits than in the run that saved."""
+        """Log a warning if results will differ in bits from the run that saved."""
         saved, strategy = header.math_threads, self._strategy
         now = strategy.settings.math_threads if strategy.logical else saved
         if saved and now != saved and strategy.rank == 0:
@@ -101,7 +101,7 @@ class Restorer:
         rules: dict[str, Any],
     ) -> int:
         variables, split = self._objects.variables(), self._strategy.split
-        # Ranks compare here what they restore, and how.
+        # The ranks compare here the file, the variables and the rules.
         how = {**rules, "rename": dict(rename)}
         self._collectives.barrier(
             f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
@@ -124,7 +124,7 @@ class Restorer:
         saved, now = header.num_replicas, self._strategy.num_replicas_in_sync
         rows = [m.entry.shape[0] for m in matches if m.entry.per_group]
         if rows and split is not None:
-            # A group accumulates over its own replicas only.
+            # A variable of a group accumulates over the replicas of its group only.
             saved, now = saved // rows[0], now // split.num_groups
         self._objects.end_restore(saved, now, only)
         self._objects.restore_states(header, only)
@@ -137,7 +137,7 @@ class Restorer:
             nbytes=nbytes,
             seconds=time.perf_counter() - began,
             read_seconds=read_seconds,
-            # These are paths in the file, before ``rename``.
+            # Unused paths are given as they are in the file, before ``rename``.
             unused=tuple(sorted(file.header.entries.keys() - taken)),
             passed_over=tuple(passed_over),
         )

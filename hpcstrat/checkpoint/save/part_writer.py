@@ -1,9 +1,9 @@
 """One replica's part of a save: copy, hash and write block after block.
 
-Threads hash and write, which Python's lock does not hinder, and make no MPI call. Where
-the caller waits for the end, they copy, too, or the caller does, block after block, if
-other processes have values; otherwise the caller has copied before, or has told the GPU
-to, for which the threads then wait.
+Threads hash and write blocks without Python's global lock, and make no MPI calls. In a
+synchronous save, the threads copy the blocks, too; but if other processes have values,
+the caller copies block after block. In an asynchronous save, the caller copies all
+blocks first, or starts copies on the GPU, for which the threads wait.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RING_SLOTS = 4
 
 
 class PartWriter:
-    """Writes this replica's blocks of a file that exists.
+    """Writes this replica's blocks to a file that exists.
 
-    ``image`` has `RING_SLOTS` places, or one for each block where all are copied ahead.
+    ``image`` has `RING_SLOTS` places, or one for each block if all are copied ahead.
     The last thread calls ``then`` at the end. Writes are spread over ``spread_seconds``
-    while nobody joins the threads.
+    until the caller joins the threads.
     """
 
     def __init__(
@@ -68,20 +68,20 @@ class PartWriter:
         self._direct = direct
         self._then = then
         self._spread = spread_seconds
-        # More threads gain little: one core uses much of the memory's speed.
+        # More threads gain little, because one core uses much of the memory bandwidth.
         self._copiers = min(num_cores, _MOST_COPIERS)
-        # With more, all threads would have their first block ready late.
+        # With more threads at once, the first block of each would be ready later.
         self._cores = threading.Semaphore(num_cores)
         self._hurry = threading.Event()
         self._file = -1
         self._downloads = downloads
-        # Copies that the GPU has not finished, by the place of the block.
+        # Copies that the GPU may not have finished, by the index of the block.
         self._arrivals: dict[int, Arrival] = {}
         self._values: Mapping[str, Source] = {}
         self._ahead = False
-        # Blocks by number, with the place of their copy, or None.
+        # Indices of blocks, with the place of the copy or None. A None ends a thread.
         self._todo: SimpleQueue[tuple[int, int | None] | None] = SimpleQueue()
-        # Free places.
+        # Places that are free for the next block.
         self._free: SimpleQueue[int] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -89,10 +89,11 @@ class PartWriter:
         self._began = 0.0
 
     def start(self, values: Mapping[str, Source], *, ahead: bool) -> None:
-        """Start to write all blocks.
+        """Start threads that write all blocks.
 
-        If ``ahead``, all are copied here, and values may change on return, those of a
-        GPU by later work of its current stream; otherwise only after `join`.
+        If ``ahead``, all blocks are copied first, and values may change on return; for
+        values on a GPU, by later work of its current stream. If not ``ahead``, values
+        may change only after `join`.
         """
         self._ahead = ahead
         asks = any(map(is_elsewhere, values.values()))
@@ -104,12 +105,12 @@ class PartWriter:
                     with self._timed("copy"):
                         self._copy_all(values, asks)
         finally:
-            # Values that are copied need not stay in memory.
+            # Drop values that are copied, so that their memory can be freed.
             self._values = {} if ahead else values
             feeds = asks and not ahead and self.error is None
             wanted = NUM_THREADS if ahead or feeds else RING_SLOTS
             if not feeds:
-                # All is in the queue first: an interrupt here leaves no thread waiting.
+                # Fill the queue first, so that an interrupt leaves no thread waiting.
                 for index in range(len(self.blocks)):
                     self._todo.put((index, index if ahead else None))
                 for _ in range(wanted):
@@ -124,7 +125,7 @@ class PartWriter:
                         self._todo.put(None)
 
     def _feed(self) -> None:
-        """Copy each block to a place that has become free."""
+        """Copy each block, in the caller's thread, to the next free place."""
         for slot in range(RING_SLOTS):
             self._free.put(slot)
         with self._telling():
@@ -137,9 +138,9 @@ class PartWriter:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Keep an error for the end, when all replicas raise together.
+        """Record an error, which all replicas raise together at the end of a save.
 
-        An error that loses a server, or ends the program, is raised at once, too.
+        A lost server, or an exception that ends the program, is raised at once, too.
         """
         try:
             yield
@@ -157,12 +158,12 @@ class PartWriter:
             try:
                 missing = list((map if asks else pool.map)(copy, indices))
             except RuntimeError:
-                # The system gives no more threads, or the program ends.
+                # The system refuses more threads, or the program ends.
                 missing = list(map(copy, indices))
         if self._downloads is not None:
             for index, pairs in enumerate(missing):
                 if pairs:
-                    # The GPU copies to one place while the next is locked.
+                    # While the GPU copies to one place, lock the next place.
                     locked = self._image.lock(index)
                     self._arrivals[index] = self._downloads.fetch(pairs, locked)
             self._downloads.end()
@@ -181,7 +182,7 @@ class PartWriter:
                 thread.start()
                 self._threads.append(thread)
             except BaseException as error:
-                # All replicas are told at the end if the system gives no more threads.
+                # If the system refuses a thread, all replicas raise this at the end.
                 self._fail(error)
                 self._leave(wanted - number)
                 if not isinstance(error, RuntimeError):
@@ -202,7 +203,7 @@ class PartWriter:
         self._leave(1)
 
     def _made(self, index: int, slot: int | None, number: int) -> memoryview:
-        """Return a block, copied and hashed; ``number`` is the thread."""
+        """Return a block, copied and hashed; ``number`` is this thread's number."""
         if self._ahead:
             self._await_turn(index)
             self._await_copy(index)
@@ -225,7 +226,7 @@ class PartWriter:
                 arrival.wait()
 
     def _leave(self, count: int) -> None:
-        """Note that threads have ended; the last one ends the part."""
+        """Count threads that have ended; the last thread flushes and closes the file."""
         with self._lock:
             self._left -= count
             last = self._left == 0
@@ -269,13 +270,13 @@ class PartWriter:
             if self._file >= 0:
                 self._flush()
             if self._downloads is not None and self.error is not None:
-                # The next image may be in the memory that the GPU still copies to.
+                # Wait, because the next image may use memory that the GPU still writes.
                 self._downloads.wait()
         except BaseException as error:
             self._fail(error)
         self._values, self._downloads = {}, None
         self._arrivals.clear()
-        # Break the cycle with the owner, so that both are freed at once.
+        # Break the reference cycle with the owner, so that both are freed at once.
         then, self._then = self._then, None
         self.done.set()
         if then is not None:
@@ -295,11 +296,11 @@ class PartWriter:
             self._file = -1
 
     def ended(self) -> bool:
-        """Whether the threads have ended, and cleaned up."""
+        """Return whether the threads have ended, and cleaned up."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Let the threads hurry, and wait; return whether they have ended."""
+        """End the delays between writes, and wait; return whether threads have ended."""
         self._hurry.set()
         for thread in self._threads:
             thread.join(seconds)

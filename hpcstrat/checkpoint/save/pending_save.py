@@ -1,4 +1,4 @@
-"""A save under way, as one replica sees it, and the last steps that publish it."""
+"""A running save on one replica, and the last steps that publish the checkpoint."""
 
 from __future__ import annotations
 
@@ -56,30 +56,30 @@ __all__ = [
 
 @dataclass(eq=False)
 class Publication:
-    """The end of a save on replica 0: from parts on the disk to a checkpoint, or not.
+    """The end of a save on replica 0, which publishes the checkpoint or removes it.
 
-    The file gets its name only when all of it is on the disk, and older checkpoints go
-    only after that: at each moment, a loss of power leaves a whole one. The thread that
-    saves or the caller does it, whoever is first.
+    The file gets its name only when all its bytes are on the disk, and older
+    checkpoints are removed only after that. So a power failure at any time leaves an
+    intact checkpoint. The saving thread or the caller publishes, whichever is first.
     """
 
     path: str
-    # Its name until then, in the same folder.
+    # Name of the file until it is published, in the same folder.
     temporary: str
     replaces: bool
-    # The file that is replaced; another job may have replaced it since.
+    # The file to replace; another job may have replaced it since.
     found: Identity | None
-    # Checkpoints of later steps, which go once this one is durable.
+    # Checkpoints of later steps, to remove when this one is on the disk.
     abandoned: list[tuple[str, Identity | None]]
-    # Removes older ones then.
+    # Removes older checkpoints after that.
     retention: Retention
     header: Header
     skeleton: Skeleton
     created_unix_ns: int
     error: BaseException | None = None
-    # time.perf_counter() when it was durable; 0 before.
+    # time.perf_counter() when the checkpoint was on the disk; 0 before.
     ended: float = 0.0
-    # Reentrant, as an interrupt may come within `do`.
+    # Reentrant, because a signal handler may interrupt `do` and call `drop`.
     _lock: Any = field(default_factory=threading.RLock)
 
     @property
@@ -87,7 +87,7 @@ class Publication:
         return self.ended > 0 or self.error is not None
 
     def do(self, hashes: Array) -> None:
-        """Make the checkpoint, as all parts are on the disk; keep an error."""
+        """Publish the checkpoint, after all parts are on the disk; keep an error."""
         with self._lock:
             if self.over:
                 return
@@ -102,7 +102,7 @@ class Publication:
                 self.error = error
                 self._remove()
                 if published and not replaces:
-                    # A loss of power may remove its name.
+                    # Without the flush, a power failure may remove the name.
                     with suppress(OSError):
                         remove(self.path)
                 return
@@ -112,11 +112,11 @@ class Publication:
                 self.error = error
                 return
             self.ended = time.perf_counter()
-            # The new one is durable now.
+            # The new checkpoint is on the disk now.
             self._tidy()
 
     def drop(self, error: BaseException) -> None:
-        """Remove the file, unless it is over."""
+        """Remove the file, unless the checkpoint is published or has failed."""
         with self._lock:
             if not self.over:
                 self.error = error
@@ -127,7 +127,7 @@ class Publication:
             remove(self.temporary)
 
     def _write(self, hashes: Array) -> None:
-        """Write all but the data, and cut the file to its size."""
+        """Write the prefix and the record, and truncate the file to its size."""
         plan, header = self.skeleton.plan, self.header
         prefix = self.skeleton.prefix(header, self.created_unix_ns)
         table = hashes.astype("<u8").tobytes()
@@ -137,7 +137,7 @@ class Publication:
         with closing(open_to_write(self.temporary, False)) as file:
             write_all(file, memoryview(prefix), 0)
             write_all(file, memoryview(record), plan.data_end)
-            # Verdicts of a save in the background stand behind the record.
+            # Remove the verdicts of a background save, which follow the record.
             os.ftruncate(file, plan.size)
             flush(file)
 
@@ -157,7 +157,7 @@ class Publication:
         left = []
         for path, identity in self.abandoned:
             try:
-                # Leave a file that another job has put there since.
+                # Keep a file that another job has written there since.
                 if identity_of(path) == identity:
                     remove(path)
             except FileNotFoundError:
@@ -178,7 +178,7 @@ class Publication:
         try:
             self.retention.apply(Found(self.path, step, self.created_unix_ns, metrics))
         except Exception as error:
-            # The checkpoint is there, in spite of the error.
+            # The checkpoint is complete in spite of this error.
             get_logger("checkpoint").warning(
                 "old checkpoints in %s were not removed: %s",
                 os.path.dirname(self.path),
@@ -188,12 +188,12 @@ class Publication:
 
 _FIRST_NAP_SECONDS, _LAST_NAP_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 60.0
-# A thread stays so long for the freeing of old files: see `gives_back`.
+# A thread waits up to this time until old files are freed: see `gives_back`.
 _FREEING_SECONDS = 5.0
 
 
 def checked_bandwidth(value: SupportsFloat | None) -> float:
-    """Return a limit in bytes per second, infinite for None; else ValueError."""
+    """Return a limit in bytes per second, infinite for None; ValueError if invalid."""
     if value is None:
         return math.inf
     try:
@@ -212,35 +212,35 @@ def checked_bandwidth(value: SupportsFloat | None) -> float:
 class SaveOptions:
     path: str
     asynchronous: bool
-    # Whether to replace one of this step, and to remove those of later steps.
+    # Whether to replace a checkpoint of this step, and to remove later steps.
     replaces: bool
     abandons: bool
-    # time.perf_counter() when the caller asked for it.
+    # time.perf_counter() when the caller requested the save.
     began: float
-    # Bytes per second of all replicas together, in the background.
+    # Limit of all replicas together in the background, in bytes per second.
     bandwidth: float = math.inf
 
 
 @dataclass(slots=True)
 class NewFile:
-    """The file that replica 0 has made, as it is sent to the others."""
+    """The file that replica 0 has made, as it is sent to the other replicas."""
 
     temporary: str
     # Distinguishes verdicts of this save from those of an earlier one.
     nonce: bytes
-    # Plain state of replica 0, which all write parts of.
+    # Plain state of replica 0; each replica writes a part of it.
     python: dict[str, bytes]
-    # None for the plan of the save before, which all replicas have kept.
+    # None if it is the plan of the save before, which all replicas have kept.
     plan: FileLayout | None
     direct: bool
 
 
 class PendingSave:
-    """A save that is not yet over, as one replica sees it.
+    """One replica's view of a save that has not ended.
 
-    Threads of this replica hash and write its blocks. In the background, they also
-    write a verdict to the file, and replica 0's publishes when all parts are there,
-    without any call of the main threads.
+    Threads of this replica hash and write its blocks. In a background save, the threads
+    also write a verdict to the file, and a thread of replica 0 publishes the file when
+    all parts are written, without MPI calls of the main threads.
     """
 
     def __init__(
@@ -259,13 +259,13 @@ class PendingSave:
         self.blocking_seconds = 0.0
         # On replica 0 only.
         self.publication: Publication | None = None
-        # None until it has begun; ``error`` says why it has not.
+        # None until writing has begun; ``error`` is the reason if it cannot begin.
         self.part: PartWriter | None = None
         self.error: BaseException | None = None
-        # Set when threads need no longer wait for verdicts of other replicas.
+        # Set when threads must stop waiting for verdicts of other replicas.
         self._stop = threading.Event()
-        # Whether the file cannot tell the other ranks how this part has ended, so that
-        # the main threads must exchange it.
+        # Whether a verdict could not be written or read, so that the main threads must
+        # exchange the outcome.
         self._unheard = False
 
     @property
@@ -283,9 +283,9 @@ class PendingSave:
         *,
         downloads: Downloads | None = None,
     ) -> None:
-        """Copy this replica's blocks, and have them written.
+        """Start copying and writing this replica's blocks.
 
-        In the background all are copied on return; otherwise after `join`.
+        All blocks are copied on return in a background save, else only after `join`.
         """
         ahead = self.order.asynchronous
         self.part = PartWriter(
@@ -323,7 +323,7 @@ class PendingSave:
             get_logger("checkpoint").debug("no verdict on %s: %s", self.order, problem)
 
     def _where(self, rank: int) -> tuple[str, FileLayout, tuple[int, int], bytes]:
-        """Return the place of a replica's verdict, for `read_verdict`."""
+        """Return the arguments of `read_verdict` for a replica."""
         place = rank, self.num_ranks
         return self.file.temporary, self.plan, place, self.file.nonce
 
@@ -341,14 +341,14 @@ class PendingSave:
                     return
                 nap = min(1.5 * nap, _LAST_NAP_SECONDS)
             if isinstance(verdict, int):
-                # The main threads say which rank, and why, when they meet.
+                # The main threads report the rank and the cause when they synchronize.
                 publication.drop(OSError(verdict, os.strerror(verdict)))
                 return
             hashes[list(blocks)] = verdict
         publication.do(hashes)
 
     def _await_room(self) -> None:
-        """Wait for the removal of old files, which slows new ones."""
+        """Wait until old files are freed, because that slows writes of new files."""
         end = time.monotonic() + _FREEING_SECONDS
         while gives_back() and time.monotonic() < end:
             if self._stop.wait(_FIRST_NAP_SECONDS):
@@ -362,14 +362,14 @@ class PendingSave:
         _under_way.discard(self)
 
     def give_up(self, error: BaseException) -> None:
-        """Wait for the threads, and drop the file if it was not published."""
+        """Wait for the threads, and remove the file if it was not published."""
         self.join()
         if self.publication is not None:
             self.publication.drop(error)
 
     def finish_alone(self) -> None:
-        """Finish without the other replicas' main threads, or drop the file."""
-        # Replica 0's thread may wait so long for verdicts of others.
+        """Finish without the main threads of other replicas, or remove the file."""
+        # Replica 0's thread waits up to this time for verdicts of other replicas.
         done = self.part is None or self.part.join(_PATIENCE_SECONDS)
         self._stop.set()
         if self.publication is not None:
@@ -396,13 +396,13 @@ os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def give_up_all(error: BaseException) -> None:
-    """Give up all saves under way, as their replicas will not meet again."""
+    """Give up all running saves, because their replicas make no more calls."""
     for save in list(_under_way):
         save.give_up(error)
 
 
 @atexit.register
 def finish_all() -> None:
-    """Finish all saves under way at the end of the program, or drop them."""
+    """Finish all running saves at the end of the program, or remove their files."""
     for save in list(_under_way):
         save.finish_alone()

@@ -1,7 +1,8 @@
-"""Values of which each replica, or each group of replicas, has its own row.
+"""Exchange of values that have a separate row for each replica or each group.
 
-Each replica writes its row; the replicas of a group write a part each. Blocks are
-hashed as a whole, so that the writer of a block receives the bytes of other rows in it.
+Each replica writes its own row; the replicas of a group write a part of their row each.
+The hash of a block covers all its bytes, so that the writer of a block must receive the
+bytes of other rows in it.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["DatasetRows", "exchange_rows"]
 
-# Rows of so many bytes of blocks are sent at a time, in buffers of this size.
+# Each round exchanges the rows in this many bytes of blocks, in buffers of this size.
 _ROUND_BYTES = 256 << 20
 
 
 class DatasetRows:
-    """This replica's bytes of a dataset with rows; ``row`` is the number of ``own``."""
+    """This replica's bytes of a dataset with rows; ``own`` is row number ``row``."""
 
     def __init__(self, extent: Extent, row: int, own: Array) -> None:
         self.extent = extent
         self._each, self.row, self._own = extent.row_bytes, row, own
-        # Pieces with bytes of other rows, by their first byte.
+        # Pieces with bytes of other rows, by the offset of their first byte.
         self._mixed: dict[int, Array] = {}
-        # Pairs: bytes in the memory of a GPU, and host memory for them.
+        # Pairs to copy: bytes in the memory of a GPU, and host memory for these bytes.
         self.missing: list[tuple[Array, Array]] = []
 
     def __getitem__(self, source: slice, /) -> Array:
-        """Return a view of a piece of this row, or of a `prepare`d one."""
+        """Return a piece, as a view of this row or as `prepare` has assembled it."""
         mixed = self._mixed.get(source.start)
         return self.own(source) if mixed is None else mixed
 
     def own(self, source: slice) -> Array:
-        """Return this row's bytes of a piece, as a view; maybe none."""
+        """Return the bytes of a piece that are in this row, as a view, maybe empty."""
         before = self.row * self._each
         low, high = max(source.start - before, 0), max(source.stop - before, 0)
         return self._own[low:high]
@@ -48,7 +49,7 @@ class DatasetRows:
     def sent(self, source: slice) -> Array:
         """Return this replica's bytes of a piece, in host memory, for a message.
 
-        Bytes of a GPU are there when the pairs of ``missing`` are copied.
+        Bytes of a GPU are valid only after the pairs of ``missing`` are copied.
         """
         own = self.own(source)
         if not is_device(own):
@@ -58,9 +59,9 @@ class DatasetRows:
         return there
 
     def prepare(self, source: slice) -> Iterator[tuple[int, Array]]:
-        """Make room for a piece, unless it is in this replica's row alone.
+        """Allocate a buffer for a piece, unless all of it is in this replica's row.
 
-        Yields the other rows of the piece, and where their bytes go.
+        Yields each other row of the piece, and the part of the buffer for its bytes.
         """
         first, last = source.start // self._each, (source.stop - 1) // self._each
         if first == last == self.row:
@@ -82,7 +83,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """The rows that are exchanged at once, by the other replica."""
+    """Arrays that are sent and received in one round, by the other replica."""
 
     sent: list[list[Array]]
     received: list[list[Array]]
@@ -96,12 +97,12 @@ def exchange_rows(
     *,
     fetch: Callable[[list[tuple[Array, Array]]], Any] | None = None,
 ) -> dict[str, DatasetRows]:
-    """Send bytes of rows to the replicas whose blocks they are in.
+    """Send the bytes of rows to the replicas that write the blocks of these bytes.
 
-    Collective over the strategy's replicas; raises on every rank where one has no
-    memory. ``values`` are this replica's rows; what is returned refers to these arrays.
-    ``fetch`` copies from the memory of a GPU (`Downloads.fetch`): messages go through
-    host memory.
+    Collective over the strategy's replicas; if memory is short on one rank, all ranks
+    raise an error. ``values`` are this replica's rows, and the result has views of
+    these arrays. ``fetch`` copies from the memory of a GPU (`Downloads.fetch`), because
+    messages need host memory.
     """
     collectives, what = strategy.collectives, f"exchange of rows for the save of {name}"
     place = strategy.replica_id, strategy.num_replicas_in_sync
@@ -117,7 +118,7 @@ def exchange_rows(
         missing = [pair for row in rows.values() for pair in row.missing]
         if fetch is not None and missing:
             fetch(missing)
-        # These raise if there is no memory, before any message.
+        # Allocate before any message, so that all ranks raise if memory is short.
         sent = np.empty(max((_size(r.sent) for r in rounds), default=0), np.uint8)
         received = np.empty(
             max((_size(r.received) for r in rounds), default=0), np.uint8
@@ -134,7 +135,7 @@ def exchange_rows(
 
 
 def _mixed_blocks(plan: FileLayout, owners: Array) -> list[int]:
-    """Return the blocks that hold bytes of rows that their writer does not have."""
+    """Return the blocks with bytes of rows that the writer does not have."""
     found = set()
     for extent in plan.extents:
         if not extent.num_rows:
@@ -162,7 +163,7 @@ def _rounds(
     rounds = []
     for first in range(0, len(mixed), count):
         made = _Round([[] for _ in range(size)], [[] for _ in range(size)])
-        # Both sides go through the file in its order.
+        # The sender and the receiver iterate in the order of the file.
         for block in mixed[first : first + count]:
             for piece in plan.pieces(block):
                 if piece.path not in rows:

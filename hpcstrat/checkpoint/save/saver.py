@@ -1,9 +1,9 @@
-"""A save on all replicas: who does what, and when all know that it is done.
+"""A save on all replicas: the work of each replica, and the synchronization at the end.
 
-Replica 0 makes the file; every replica copies its blocks, which threads hash and write;
-replica 0 commits when all parts are on the disk. The main threads meet twice: at the
-start, and when the save is asked for again, by `wait`, another save or `close`. A save
-in the background is committed without the second meeting, too: see `PendingSave`.
+Replica 0 makes the file. Every replica copies its blocks, and threads hash and write
+the blocks. Replica 0 publishes the file when all parts are on the disk. The main
+threads synchronize twice: at the start, and in the next call of `wait`, `save` or
+`close`. A background save is published even without the second call: see `PendingSave`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """Saves of one manager, one at a time; each is over before the next begins."""
+    """Saves checkpoints for one manager; each save ends before the next begins."""
 
     def __init__(
         self,
@@ -79,13 +79,12 @@ class Saver:
         values: Mapping[str, Array],
         compare: Callable[[], None],
     ) -> None:
-        """Save, or start to; no save may be under way.
+        """Save, or start a save in the background; no other save may be running.
 
         Collective over the strategy's replicas; raises CheckpointError on every rank.
-        ``values`` are logical ones, or this replica's rows. They may change on return,
-        those of a GPU by later work of its current stream. ``compare``, which is
-        collective, runs while the file is being made, or written where the caller
-        waits.
+        ``values`` are values over all replicas, or this replica's rows. They may change
+        on return; values on a GPU, by later work of its current stream. ``compare`` is
+        collective, and runs while the file is made or, if the caller waits, written.
         """
         publications: list[Publication] = []
         try:
@@ -114,7 +113,7 @@ class Saver:
         rows = self._rows(save, values)
         try:
             data = _sources(values, rows) | state_bytes(header, file.python)
-            # All of this replica's blocks, or a few at a time.
+            # Places for all of this replica's blocks, or for a few at a time.
             slots = max(len(blocks), 1) if order.asynchronous else RING_SLOTS
             downloads = self._from_device(values)
             image = self._memory.image(slots, save.plan.block_bytes)
@@ -122,11 +121,11 @@ class Saver:
                 downloads.begin()
             save.write(image, data, blocks, self._num_cores, downloads=downloads)
         except UnavailableError as error:
-            # A server is its only replica, and may go on without the save.
+            # A strategy with servers has no other replica that waits for this one.
             self._drop(save, error)
             raise
         except Exception as error:
-            # All replicas raise it together, when they meet.
+            # All replicas raise the error together in `finish`.
             save.error = error
         except BaseException as error:
             self._drop(save, error)
@@ -135,7 +134,7 @@ class Saver:
         if order.asynchronous:
             return
         try:
-            # While the threads write: nothing is published before all meet.
+            # Compare while threads write, because only `finish` publishes the file.
             compare()
         except BaseException as error:
             self._drop(save, error)
@@ -143,7 +142,7 @@ class Saver:
         self.finish()
 
     def _from_device(self, values: Mapping[str, Array]) -> Downloads | None:
-        """Return a copier of values from a GPU; None if none is there."""
+        """Return a copier of values from a GPU; None if no value is on a GPU."""
         if not any(map(is_device, values.values())):
             return None
         if self._downloads is None:
@@ -156,10 +155,10 @@ class Saver:
         make: Callable[[], NewFile],
         compare: Callable[[], None],
     ) -> NewFile:
-        """Let replica 0 make the file, and compare meanwhile."""
+        """Make the file in a thread of replica 0, and call ``compare`` meanwhile."""
         with ThreadPoolExecutor(1, "hpcstrat-make") as pool:
             if self._strategy.replica_id == 0:
-                # If the system gives no more threads, it is made when all meet.
+                # If the system refuses a thread, `on_rank_0` makes the file.
                 with suppress(RuntimeError):
                     make = pool.submit(make).result
             compare()
@@ -169,7 +168,7 @@ class Saver:
     def _rows(
         self, save: PendingSave, values: Mapping[str, Array]
     ) -> dict[str, DatasetRows]:
-        """Return the rows of values that this replica writes."""
+        """Exchange rows, and return the rows of values that this replica writes."""
         if not save.plan.has_rows:
             return {}
         try:
@@ -192,17 +191,17 @@ class Saver:
         try:
             save.join()
         except BaseException:
-            # Interrupted: threads may still use this memory.
+            # After an interrupt, threads may still use this memory.
             self._memory.leave()
             raise
 
     def _make(
         self, order: SaveOptions, header: Header, publications: list[Publication]
     ) -> NewFile:
-        """Make the file; on replica 0, in a thread.
+        """Make the file; called in a thread of replica 0.
 
-        The publication goes to the list at once: after an error or an interrupt nobody
-        gets the result, and the file must go.
+        The publication is appended to the list at once, because after an error or an
+        interrupt the caller gets no result, and must still remove the file.
         """
         path = order.path
         damaged = self._retention.is_damaged
@@ -236,7 +235,7 @@ class Saver:
             skeleton=skeleton,
             created_unix_ns=time.time_ns(),
         )
-        # Not before, so that a save that is refused makes no folder.
+        # Make the folder only now, so that a refused save makes no folder.
         self._folder.make()
         create(temporary, plan.size + room)
         publications.append(publication)
@@ -244,16 +243,16 @@ class Saver:
             temporary,
             secrets.token_bytes(NONCE_BYTES),
             python,
-            # The others have it, unless an earlier save failed before they were told.
+            # The other replicas have the plan if an earlier save has sent it.
             None if plan is self._plan else plan,
             goes_direct(self._strategy.settings.direct_io, self._directory),
         )
 
     def _skeleton(self, header: Header, python: Mapping[str, bytes]) -> Skeleton:
-        """Return the structures of an earlier save that fit, or new ones."""
+        """Return a skeleton of an earlier save that fits, or a new skeleton."""
         known = [each for each in self._skeletons if each.fits(header, python)]
         others = [each for each in self._skeletons if each not in known]
-        # Both skeletons stay where two kinds of saves take turns, as with metrics.
+        # Keep one other skeleton, because saves with and without metrics may alternate.
         for old in others[:-1]:
             self._skeletons.remove(old)
             old.close()
@@ -263,9 +262,9 @@ class Saver:
         return known[0]
 
     def busy(self) -> bool:
-        """Whether a save is still being written, or old files freed, on some replica.
+        """Return whether any replica is still writing a save, or freeing old files.
 
-        Collective over the strategy's replicas if a save is under way.
+        Collective over the strategy's replicas if there is a save.
         """
         save = self._current
         if save is None:
@@ -274,13 +273,13 @@ class Saver:
         votes = self._strategy.collectives.all_gather_object(
             (ended, save.failed), f"whether the save of {save.order.path} is done"
         )
-        # If the save has failed on a replica, others may wait for its part.
+        # After a failure, the other replicas may wait in vain for the failed part.
         return not all(ended for ended, _ in votes) and not any(
             failed for _, failed in votes
         )
 
     def finish(self) -> None:
-        """Wait until a save is durable, if there is one.
+        """Wait until the current save, if there is one, is on the disk.
 
         Collective over the strategy's replicas; raises CheckpointError on every rank.
         """
@@ -292,7 +291,7 @@ class Saver:
             save.join()
         except BaseException as interrupt:
             if not save.order.asynchronous:
-                # The program may change the variables from here on.
+                # The program may change the variables after the interrupt.
                 self._drop(save, interrupt)
             raise
         error = save.error or (part.error if part is not None else None)
@@ -315,7 +314,7 @@ class Saver:
             conclude = partial(_conclude, save, hashes, wrong)
             total = on_rank_0(self._strategy, what, conclude)
         except BaseException as problem:
-            # If a rank was lost, nobody would finish this file.
+            # Remove the file, because nobody would finish it after the loss of a rank.
             self._drop(save, problem)
             raise
         self._account(save, [part[1] for _, part in parts], total)
@@ -323,7 +322,7 @@ class Saver:
     def _account(
         self, save: PendingSave, seconds: list[dict[str, float]], total: float
     ) -> None:
-        """Note the cost of a save; ``seconds`` are those of each replica's threads."""
+        """Record the cost of a save; ``seconds`` has the times of all replicas."""
         asynchronous = save.order.asynchronous
         self.last = SaveStatistics(
             path=save.order.path,
@@ -342,7 +341,7 @@ class Saver:
             get_logger("checkpoint").info("saved %s", self.last)
 
     def close(self) -> None:
-        """Finish, and give back all memory; as `finish`."""
+        """Finish the current save as `finish` does, and free all memory."""
         try:
             self.finish()
         finally:
@@ -355,7 +354,7 @@ class Saver:
 def _num_cores(strategy: Replicas) -> int:
     if strategy.num_ranks > 1:
         return int(strategy.topology.cores_each)
-    # Other ranks of the job may have strategies of their own.
+    # Other ranks of the job may use the cores for strategies of their own.
     alone = launch_from_environment().size <= 1
     return len(os.sched_getaffinity(0)) if alone else 1
 
@@ -372,10 +371,10 @@ def _sources(
 
 
 def _conclude(save: PendingSave, hashes: list[bytes], wrong: list[str]) -> float:
-    """Publish on replica 0, unless its thread has; return the seconds of the save."""
+    """Publish on replica 0, unless a thread has; return the seconds of the save."""
     publication = save.publication
     assert publication is not None
-    # A replica whose part is empty may fail without harm.
+    # If the file is published, only a replica without blocks can have failed.
     if wrong and not publication.ended:
         error = CheckpointError("; ".join(wrong))
         publication.drop(error)
