@@ -226,7 +226,7 @@ class PartWriter:
                 arrival.wait()
 
     def _leave(self, count: int) -> None:
-        """Count threads that have ended; the last thread flushes and closes the file."""
+        """Count the threads that have ended; the last flushes and closes the file."""
         with self._lock:
             self._left -= count
             last = self._left == 0
@@ -300,7 +300,7 @@ class PartWriter:
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, seconds: float | None = None) -> bool:
-        """End the delays between writes, and wait; return whether threads have ended."""
+        """End the delays between writes and wait; return whether threads have ended."""
         self._hurry.set()
         for thread in self._threads:
             thread.join(seconds)
