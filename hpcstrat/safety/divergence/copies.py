@@ -204,8 +204,7 @@ class MirroredCopies:
             raise error
 
     def _common(self, comm: Any) -> tuple[list[Copy], bool]:
-        """Return the variables alive on all ranks, and whether any rank freed
-        others."""
+        """Return the variables alive on all ranks, and whether others were freed."""
         alive = {
             (number, v.name, v.shape, v.dtype.str): v for number, v in self._alive()
         }

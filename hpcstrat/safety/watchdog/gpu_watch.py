@@ -1,10 +1,11 @@
 """Detection of NCCL kernels that never end, after a failure or in a deadlock.
 
-A program sees a failure of NCCL at its next collective call. It may never make this
-call, because it waits inside of CUDA for such a kernel. NCCL itself reports only
-network errors. If a rank of the same node dies, or its GPU hangs, the kernels of the
-other ranks wait for ever without an error (github.com/NVIDIA/nccl/issues/585). A CUDA
-event after each call of NCCL shows whether its kernel has ended.
+A program sees a failure of NCCL at its next collective call. The program may never make
+this call, because it waits inside of CUDA for an NCCL kernel that never ends. NCCL
+itself reports only network errors. If a rank of the same node dies, or its GPU hangs,
+the kernels of the other ranks wait forever without an error
+(github.com/NVIDIA/nccl/issues/585). A CUDA event after each call of NCCL shows whether
+its kernel has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class GpuWatch:
         self._looking: threading.Thread | None = None
 
     def reason_to_end(self, watches: Sequence[Watch]) -> str:
-        """Return why this process has to end, or an empty text; warn earlier."""
+        """Return why this process has to end, or an empty text; log a warning first."""
         if not library.is_loaded():
             return ""
         from hpcstrat.engine.gpu.transports import nccl_group

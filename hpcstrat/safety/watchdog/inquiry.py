@@ -17,7 +17,7 @@ __all__ = ["Inquiry"]
 _SILENT = Stacks("which does not answer")
 _WORKERS_AT_ONCE = 64
 # Attempts to ask a worker: first process, end of the range of processes, seconds to
-# wait. Several processes are tried, because any one may be stopped.
+# wait. Several processes are tried, because each of them may be stopped.
 _ATTEMPTS = ((0, 1, 0.4), (1, 2, 0.4), (2, 4, 0.4), (0, 16, 0.8))
 _NAP_SECONDS = 0.05
 _AGAIN_SECONDS = 0.5
@@ -119,7 +119,8 @@ class Inquiry:
         behind = [s for s in idle if s.sequence < self._sequence or not s.fresh]
         earlier = [s for s in states if s.sequence < self._sequence]
         others = [s for s in states if s.rank != self._watch.topology.replica_id]
-        # If no rank is late, data exchange hangs in MPI: return the ranks in it.
+        # If no rank is late, a data exchange hangs in MPI: return the ranks in this
+        # exchange.
         return behind or idle or earlier or [s for s in others if s.state == EXCHANGES]
 
     def report(self) -> LateReport | None:
@@ -169,7 +170,8 @@ class Inquiry:
         last, ago = "", None
         known, number = self._watch.channel.last_call, state.sequence
         if state.age == math.inf or number < self._sequence - 1:
-            # The rank has not answered, but all ranks have completed the previous call.
+            # The rank has not answered, but it must have begun the previous call,
+            # because this rank has begun the current call.
             number = self._sequence - 1
         elif state.fresh or number >= self._sequence - 1:
             ago = state.waited + (0 if state.fresh else state.age)

@@ -67,7 +67,7 @@ class Status:
     reported_at: float = -math.inf
     # Time at which this rank last learned which ranks are late.
     verdict_at: float = -math.inf
-    # Time until which the late ranks may be late, see `Watch.decide`.
+    # Time until which the late ranks are allowed to be late, see `Watch.decide`.
     patient_until: float = -math.inf
     text: dict[str, Any] = field(default_factory=dict)
 
@@ -88,12 +88,12 @@ class RankState:
 
     @property
     def fresh(self) -> bool:
-        """Whether the rank's watchdog runs, because its page is recent."""
+        """Whether the page is recent, which shows that the rank's watchdog runs."""
         return self.age < STALE_SECONDS
 
     @property
     def in_call(self) -> bool:
-        """Whether the rank waits in a call or at its end, by a recent page."""
+        """Whether a recent page shows that the rank waits in a call or at its end."""
         return self.fresh and self.state != BUSY
 
 

@@ -62,7 +62,7 @@ class WatchdogMessages:
         self._send([to], "stacks", {"ranks": ranks})
 
     def tell_verdict(self, late: Sequence[int], left: float) -> None:
-        """Send the late ranks, and how long they may be late, to all that answered."""
+        """Send the late ranks and their allowed lateness to ranks that answered."""
         senders = [answer["from"] for answer in self.answers.values()]
         self._send(senders, "verdict", {"late": late, "left": max(left, LONG_AGO)})
 
