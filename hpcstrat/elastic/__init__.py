@@ -1,4 +1,4 @@
-"""Training that goes on when a rank is lost: with spare ranks, or with fewer.
+"""Training that continues after the loss of a rank, with a spare rank or with fewer.
 
 `hpcstrat.elastic.run` needs ``mpirun --with-ft ulfm`` of Open MPI 5.
 """

@@ -1,7 +1,7 @@
-"""Ends a process after a loss, and writes the file that says the work is done.
+"""Ending of a process after the loss of a rank, and the file that marks finished work.
 
-``MPI_Finalize`` may wait for dead ranks, so that it is left out after a loss. The
-launcher's exit status says nothing: it was 0 even where all ranks were lost.
+``MPI_Finalize`` may wait for dead ranks, so that it is skipped after a loss. The
+launcher's exit status does not show success: it was 0 even if all ranks were lost.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["end_without_finalize_after_loss", "remove_marker", "write_marker"]
 
 
 def end_without_finalize_after_loss(pool: Pool) -> None:
-    """Let this process end without MPI_Finalize, if the pool knows of losses."""
+    """At exit, skip MPI_Finalize if the pool knows of lost ranks."""
     atexit.register(_end, pool, os.getpid())
 
 
 def _end(pool: Pool, process: int) -> None:
     """Skip MPI_Finalize if a rank has died."""
-    # Forked children run this, too, and have no MPI to end.
+    # Forked child processes run this function, too, but have no MPI to end.
     if os.getpid() != process or not pool.knows_of_losses():
         return
     if abandon_mpi():
         return
-    # mpi4py would finalize, as the program has initialized MPI by itself.
+    # mpi4py would call MPI_Finalize, because the program has initialized MPI by itself.
     finish_all()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -44,17 +44,17 @@ def _end(pool: Pool, process: int) -> None:
 
 
 def remove_marker(path: str | os.PathLike[str] | None) -> None:
-    """Remove the marker of an earlier run, if there is any; one rank calls it."""
+    """Remove the marker file of an earlier run, if it exists; one rank calls it."""
     if path is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
 def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
-    """Write the file that says the work is done; on return it is on the disk.
+    """Write the marker file of finished work; on return it is on the disk.
 
-    One rank calls it; without a path nothing is done. The file has ``told`` and the
-    time.
+    One rank calls it; without a path nothing is done. The file contains ``told`` and
+    the time.
     """
     if path is None:
         return
@@ -65,7 +65,7 @@ def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> N
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
-    # A program that watches for the file never sees half of it.
+    # Rename the complete file, so that a program that watches never reads half of it.
     os.replace(temporary, whole)
     folder = os.open(os.path.dirname(whole), os.O_RDONLY | os.O_DIRECTORY)
     try:

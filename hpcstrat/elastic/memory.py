@@ -1,4 +1,4 @@
-"""The state from which training continues after a loss."""
+"""The state in memory from which training continues after a rank is lost."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["Memory"]
 class Memory:
     """Keeps the last two commits of a program's state in each rank's memory.
 
-    `hpcstrat.elastic.run` makes one, and gives it to the training function.
+    `hpcstrat.elastic.run` makes this object, and passes it to the training function.
 
     Parameters
     ----------
     partner_copies : bool
-        Whether another replica keeps a copy of the state that one replica alone has.
+        Whether another replica keeps a copy of the state that only one replica has.
 
     Attributes
     ----------
     state : dict
-        The plain values of the commit that was restored, beside the step.
+        The plain values, other than the step, of the commit that was restored.
     """
 
     def __init__(self, partner_copies: bool = False) -> None:
@@ -57,19 +57,19 @@ class Memory:
         if self._joined is None:
             self._joined = generation
         self.state = {}
-        # The commits stay, for the next `restore`.
+        # Keep the commits for the next `restore`.
         self._strategy, self._generation = strategy, generation
         self._objects, self._restored, self._number, self._calls = None, False, 0, -1
 
     def track(self, **objects: Any) -> None:
-        """Choose the objects to keep: on each call of the function, once they are made.
+        """Choose the objects to keep, in each call of the training function.
 
-        Not collective; the same on every rank.
+        Not collective; the objects must exist, and be the same on every rank.
 
         Parameters
         ----------
         **objects : Variable, nested dict or list of Variables, optimizer, or data set
-            All that `hpcstrat.CheckpointManager` takes.
+            Any objects that `hpcstrat.CheckpointManager` can save.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class Memory:
         self._require_whole(self._objects)
 
     def _require_whole(self, objects: Objects) -> None:
-        """Refuse state of which each rank has a part, which would be lost with it."""
+        """Raise ValueError for sharded state: a lost rank would lose its part of it."""
         variables = objects.variables().items()
         parts = [path for path, variable in variables if variable.is_sharded]
         if parts and self._strategy is not None and not self._strategy.logical:
@@ -94,7 +94,7 @@ class Memory:
 
     @property
     def collectives(self) -> Any:
-        """The calls of its strategy; without one, calls of this rank alone.
+        """The collective calls of the strategy, or of this rank alone before `begin`.
 
         For the library's own modules.
         """
@@ -110,15 +110,15 @@ class Memory:
         Returns
         -------
         int or None
-            The step of that commit; None at the start, where there is none, and nothing
-            changes.
+            The step of that commit. None if there is no commit, such as at the start;
+            then nothing changes.
 
         Raises
         ------
         RuntimeError
-            Before `track`.
+            If `track` was not called before.
         CheckpointMismatchError
-            If the objects are not those that were committed. On every rank.
+            On every rank, if the objects are not the objects that were committed.
         """
         objects = self._tracked("restore")
         strategy = self._strategy
@@ -129,12 +129,12 @@ class Memory:
         place = strategy.topology.worker_id
         report = Inventory(self._joined, place, [_holding(commit) for commit in held])
         reports = collectives.all_gather_object(report, "restoring from memory")
-        # Partners among the ranks that are active now: they change with every loss.
+        # Choose partners among the active ranks, which change with every loss.
         self._partners = partners_of([other.worker for other in reports])
         key = choose(reports)
         self._restored = True
         if key is None:
-            # Other ranks have begun anew, so that these commits must never be restored.
+            # Other ranks start anew, so these commits must never be restored.
             for commit in held:
                 commit.key = None
             return None
@@ -142,40 +142,40 @@ class Memory:
         restore = restore_whole if strategy.logical else restore_snapshot
         restore(commit, key, objects, strategy, reports)
         for other in held:
-            # Later commits have been lost, and their steps are done again.
+            # Discard the other commit: not all ranks have it, or it is older.
             if other is not commit:
                 other.key = None
         self.state = from_text(commit.python[""])
-        # Commit at once, so that newcomers have a commit, too: otherwise a loss before
-        # the next one would take their parts with it.
+        # Commit at once, so that new ranks have a commit, too. Without it, a loss
+        # before the next commit would also lose the parts that new ranks have received.
         self._number += 1
         self._keep(commit.step, commit.python[""])
         return commit.step
 
     @collective
     def commit(self, step: int, **state: Any) -> None:
-        """Keep the present state, to continue from it after a loss.
+        """Keep the current state, to continue from it after a rank is lost.
 
         Logically collective over the strategy's replicas: it copies memory, and
-        communicates only with partner copies, or where no call of the strategy was made
-        since the last commit.
+        communicates only for partner copies, for logical replicas, or if the strategy
+        has made no collective call since the last commit.
 
         Parameters
         ----------
         step : int
             The number that `restore` returns.
         **state : object
-            More plain values to keep, the same on every replica, as a
-            `CheckpointManager` saves them. They come back as ``memory.state``.
+            More plain values to keep, the same on every replica, of types that a
+            `CheckpointManager` can save. `restore` assigns them to ``memory.state``.
 
         Raises
         ------
         RuntimeError
-            Before `restore`.
+            If `restore` was not called before.
         ValueError
-            If the state would not come back as it is.
+            If a value of the state cannot be restored unchanged.
         """
-        # A commit that fails on this replica counts, too: others may have made it.
+        # Count a commit that fails on this replica, because others may have made it.
         self._number += 1
         self._tracked("commit")
         if not self._restored:
@@ -194,7 +194,7 @@ class Memory:
         return self._objects
 
     def _keep(self, step: int, text: bytes) -> None:
-        # The newer commit is kept until this one is complete: a rank may die meanwhile.
+        # Replace the older commit: a rank may die before the new one is complete.
         commit = min(self._commits, key=lambda c: c.key or (-1, -1))
         strategy, objects = self._strategy, self._objects
         assert strategy is not None
@@ -203,7 +203,7 @@ class Memory:
         channel = strategy.collectives.channel
         if channel is not None:
             channel.pending.drain()
-            # Ranks stay within one commit of each other, so that two are enough.
+            # Calls keep ranks within one commit of each other: two are enough.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
         if strategy.logical:

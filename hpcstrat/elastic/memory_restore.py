@@ -1,4 +1,4 @@
-"""Restores from memory: chooses the commit, and finds or replaces lost parts."""
+"""Restoring from memory: the choice of a commit, and the replacement of lost parts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["Inventory", "choose", "restore_snapshot", "restore_whole"]
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A replica's description of its memory.
+    """A replica's list of the commits in its memory.
 
-    ``joined`` is the generation in which it became active. Each of ``holdings``
-    describes a commit that it has: the key, the replica as which it made the commit,
-    the number of replicas then, and the replicas of whose parts it has copies.
+    ``joined`` is the generation in which the replica became active. Each of
+    ``holdings`` is a commit: its key, the replica's rank and the number of ranks at the
+    commit, and the replicas whose parts are in its copies.
     """
 
     joined: int
@@ -38,11 +38,12 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class _Handover:
-    """The replicas that supply each part; the same on every replica.
+    """The replicas that supply each part of a commit; the same on every replica.
 
-    ``holders`` maps a replica of now to its number at the commit; ``newcomers`` maps a
-    replica of now to the lost one whose place it takes, if any; ``lost`` maps a replica
-    at the commit to a replica of now that has a copy of its part, or None.
+    ``holders`` maps a current replica with the commit to its number at the commit.
+    ``newcomers`` maps a current replica without the commit to the lost replica that it
+    replaces, or None. ``lost`` maps a lost replica to a current replica that has a copy
+    of its part, or None.
     """
 
     holders: dict[int, int]
@@ -55,10 +56,10 @@ class _Handover:
 
 
 def choose(reports: Sequence[Inventory]) -> Key | None:
-    """Return the newest commit that every rank has that took part in it."""
+    """Return the newest commit that all its remaining ranks still have, or None."""
     keys = {holding[0] for report in reports for holding in report.holdings}
     for key in sorted(keys, reverse=True):
-        # Ranks that joined after this commit do not have it: they receive it.
+        # Ranks that joined after this commit do not have it, and receive it later.
         if all(
             report.joined > key[0] or key in [h[0] for h in report.holdings]
             for report in reports
@@ -77,7 +78,7 @@ def _handover(key: Key, reports: Sequence[Inventory]) -> _Handover:
                 holders[now], num_replicas = replica, count
                 copies.update(dict.fromkeys(sources, now))
     missing = sorted(set(range(num_replicas)) - set(holders.values()))
-    # Spares take over the parts of lost replicas in order; further newcomers get none.
+    # New ranks replace the lost replicas in order; further new ranks replace none.
     fresh = [now for now in range(len(reports)) if now not in holders]
     replaced: list[int | None] = [*missing, *[None] * len(fresh)]
     return _Handover(
@@ -94,10 +95,10 @@ def restore_snapshot(
     strategy: Replicas,
     reports: Sequence[Inventory],
 ) -> None:
-    """Give all objects the state of the commit ``key``, from `choose`.
+    """Restore all objects from the commit ``key``, which `choose` has returned.
 
-    Collective over the strategy's replicas. On replicas that have joined since,
-    ``commit`` is an empty one, which is filled.
+    Collective over the strategy's replicas. On replicas that joined after the commit,
+    ``commit`` is empty, and is filled here.
     """
     handover = _handover(key, reports)
     now = strategy.replica_id
@@ -117,7 +118,7 @@ def restore_snapshot(
     for match in matches:
         _assign(match, values, strategy)
     objects.reset(unmade)
-    # Lost parts are in no sum, and must not count in a mean either.
+    # Lost parts are missing in sums, so that a mean must not count them either.
     gone = sum(keeper is None for keeper in handover.lost.values())
     objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
     for name, thing in objects.iterators.items():
@@ -137,10 +138,10 @@ def restore_whole(
     strategy: Replicas,
     reports: Sequence[Inventory],
 ) -> None:
-    """Give all objects the state of a commit that has all logical replicas' parts.
+    """Restore all objects from a commit that has the parts of all logical replicas.
 
-    As `restore_snapshot`. Nothing is lost with a rank, and each replica gets its own
-    state, on whichever rank it is now.
+    Collective, with the parameters of `restore_snapshot`. No state is lost with a rank:
+    each logical replica gets its own state, on whichever rank it is now.
     """
     handover = _handover(key, reports)
     if handover.newcomers:
@@ -174,14 +175,14 @@ def _end(commit: Snapshot, objects: Objects, strategy: Replicas) -> None:
     """Restore plain objects, and check that variables are equal on all replicas."""
     for name, thing in objects.python.items():
         thing.load_state_dict(from_text(commit.python[name]))
-    # A wrong commit is found now, and not by a diverging training.
+    # This check finds a wrong commit now, before the training diverges.
     check_mirrored(strategy, objects.variables())
 
 
 def _give_to_newcomers(
     commit: Snapshot, handover: _Handover, strategy: Replicas
 ) -> None:
-    """Send the state that is equal on all replicas to the ranks that have no commit."""
+    """Send state that is equal on all replicas to the ranks without a commit."""
     collectives, what = strategy.collectives, "state for newcomers"
     described = None
     if strategy.rank == handover.root:
@@ -197,7 +198,7 @@ def _give_to_newcomers(
     if strategy.rank not in handover.holders:
         commit.step, commit.num_replicas, commit.entries = found[:3]
         commit.iterators, commit.python = found[3:5]
-        # Values that each replica has a part of stay zero until `_restore_lost`.
+        # Values with a separate part on each replica are zero until `_restore_lost`.
         commit.arrays = {p: np.zeros(s, d) for p, (d, s) in found[5].items()}
     paths = list(commit.entries) if strategy.logical else commit.mirrored()
     arrays = [commit.arrays[path] for path in paths]
@@ -213,7 +214,7 @@ def _restore_lost(
     values: dict[str, Array],
     rows: dict[str, Array],
 ) -> None:
-    """Give the parts of lost replicas to other replicas, and parts to newcomers."""
+    """Send the parts of lost replicas to current replicas, and fill new replicas."""
     now = strategy.replica_id
     collectives = strategy.collectives
     heirs = {lost: new for new, lost in handover.newcomers.items() if lost is not None}
@@ -223,9 +224,9 @@ def _restore_lost(
         part = commit.copies.get(lost) if now == keeper else None
         part = collectives.broadcast_object(part, keeper, f"part of lost rank {lost}")
         arrays, streams = commit.unpacked(part)
-        # The part goes whole to the rank that takes the lost one's place. Without one,
-        # a sum keeps its total, a new replica 0 takes the old one's, and the rest is
-        # lost.
+        # The rank that replaces the lost rank receives the whole part. If no rank does,
+        # a sum keeps its total, a new replica 0 receives the value of the old one, and
+        # other values are lost.
         if lost in heirs:
             if now == heirs[lost]:
                 values.update(arrays)
@@ -260,7 +261,7 @@ def _fill_newcomers(
     values: dict[str, Array],
     without: list[int],
 ) -> None:
-    """Give newcomers neutral values if no copy of the lost values exists."""
+    """Set neutral values on new replicas if no copy of the lost values exists."""
     for path in commit.on_read():
         rule = rule_of(commit.entries[path].aggregation)
         if rule is None:
@@ -280,7 +281,7 @@ def _fill_newcomers(
 def _warn_of_lost(
     commit: Snapshot, handover: _Handover, strategy: Replicas, without: list[int]
 ) -> None:
-    """Log which values could not be restored."""
+    """Log a warning with the values that could not be restored."""
     if strategy.replica_id != handover.root:
         return
     gone = [lost for lost in sorted(handover.lost) if not _kept(handover, lost)]
@@ -307,10 +308,10 @@ def _warn_of_lost(
 def _assign(match: Match, values: dict[str, Array], strategy: Replicas) -> None:
     value = values.get(match.entry.path)
     if value is None:
-        # With aggregation NONE a newcomer keeps its initial value.
+        # With aggregation NONE, a new replica keeps its initial value.
         return
     if match.variable is None:
-        # An optimizer, for example, makes its slots at the first gradients.
+        # The owner makes the variable later, such as an optimizer in its first step.
         match.owner.checkpoint_defer(match.name, value, strategy, is_part=True)
     elif is_device(match.variable.component):
         store(match.variable.component, value)

@@ -1,9 +1,8 @@
-"""The living ranks of a job: active ones, spare ones, and those that have been lost.
+"""The ranks of a job: active ranks, spare ranks, and ranks that have been lost.
 
-After each loss all living ranks meet: they shrink the pool's communicator to the
-living, tell each other their states, and agree that all have heard them. A meeting
-during which a rank dies is repeated, so that no rank continues with another list than
-the others.
+After each loss all living ranks meet: they shrink the pool's communicator to the living
+ranks, exchange their states, and agree that all have received these. If a rank dies
+meanwhile, the meeting is repeated, so that all ranks continue with the same list.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _RELEASED = 1
 class Member:
     """A rank's description of itself; ``rank`` is its number in the whole job.
 
-    ``node`` helps to choose a spare that is near; ``returned`` says that its training
-    has come to the end.
+    ``node`` helps to choose a spare rank on the same node; ``returned`` is whether the
+    rank's training function has returned.
     """
 
     rank: int
@@ -50,11 +49,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The agreement of all living ranks; ranks are numbers in the whole job.
+    """The result of a meeting of all living ranks; ranks are numbers in the whole job.
 
     ``generation`` counts meetings. ``comm`` has the active ranks, and is None on a
-    spare. ``active`` are in the order of replicas; ``lost`` have died since the last
-    meeting.
+    spare rank. ``active`` is in the order of replicas. ``lost`` has the ranks that have
+    died since the last meeting.
     """
 
     generation: int
@@ -66,10 +65,10 @@ class Meeting:
 
 
 class Pool:
-    """All ranks of a job; the last ``spare_ranks`` wait until another is lost.
+    """All ranks of a job; the last ``spare_ranks`` wait until another rank is lost.
 
-    Collective over all ranks of the job. ``world`` stays as it is. Raises
-    TopologyError, on every rank, where the loss of a rank cannot be survived here.
+    Collective over all ranks of the job. ``world`` is not changed. Raises TopologyError
+    on every rank if this MPI library cannot survive the loss of a rank.
     """
 
     def __init__(self, mpi: Any, world: Any, spare_ranks: int) -> None:
@@ -84,36 +83,36 @@ class Pool:
         self._rank = world.rank
         self._size = world.size
         self._generation = 0
-        # The rank that has each replica's place, and where it runs.
+        # The rank in each replica's place, and the node on which it runs.
         self._places: dict[int, Member] = {}
         self._num_places = world.size - spare_ranks
         self._members: dict[int, Member] = {}
         if not self._alone:
-            # Each rank finds the same by itself, as ranks may be lost already.
+            # Each rank finds this out without a message, as ranks may be lost already.
             problem = problem_with_survival(mpi)
             if problem:
                 raise TopologyError(problem)
 
     def meet(self, returned: bool = False) -> Meeting:
-        """Agree which ranks live, and which are active; equal on every rank.
+        """Agree which ranks live, and which are active; the same on every rank.
 
-        Collective over all living ranks of the job; wakes those that `wait`.
-        ``returned`` says that this rank's training has come to the end.
+        Collective over all living ranks of the job; it wakes ranks in `wait`.
+        ``returned`` is whether this rank's training function has returned.
         """
         own = Member(self._rank, platform.node(), os.getpid(), returned)
         if self._alone:
-            # The first meeting only begins the training.
+            # The first meeting only starts the training.
             finished = self._generation > 0 and returned
             self._generation += 1
             return Meeting(self._generation, self._comm, (0,), (), 0, finished)
         if self._generation:
-            # Wakes the spares, and ranks that do not know of the loss yet.
+            # This wakes spare ranks, and ranks that do not know of the loss yet.
             revoke([self._comm])
         members, places, active = self._agreed(functools.partial(self._exchange, own))
         return self._conclude(members, places, active)
 
     def living(self, word: str = "") -> dict[int, str]:
-        """Agree which ranks live, and gather a value of each; return them by rank.
+        """Agree which ranks live; return one value from each, by rank.
 
         Collective over all living ranks of the job.
         """
@@ -125,10 +124,10 @@ class Pool:
         return found
 
     def _agreed(self, exchange: Callable[[Any], Any]) -> Any:
-        """Shrink to the living, and exchange, until no rank dies during that."""
+        """Shrink to the living ranks, and exchange, until no rank dies meanwhile."""
         while True:
             comm = self._comm = self._comm.Shrink()
-            # The loss of a rank is raised here, and does not end this process.
+            # The loss of a rank then raises an exception, and does not end the process.
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             result, heard = None, False
             try:
@@ -146,8 +145,8 @@ class Pool:
                 if not is_loss(self._mpi, error):
                     raise
                 heard = False
-            # MPI_Comm_agree gives the same answer to all that live: either all use the
-            # result, or none does.
+            # MPI_Comm_agree returns the same value on all living ranks, so that either
+            # all ranks use the result, or none.
             if heard:
                 return result
             revoke([comm])
@@ -188,7 +187,7 @@ class Pool:
         return {member.rank for member in self._places.values()}
 
     def _assigned(self, members: list[Member]) -> dict[int, Member]:
-        """Give each place to its rank, or to a spare; the same on every rank."""
+        """Assign each place to its rank, or to a spare; the same on every rank."""
         if not self._places:
             first = sorted(members, key=lambda member: member.rank)
             return dict(enumerate(first[: self._num_places]))
@@ -199,7 +198,7 @@ class Pool:
         for place, member in sorted(self._places.items()):
             if member.rank in present:
                 places[place] = member
-        # Living members keep their places, so that their parts of the state stay.
+        # Living members keep their places, so that they keep their parts of the state.
         for place in range(self._num_places):
             if place in places or not spares:
                 continue
@@ -210,14 +209,15 @@ class Pool:
         return places
 
     def wait(self) -> bool:
-        """Wait as a spare until all meet; False if an active rank has left by an error.
+        """Wait as a spare rank for a meeting; False if an active rank has failed.
 
-        It naps, as the active ranks may need its core.
+        Failed means an error other than a loss. The wait sleeps, because the active
+        ranks may need this core.
         """
         look_at = time.monotonic() + _LOOK_SECONDS
         while not self._comm.Is_revoked():
-            # A call on the communicator of this rank alone drives MPI's progress, and
-            # never fails because of dead ranks.
+            # A call on COMM_SELF drives MPI's progress, and never fails because of dead
+            # ranks.
             self._mpi.COMM_SELF.Iprobe()
             now = time.monotonic()
             if now > look_at:
@@ -235,7 +235,8 @@ class Pool:
         except self._mpi.Exception as error:
             if not is_loss(self._mpi, error):
                 raise
-            # Another spare may have died, which no other rank acknowledges.
+            # Another spare rank may have died: acknowledge it, so that probes work
+            # again.
             if not self._comm.Is_revoked():
                 self._comm.Ack_failed()
             return False
@@ -246,21 +247,22 @@ class Pool:
         return any(ranks[index] in active for index in lost_ranks(self._comm))
 
     def release_spares(self) -> None:
-        """Let the spares return: this rank leaves the training by an error."""
+        """Let the spare ranks return, because this rank has failed with an error."""
         if self._alone:
             return
         active = self._active()
         for index, rank in enumerate(sorted(self._members)):
             if rank not in active:
                 try:
-                    # Nothing awaits the send: a spare that has died never receives it.
+                    # Do not wait for the send: a spare rank that has died never
+                    # receives it.
                     self._comm.Isend(b"", dest=index, tag=_RELEASED)
                 except self._mpi.Exception as error:
                     if not is_loss(self._mpi, error):
                         raise
 
     def knows_of_losses(self) -> bool:
-        """Return whether a rank is known to have died, also since the last meeting."""
+        """Return whether a rank is known to have died, even since the last meeting."""
         if self._alone:
             return False
         return len(self._members) < self._size or bool(lost_ranks(self._comm))
@@ -274,5 +276,5 @@ def _clean_up(lost: list[Member]) -> None:
                 try:
                     os.unlink(path)
                 except OSError:
-                    # Another survivor was faster, or it is another user's.
+                    # Another living rank has removed the file, or another user owns it.
                     continue

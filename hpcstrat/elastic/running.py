@@ -1,4 +1,4 @@
-"""The loop around the training: train, lose a rank, meet, train again."""
+"""The elastic training loop: train until a rank is lost, meet, train again."""
 
 from __future__ import annotations
 
@@ -44,54 +44,57 @@ def run(
     partner_copies: bool = False,
     **strategy_options: Any,
 ) -> Any:
-    """Call a training function, and call it again on those who are left after a loss.
+    """Call a training function, and call it again on the remaining ranks after a loss.
 
     Collective over all ranks of the job.
 
-    When a rank dies, `RankLostError` leaves the function on all ranks that are left;
-    it must not be caught there. A spare rank takes the place of the lost one, if there
-    is any; else there is one replica less. Then the function is called again, with a
-    new strategy: it makes its variables and data sets anew, and ``memory.restore()``
+    When a rank dies, the function raises `RankLostError` on all remaining ranks; it
+    must not catch this error. A spare rank, if there is one, replaces the lost rank; if
+    not, there is one replica less. Then the function is called again, with a new
+    strategy: it must make its variables and datasets anew, and ``memory.restore()``
     gives them the state of the last commit.
 
     Parameters
     ----------
     train : callable
-        Takes a `MultiWorkerMirroredStrategy` and a `Memory`; called on the active
-        ranks.
+        Function of a `MultiWorkerMirroredStrategy` and a `Memory`, which is called on
+        the active ranks.
     spare_ranks : int
-        How many ranks, the last ones, wait until one is lost.
+        Number of spare ranks, the last ranks, which wait until another rank is lost.
     min_replicas : int
-        With how few replicas the training may go on.
+        Least number of replicas with which the training continues.
     max_losses : int, optional
-        After how many lost ranks, spare ones included, it does not go on.
+        Largest number of lost ranks, spare ranks included, with which training
+        continues; default: no limit.
     completion_marker : str or path, optional
-        A file that the first active rank writes when the function has returned on all;
-        one that is there at the start is removed.
+        File that the first active rank writes when the function has returned on all
+        ranks; an older file is removed at the start.
     partner_copies : bool
-        Whether each commit also sends the state that one replica alone has (SyncOnRead
+        Whether each commit also sends the state that only one replica has (SyncOnRead
         variables and random streams) to a replica of another worker, which keeps it.
     **strategy_options : object
-        Of `MultiWorkerMirroredStrategy`, without ``comm``, ``on_lost_rank`` and
+        Options of `MultiWorkerMirroredStrategy`, except ``comm``, ``on_lost_rank`` and
         ``progress_thread``.
 
     Returns
     -------
     object
-        The result of the function; None on ranks that were spare to the end.
+        The result of the function; None on ranks that never became active.
 
     Raises
     ------
     TopologyError
-        If the job was not started by ``mpirun --with-ft ulfm`` of Open MPI 5; a single
-        rank needs none. On every rank.
+        On every rank, if the job was not started by ``mpirun --with-ft ulfm`` of Open
+        MPI 5. A job of one rank does not need this.
     RankLostError
-        If too few ranks are left. On every rank.
+        On every rank, if too few ranks are left.
     ValueError
         If the numbers do not fit the number of ranks, or an option is not allowed; the
         ranks without that option raise ReplicaError.
+    OSError
+        On every rank, if ``completion_marker`` cannot be removed or written.
     """
-    # The meeting tells all ranks, so that all raise, whichever has the option.
+    # `creation.meet` reports the problem to all ranks, so that all ranks raise.
     problem = _problem_of(strategy_options)
     given = strategy_options.get("settings") or Settings()
     with Creation("start of elastic.run", given) as creation:
@@ -101,11 +104,11 @@ def run(
         numbers = f"spare_ranks={spare_ranks}, min_replicas={min_replicas}"
         call = describe_call(f"elastic.run({numbers}, max_losses={max_losses})")
         with contextlib.suppress(RankLostError):
-            # The meeting below finds out who has died.
+            # `pool.meet` below finds the ranks that have died.
             creation.meet(mpi, Topology.world(), call, problem, survives=True)
     pool = Pool(mpi, Topology.world(), spare_ranks)
     _check_least(min_replicas, mpi.COMM_WORLD.size - spare_ranks)
-    # This comes before the first meeting, in which a rank may be lost already.
+    # Register this first, because a rank may be lost in the first meeting already.
     end_without_finalize_after_loss(pool)
     _clear(completion_marker, mpi)
     memory = Memory(partner_copies)
@@ -117,10 +120,10 @@ def run(
         if meeting.comm is not None:
             outcome = _train(train, pool, memory, meeting, strategy_options)
         elif not pool.wait():
-            # Active ranks have left by an error, and end the job or handle the error.
+            # An active rank has failed with an error, which its own caller handles.
             return None
         meeting = pool.meet(outcome.returned)
-        # All ranks have left the strategy. This rank may have finished, and others not.
+        # All ranks have left the strategy, even if this rank alone has finished.
         if outcome.strategy is not None:
             outcome.strategy.abandon()
         if not meeting.finished:
@@ -129,7 +132,7 @@ def run(
     if completion_marker is not None:
         _mark(completion_marker, pool, meeting, mpi.COMM_WORLD.rank)
     if outcome.exits is not None:
-        # The function's own sys.exit(), after all have come to the end.
+        # Raise the function's own sys.exit(), after all ranks have finished.
         raise outcome.exits
     return outcome.result
 
@@ -146,7 +149,7 @@ def _problem_of(options: dict[str, Any]) -> ValueError | None:
 
 @dataclass(slots=True)
 class _TrainingEnd:
-    """The end of the training on this rank."""
+    """The outcome of one call of the training function on this rank."""
 
     returned: bool = False
     result: Any = None
@@ -162,7 +165,7 @@ def _train(
     meeting: Meeting,
     options: dict[str, Any],
 ) -> _TrainingEnd:
-    """Call the training function once; come back from it also after a loss."""
+    """Call the training function once; return its outcome, even after a loss."""
     outcome, strategy = _TrainingEnd(), None
     try:
         strategy = MultiWorkerMirroredStrategy(
@@ -182,8 +185,8 @@ def _train(
         if not _is_of_loss(error, strategy):
             pool.release_spares()
             raise
-        # A rank whose function has returned keeps its result: the loss came in the
-        # barrier after it. If all have returned, the training is finished.
+        # A rank whose function has returned keeps its result: the loss was found in the
+        # barrier after it. If all ranks have returned, the training is finished.
         if not outcome.returned:
             outcome.exits = outcome.result = None
         if not isinstance(error, RankLostError):
@@ -199,13 +202,13 @@ def _train(
     if strategy is not None and not outcome.returned:
         strategy.abandon()
         outcome.strategy = None
-        # Frames of the error may keep all of the old variables alive.
+        # Collect garbage: frames of the error may keep all old variables alive.
         gc.collect()
     return outcome
 
 
 def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) -> bool:
-    """Return whether a lost rank caused an error; if so, tell the other ranks."""
+    """Return whether a lost rank caused an error; if so, notify the other ranks."""
     if strategy is None:
         return isinstance(error, RankLostError)
     if strategy.lost_ranks is not None:
@@ -213,7 +216,7 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
     channel: Any = strategy.collectives.channel
     topology = strategy.topology
     if channel is not None and is_loss(topology.mpi, error, topology.replica_comm):
-        # A communicator of the program's own, or of the topology's, may be at fault.
+        # The error may be of a communicator of the program, or of the topology.
         return (
             channel.failures.rank_loss.found(error, "the training function") is not None
         )
@@ -223,10 +226,10 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
 def _mark(
     path: str | os.PathLike[str], pool: Pool, meeting: Meeting, rank: int
 ) -> None:
-    """Write the marker, on the first active rank that is alive."""
+    """Write the marker file, on the first active rank that is alive."""
     told = {"num_replicas": len(meeting.active), "num_lost": meeting.num_lost}
     writers = list(meeting.active)
-    # The next one writes it, if the first has died meanwhile.
+    # If the first rank has died meanwhile, the next rank writes the file.
     while writers:
         error = _tried(write_marker, path, told) if rank == writers[0] else ""
         living = pool.living(error)
@@ -241,7 +244,7 @@ def _mark(
 
 
 def _clear(path: str | os.PathLike[str] | None, mpi: Any) -> None:
-    """Remove the marker of an earlier run, or raise on all ranks."""
+    """Remove the marker file of an earlier run, or raise OSError on all ranks."""
     if path is None:
         return
     error = _tried(remove_marker, path) if mpi.COMM_WORLD.rank == 0 else ""
@@ -250,7 +253,7 @@ def _clear(path: str | os.PathLike[str] | None, mpi: Any) -> None:
     except mpi.Exception as problem:
         if not is_loss(mpi, problem):
             raise
-        # The meeting finds out who has died.
+        # `pool.meet` finds the ranks that have died.
         return
     if error:
         raise OSError(
@@ -259,7 +262,7 @@ def _clear(path: str | os.PathLike[str] | None, mpi: Any) -> None:
 
 
 def _tried(function: Callable[..., None], *args: Any) -> str:
-    """Call a function; return the error of the system, or an empty string."""
+    """Call a function; return its OSError as text, or an empty string."""
     try:
         function(*args)
     except OSError as error:
@@ -276,7 +279,7 @@ def _check_least(min_replicas: int, num_places: int) -> None:
 
 
 def _check_enough(meeting: Meeting, min_replicas: int, max_losses: int | None) -> None:
-    """Refuse to go on with too few ranks; on all of them."""
+    """Raise RankLostError, on all ranks, if too few ranks are left."""
     advice = "start the job again, and restore from the checkpoint"
     if len(meeting.active) < min_replicas:
         raise RankLostError(
@@ -293,7 +296,7 @@ def _check_enough(meeting: Meeting, min_replicas: int, max_losses: int | None) -
 
 
 def _report(meeting: Meeting, noticed_at: float) -> None:
-    """Log once which ranks were lost, and how the training goes on."""
+    """Log, on one rank, the lost ranks and the number of replicas that continue."""
     if meeting.comm is None or meeting.comm.rank or not meeting.lost:
         return
     get_logger("elastic").warning(

@@ -1,4 +1,4 @@
-"""Copies of a program's state: this rank's own, and its partners' parts beside it."""
+"""Copies in memory of a program's state: this rank's own, and parts of partners."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Key = tuple[int, int]
 class Snapshot:
     """The state of all tracked objects at one commit.
 
-    ``arrays`` are this replica's components; ``iterators`` have its own row of each
-    random stream. In ``python`` the program's own state has an empty name. ``copies``
-    are the results of `own_part` on other replicas.
+    ``arrays`` has this replica's components, and ``iterators`` has its own row of each
+    random stream. In ``python``, the name of the program's own state is empty.
+    ``copies`` has the results of `own_part` on other replicas, by replica.
     """
 
     # None while the copy is incomplete: a rank that dies in `fill` has not committed.
     key: Key | None = None
     step: int = 0
-    # The rank that made it, and the number of ranks then; a loss changes both.
+    # The rank that made the commit, and the number of ranks; a loss changes both.
     replica: int = 0
     num_ranks: int = 1
     num_replicas: int = 1
@@ -47,10 +47,10 @@ class Snapshot:
     copies: dict[int, Array] = field(default_factory=dict)
 
     def fill(self, objects: Objects, python: Mapping[str, bytes]) -> None:
-        """Copy everything; the arrays of the last time are used again."""
+        """Copy the state of all objects; the arrays of the last call are reused."""
         self.key = None
         variables = objects.variables()
-        # This waits for the last update of variables on a GPU.
+        # `to_host` waits for the last update of variables on a GPU.
         values = {path: to_host(v.component) for path, v in variables.items()}
         entries = {
             path: Entry(
@@ -71,10 +71,10 @@ class Snapshot:
         self._copy_python(objects, python)
 
     def fill_whole(self, objects: Objects, python: Mapping[str, bytes]) -> None:
-        """Copy everything, with the parts of all logical replicas.
+        """Copy the state of all objects, with the parts of all logical replicas.
 
-        Collective over the strategy's replicas. Each rank can then go on alone, and a
-        lost one has taken nothing with it.
+        Collective over the strategy's replicas. Each rank then has the whole state, so
+        that the loss of other ranks loses no part of it.
         """
         self.key = None
         variables = objects.variables()
@@ -85,7 +85,7 @@ class Snapshot:
         self._copy_python(objects, python)
 
     def _copy(self, entries: dict[str, Entry], values: Mapping[str, Array]) -> None:
-        """Copy values, into the arrays of the last time where they fit."""
+        """Copy values, into the arrays of the last call if shape and type are equal."""
         self.entries = entries
         for path in self.arrays.keys() - values.keys():
             del self.arrays[path]
@@ -94,21 +94,21 @@ class Snapshot:
             if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
                 self.arrays[path] = value.copy()
             else:
-                # These pages were touched before, so that writing causes no faults.
+                # The array's pages are in memory, so that a copy causes no faults.
                 kept[...] = value
 
     def _copy_python(self, objects: Objects, python: Mapping[str, bytes]) -> None:
-        """Copy the program's own state, and that of objects of Python."""
+        """Copy the program's own state, and the state of objects with plain state."""
         self.python = dict(python)
         for name, thing in objects.python.items():
             self.python[name] = as_text(name, thing.state_dict())
         self.copies = {}
 
     def own_part(self) -> Array:
-        """Return the state of this replica alone: SyncOnRead parts and random streams.
+        """Return the state that only this replica has: SyncOnRead parts and streams.
 
-        As bytes, equally many on every replica, so that partners can make room for
-        them.
+        The result is bytes, equally many on every replica, so that partners know the
+        size of their buffers.
         """
         parts = [self.arrays[p].reshape(-1).view(np.uint8) for p in self.on_read()]
         parts += [row.reshape(-1).view(np.uint8) for row in self._rows()]
@@ -117,7 +117,7 @@ class Snapshot:
     def unpacked(self, part: Array) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return the arrays, by path, and random streams, by name, of an `own_part`.
 
-        It may be any replica's at this commit: all have the same order and sizes.
+        The part may be from any replica: all have the same order and sizes.
         """
         arrays, rows, start = {}, {}, 0
         for path in self.on_read():
@@ -133,7 +133,7 @@ class Snapshot:
         return arrays, rows
 
     def on_read(self) -> list[str]:
-        """Return the paths of values of which each replica has a part.
+        """Return the paths of values of which each replica has its own part.
 
         The order is the same on every replica, as in `mirrored`.
         """
@@ -162,10 +162,10 @@ def _on(read: bool) -> str:
 
 
 def partners_of(workers: Sequence[int]) -> list[int]:
-    """Return which replica keeps the copy of each, by the worker of each.
+    """Return the replica that keeps the copy for each replica, from their workers.
 
-    It is the replica at the same position of the next worker, as a host is lost as a
-    whole; where there is only one worker, the next replica.
+    It is the replica at the same position in the next worker, because a host is lost as
+    a whole. With only one worker, it is the next replica.
     """
     count = len(workers)
     if len(set(workers)) == 1:
@@ -186,17 +186,17 @@ def partners_of(workers: Sequence[int]) -> list[int]:
 def exchange(
     strategy: Replicas, part: Array, partners: Sequence[int]
 ) -> dict[int, Array]:
-    """Send a part to this replica's partner, and return the parts that it keeps.
+    """Send a part to this replica's partner; return the parts of others to keep.
 
-    Collective over the strategy's replicas, two or more; the parts are equally long on
-    all.
+    Collective over the strategy's replicas, of which there must be two or more. Parts
+    have the same length on all replicas.
     """
     own = strategy.replica_id
     sources = [r for r, partner in enumerate(partners) if partner == own]
     received = {source: np.empty_like(part) for source in sources}
     collectives = strategy.collectives
     what = f"partner copies of {part.size} bytes"
-    # All ranks have made room: from here on nothing fails on one of them alone.
+    # All ranks have allocated buffers: from here on no rank can fail alone.
     collectives.barrier(what)
     with collectives.moving(what) as comm:
         comm.exchange({partners[own]: part}, received, _TAG)

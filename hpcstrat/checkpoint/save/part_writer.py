@@ -79,7 +79,7 @@ class PartWriter:
         self._arrivals: dict[int, Arrival] = {}
         self._values: Mapping[str, Source] = {}
         self._ahead = False
-        # Indices of blocks, with the place of the copy or None. A None ends a thread.
+        # Index of a block, and the place of its copy or None; a None ends a thread.
         self._todo: SimpleQueue[tuple[int, int | None] | None] = SimpleQueue()
         # Places that are free for the next block.
         self._free: SimpleQueue[int] = SimpleQueue()
@@ -226,7 +226,7 @@ class PartWriter:
                 arrival.wait()
 
     def _leave(self, count: int) -> None:
-        """Count the threads that have ended; the last flushes and closes the file."""
+        """Count threads that have ended; the last one flushes and closes the file."""
         with self._lock:
             self._left -= count
             last = self._left == 0
@@ -300,7 +300,7 @@ class PartWriter:
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, seconds: float | None = None) -> bool:
-        """End the delays between writes and wait; return whether threads have ended."""
+        """Stop spreading writes, and wait; return whether the threads have ended."""
         self._hurry.set()
         for thread in self._threads:
             thread.join(seconds)

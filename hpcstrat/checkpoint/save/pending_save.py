@@ -285,7 +285,7 @@ class PendingSave:
     ) -> None:
         """Start copying and writing this replica's blocks.
 
-        All blocks are copied on return in a background save, else only after `join`.
+        In a background save, all blocks are copied on return; if not, after `join`.
         """
         ahead = self.order.asynchronous
         self.part = PartWriter(

@@ -83,7 +83,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Arrays that are sent and received in one round, by the other replica."""
+    """Arrays that this replica sends and receives in one round, by other replica."""
 
     sent: list[list[Array]]
     received: list[list[Array]]
@@ -163,7 +163,7 @@ def _rounds(
     rounds = []
     for first in range(0, len(mixed), count):
         made = _Round([[] for _ in range(size)], [[] for _ in range(size)])
-        # The sender and the receiver iterate in the order of the file.
+        # Sender and receiver use the order of the file, so that their bytes match.
         for block in mixed[first : first + count]:
             for piece in plan.pieces(block):
                 if piece.path not in rows:

@@ -121,7 +121,7 @@ class Saver:
                 downloads.begin()
             save.write(image, data, blocks, self._num_cores, downloads=downloads)
         except UnavailableError as error:
-            # A strategy with servers has no other replica that waits for this one.
+            # Raise at once: with servers, no other replica takes part in the save.
             self._drop(save, error)
             raise
         except Exception as error:

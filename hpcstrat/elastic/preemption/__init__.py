@@ -1,4 +1,4 @@
-"""Saving before the job ends, when a signal, Slurm or the program says so."""
+"""Saving before a job ends, after a notice from a signal, scheduler or program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving at a step that all ranks agree on when any of them learns of the job's end."""
+"""Saving at a step that all ranks agree on, when any rank learns of the job's end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["PreemptionCheckpointHandler"]
 
 _EXIT_STATUS = 42
 _NAME = "preemption"
-# The guess of the time of a save before the first save or restore. The speed is a third
-# of a shared disk's, since optimizers make their variables later.
+# Estimate of the time of a save before the first save or restore. The speed is a third
+# of a shared disk's speed, because optimizers make their variables later.
 _FIRST_SAVE_SECONDS = 5.0
 _FIRST_BYTES_PER_SECOND = 50e6 / 3
 _LEAST_MARGIN_SECONDS = 10.0
-# Many jobs may write to the disk at their ends, which makes it slower than before.
+# The disk may be slower than before, because many jobs may save at the same time.
 _MARGIN = 3.0
 
 
@@ -42,45 +42,45 @@ class _Calls:
 
 
 class PreemptionCheckpointHandler:
-    """Saves and leaves at a step that all ranks agree on, when the job is to end.
+    """Saves and exits at a step that all ranks agree on, before the job is ended.
 
-    Collective over the strategy's replicas, as are its methods. It restores the newest
-    checkpoint, if there is one, and listens for signals from then on.
+    Collective over the strategy's replicas, as are its methods. A new handler restores
+    the newest checkpoint, if there is one, and listens for signals.
 
-    A signal to any one rank is enough: the header of its next collective call tells the
-    others, so that a step costs nothing. The step under way is finished, and the next
-    `run` saves, and leaves the program with exit status 42. The handler does the same
-    in time before the end of the job that the scheduler has set. The job that is
-    started again continues by itself, on any number of ranks.
+    A signal to one rank is enough: the header of its next collective call notifies the
+    other ranks, so that a step costs nothing. The current step is finished; the next
+    `run` saves, and exits the program with status 42. The handler also saves and exits
+    in time before the end of the job that the scheduler has set. When the job is
+    started again, it continues from the checkpoint, on any number of ranks.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver or None
-        Not used: MPI knows the cluster. For programs of tf.distribute.
+        Not used, because MPI knows the cluster. For programs of tf.distribute.
     checkpoint_or_checkpoint_manager : CheckpointManager, or mapping of str to object
-        The objects to save. The manager gets one more object, ``"preemption"``, the
-        number of calls. A mapping, like the arguments of a `CheckpointManager`, needs
-        ``checkpoint_dir``.
+        The objects to save. The handler adds an object to the manager,
+        ``"preemption"``, the number of steps. A mapping of objects by name, as for a
+        `CheckpointManager`, needs ``checkpoint_dir``.
     checkpoint_dir : str or path, optional
-        Folder of the checkpoints of a mapping; only the newest one is kept.
+        Folder of the checkpoints of a mapping; only the newest checkpoint is kept.
     termination_config : TerminationConfig, optional
-        Which events are notices of the end, and what to do then.
+        The events that are notices of the job's end, and the reaction to a notice.
 
     Raises
     ------
     ValueError
-        If there is no folder, or one beside a manager; or an object of the manager is
-        called ``"preemption"``. If only some ranks have such arguments, the others
-        raise ReplicaError.
+        If a mapping is given without a folder, or a manager with one; or if an object
+        of the manager is named ``"preemption"``. If only some ranks have invalid
+        arguments, the other ranks raise ReplicaError.
     CheckpointError
-        On every rank, if the newest checkpoint does not fit.
+        On every rank, if the newest checkpoint does not fit the objects.
     RuntimeError
-        If it is made in another thread than the main one, and listens for signals.
+        If the handler listens for signals, but is not made in the main thread.
 
     Notes
     -----
-    As ``tf.distribute.experimental.PreemptionCheckpointHandler``, with other signals,
-    and in addition with the scheduler's time limit and requeueing.
+    Like ``tf.distribute.experimental.PreemptionCheckpointHandler``, but with other
+    signals, and also with the scheduler's time limit and requeueing.
 
     Examples
     --------
@@ -106,17 +106,18 @@ class PreemptionCheckpointHandler:
     ) -> None:
         self._config = config = termination_config or TerminationConfig()
         self._calls = _Calls()
-        # The notice of a strategy of one replica; others have a channel for notices.
+        # Notice of a strategy with one replica; others send notices by a channel.
         self._notice = ""
-        # Whether all knew of a notice when the last step ended, the same on all.
+        # Whether all ranks knew of a notice when the last step ended; equal on all
+        # ranks.
         self._due = False
-        # Whether the training goes on for the rest of a grace period.
+        # Whether the training continues for the rest of a grace period.
         self._in_grace = False
-        # The longest save so far, and the guess that is used before the first one.
+        # Seconds of the longest save so far, and an estimate before the first save.
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
-        # Notices on which an earlier handler has not acted, the same on all ranks.
+        # Discard notices to an earlier handler, which are the same on all ranks.
         self._forget()
         try:
             self._manager._add_optional(_NAME, self._calls)
@@ -142,13 +143,13 @@ class PreemptionCheckpointHandler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Stop listening, but not in an exit, so that no further signal kills it."""
+        """Stop listening, but not during an exit, which another signal could kill."""
         if kind is None or not issubclass(kind, SystemExit):
             self.close()
 
     @property
     def total_run_calls(self) -> int:
-        """Number of steps that were run, in earlier jobs of this training, too.
+        """Number of steps that were run, including earlier jobs of this training.
 
         Not collective. It is saved and restored with the checkpoint.
         """
@@ -160,15 +161,15 @@ class PreemptionCheckpointHandler:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Save and leave if a notice has come, else call a function and count it.
+        """Save and exit after a notice; without a notice, call and count a step.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         distributed_train_function : callable
-            A step, on every rank; makes at least one collective call now and then,
-            since that is how ranks learn of a notice.
+            The step, called on every rank. It must make a collective call now and then,
+            because ranks learn of a notice from the headers of these calls.
         *args, **kwargs : object
             Arguments of the function.
 
@@ -180,9 +181,9 @@ class PreemptionCheckpointHandler:
         Raises
         ------
         SystemExit
-            On every rank, when all is saved.
+            On every rank, after everything is saved.
         CheckpointError
-            On every rank, if it could not be saved; older checkpoints are as before.
+            On every rank, if the save fails; older checkpoints are unchanged.
         """
         if self._due:
             self._act()
@@ -192,17 +193,17 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step, and save and leave if a notice had come before it.
+        """Count a step, and save and exit if a notice arrived before that step.
 
         Collective over the strategy's replicas. For loops that call their step
-        themselves: after each. Raises as `run`.
+        themselves: call this method after each step. Raises the errors of `run`.
 
         Parameters
         ----------
         *args, **kwargs : object
             Arguments of the manager's ``save``, or of ``save_fn``.
         """
-        # The call is counted before the save, unlike in tf.distribute: a loop that
+        # Count the step before the save, unlike tf.distribute, so that a loop that
         # starts at total_run_calls repeats no step.
         self._calls.number += 1
         if self._due:
@@ -211,9 +212,9 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Surround a training loop, as programs of the reference do.
+        """Do nothing; programs of tf.distribute put their training loop in here.
 
-        Not collective. There it is for TPUs; here the handler always listens.
+        Not collective. tf.distribute needs it for TPUs; this handler always listens.
 
         Yields
         ------
@@ -223,7 +224,7 @@ class PreemptionCheckpointHandler:
         yield
 
     def close(self) -> None:
-        """Stop listening: signals have their former handlers again.
+        """Stop listening, and install the former signal handlers again.
 
         Not collective.
         """
@@ -235,7 +236,7 @@ class PreemptionCheckpointHandler:
         return channel is None or bool(channel.topology.replica_id == 0)
 
     def _tell(self, reason: str) -> None:
-        # A signal handler or a thread runs this, so that it only assigns.
+        # Only assign here, because a signal handler or a thread calls this method.
         if self._channel is None:
             self._notice = reason
         else:
@@ -253,7 +254,7 @@ class PreemptionCheckpointHandler:
             self._channel.noticed = {}
 
     def _save_seconds(self) -> float:
-        """Return how long before the end a save must begin, as far as is known."""
+        """Return the estimated seconds before the end when a save must begin."""
         last = self._manager.last_save
         if last is not None:
             self._longest_save = max(self._longest_save, last.total_seconds)
@@ -261,7 +262,7 @@ class PreemptionCheckpointHandler:
         return max(_MARGIN * known, known + _LEAST_MARGIN_SECONDS)
 
     def _act(self, *args: Any, **kwargs: Any) -> None:
-        """Save; then leave, or go on for the grace period."""
+        """Save; then exit, or continue for the grace period."""
         told = self._told()
         self._forget()
         first = self._is_first
@@ -307,7 +308,7 @@ def _manager_of(given: Any, directory: Any) -> CheckpointManager:
 
 
 def _requeue() -> None:
-    """Ask the scheduler to start this job once more."""
+    """Ask the scheduler to start this job again."""
     job = batch_job_from_environment()
     if job is None:
         get_logger("preemption").warning(

@@ -1,4 +1,4 @@
-"""Watches on one rank for notices that its job will end; makes no call of MPI."""
+"""Watching, on one rank and without MPI calls, for notices that the job will end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _POLL_SECONDS = 1.0
 
 
 class PreemptionWatch:
-    """Reports signals, the result of a program's function, and the end of the job.
+    """Reports signals, a true result of a program's function, and the end of the job.
 
-    ``tell`` may be called in a signal handler and in a thread; ``save_seconds`` returns
-    how long before the end a save must begin. ``asks`` is whether this rank asks the
-    scheduler for the end of the job.
+    ``tell`` receives the reason, in a signal handler or a thread. ``save_seconds``
+    returns the seconds before the end when a save must begin. With ``asks``, this rank
+    asks the scheduler for the end of the job.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PreemptionWatch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends_at: float | None = None
-        # The batch system is asked in the thread, as its answer may take a while.
+        # The thread asks the batch system, because the answer may take a while.
         self._job: BatchJob | None = None
         if not isinstance(config.job_end, str):
             self._ends_at = config.job_end
@@ -53,7 +53,7 @@ class PreemptionWatch:
             self._start()
 
     def be_done_in(self, seconds: float) -> None:
-        """Report from here on only that this time is nearly over."""
+        """Ignore notices from now on, and report only when this time is nearly over."""
         self._function = None
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
@@ -61,7 +61,7 @@ class PreemptionWatch:
         self._start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and install the former signal handlers again."""
         self._end.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -76,12 +76,12 @@ class PreemptionWatch:
             )
         for number in config.signals or ():
             before = signal.signal(number, self._on_signal)
-            # Python cannot restore a handler of C code, only the default one.
+            # Python cannot restore a handler of C code, only the default handler.
             self._before[int(number)] = signal.SIG_DFL if before is None else before
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
-            # In a forked child, such as a data loader's worker, the signal ends it.
+            # In a forked child, such as a data loader's worker, let the signal end it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -1,4 +1,4 @@
-"""Options: how a program learns of the end of its job, and what it does then."""
+"""Options for the notices of a job's end, and for the reaction to a notice."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ _NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(frozen=True)
 class TerminationConfig:
-    """Options of a `PreemptionCheckpointHandler`: how it learns of the end, and acts.
+    """Options of a `PreemptionCheckpointHandler`: notices, and the reaction to them.
 
     Not collective.
 
     Parameters
     ----------
     termination_watcher_fn : callable, optional
-        Called without arguments about each second, in a thread of each rank, instead of
-        listening for signals; a true result on any one rank is a notice. It must not
-        make calls of hpcstrat.
+        Function that a thread of each rank calls about once a second, without
+        arguments, instead of listening for signals. A true result on any rank is a
+        notice. The function must not call hpcstrat.
     exit_fn : callable, optional
-        Called without arguments on every rank, when all is saved; default:
-        ``sys.exit(42)``. If it returns, the training continues.
+        Function that is called without arguments on every rank, after everything is
+        saved; default: ``sys.exit(42)``. If it returns, the training continues.
     grace_period : float, optional
-        Seconds from a notice until the job is ended. Above 0 everything is saved at
-        once, the training continues, and when the time is nearly over everything is
-        saved again and the program left. Default: 0, save and leave.
+        Seconds from a notice until the job is ended. If above 0, everything is saved at
+        once, and the training continues. When the time is nearly over, everything is
+        saved again, and the program exits. Default: 0, save and exit at once.
     save_fn : callable, optional
-        Called on every rank in place of the manager's ``save``.
+        Function that is called on every rank instead of the manager's ``save``.
     signals : sequence of signal.Signals or str, optional
-        Signals that are a notice, to any one rank. Default: SIGTERM and SIGUSR1; in
-        jobs of LSF and SGE, which warn by it, SIGUSR2, too.
+        Signals that are a notice if any rank receives one. Default: SIGTERM and
+        SIGUSR1; in jobs of LSF and SGE also SIGUSR2, their warning signal.
     job_end : float or "scheduler" or None
-        When the job ends, in seconds since the epoch; ``"scheduler"`` asks Slurm, PBS,
-        Flux, LSF or SGE for the end of this job. Everything is saved, and the training
-        left, in time for a save as long as the longest one so far. ``"slurm"`` is an
-        older word for it.
+        End of the job, in seconds since the epoch; ``"scheduler"`` asks Slurm, PBS,
+        Flux, LSF or SGE for the end of this job. The program saves and exits early
+        enough for a save as long as the longest save so far. ``"slurm"`` is an older
+        name of ``"scheduler"``.
     requeue : bool
         Whether the first rank asks Slurm, LSF or SGE to requeue the job before it
-        leaves. PBS and Flux do not do so for users: see ``jobs/pbs/``, ``jobs/flux/``.
+        exits. PBS and Flux do not do this for users: see ``jobs/pbs/``, ``jobs/flux/``.
 
     Raises
     ------
     ValueError
-        If a number is negative or not finite, or a signal is none that can be caught.
+        If a number is negative or not finite, a function cannot be called, or a signal
+        cannot be caught.
     """
 
     termination_watcher_fn: Callable[[], object] | None = None
