@@ -32,9 +32,9 @@ _MOST_NAMES = 3
 
 
 def strategy_of(things: Any) -> Any:
-    """Return the strategy of some arguments, which may be invalid, or the current one.
+    """Return the strategy of arguments, or else the current strategy.
 
-    This function never raises, because the caller reports errors to the other ranks.
+    Arguments may be invalid: the caller reports errors, so this function never raises.
     """
     todo = [things]
     while todo:
@@ -114,7 +114,7 @@ def compare_copies(
 ) -> None:
     """Compare the copies of mirrored variables; raise DivergenceError on every replica.
 
-    Collective over the strategy's replicas. For ``turn`` see `check_mirrored`.
+    Collective over the strategy's replicas. See `check_mirrored` for ``turn``.
     """
     split = strategy.split
     if split is None:

@@ -60,8 +60,8 @@ _GUARD = 'trap "" HUP INT TERM; cat > /dev/null; rm -rf -- "$0"'
 def scratch(directory: str) -> Iterator[str]:
     """Choose a name for a folder in ``directory``, and remove the folder at the end.
 
-    One rank calls it, before MPI starts. A separate process removes the folder, even if
-    this process is killed. The caller makes the folder.
+    Call this on one rank, before MPI starts. A separate process removes the folder,
+    even if this process is killed. The caller makes the folder.
     """
     name = f".hpcstrat-bench-{secrets.token_hex(8)}"
     folder = os.path.join(os.path.abspath(directory), name)
@@ -70,7 +70,7 @@ def scratch(directory: str) -> Iterator[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # Its own session protects the shell from Ctrl-C and from the launcher's kill.
+        # In a separate session, the shell survives Ctrl-C and a launcher's kill.
         start_new_session=True,
     )
     try:
@@ -99,7 +99,7 @@ def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
 
     Collective over ``group``; the action must not make collective calls.
     """
-    # All ranks exchange their outcomes, so that none continues after another failed.
+    # Exchange all outcomes, so that no rank continues after another has failed.
     text, result = "", None
     try:
         result = action()
@@ -126,7 +126,7 @@ class _WritingThread:
         self._values[self.rank] = sendobj
         self._barrier.wait()
         values = list(self._values)
-        # Wait until all threads have copied the list, before any overwrites its value.
+        # Wait until all threads have copied the list, before a thread changes it.
         self._barrier.wait()
         return values
 
@@ -147,7 +147,7 @@ def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
         except (CheckpointError, threading.BrokenBarrierError):
             return
         except BaseException:
-            # Without this, the other threads would wait for this thread forever.
+            # Abort the barrier, or other threads would wait for this thread forever.
             barrier.abort()
             raise
 
@@ -234,7 +234,7 @@ def compare(
     comparison.measure(
         MeasuredWay(next(iter(comparison.results)), nbytes), lambda _: None
     )
-    # Alternate between the ways, so that a disturbance slows down all of them.
+    # Alternate between the ways, so that a disturbance slows down all ways.
     for way in itertools.cycle(comparison.results):
         measured = comparison.results[way]
         if len(measured.write_seconds) == rounds:
@@ -274,7 +274,7 @@ class _Comparison:
         ways = [Way(shared, direct, nbytes) for shared, direct, nbytes in kinds]
         self.results = {way: MeasuredWay(way, total_bytes) for way in ways}
         self._image = Image(NUM_THREADS, usual)
-        # Random bytes, which a file system cannot compress.
+        # Fill the places with random bytes, which a file system cannot compress.
         for number in range(NUM_THREADS):
             slot = self._image.slot(number)
             slot[:] = np.frombuffer(np.random.default_rng().bytes(usual), np.uint8)
@@ -288,8 +288,8 @@ class _Comparison:
         reader = (self.group.rank + 1) % self.group.size
         other = part_of(plan.num_blocks, reader, self.group.size)
         self._do("create a file", lambda: self._create(plan, way))
-        # All ranks end a step before any begins the next, and fail together, so that no
-        # rank has the files open when rank 0 removes them.
+        # All ranks end each step together, and fail together, so that no rank has files
+        # open when rank 0 removes the files.
         try:
             seconds = self._timed("write", lambda: self._write(plan, way, part))
             tick(nbytes)
@@ -342,7 +342,7 @@ class _Comparison:
 
             def write(block: int, slot: Array) -> None:
                 start, stop = plan.span(block)
-                # Number each block, so that the reader detects a misplaced one.
+                # Number each block, so that the reader detects a misplaced block.
                 slot[:8].view(np.int64)[0] = block
                 write_all(file, slot[: stop - start].data, start - shift)
 

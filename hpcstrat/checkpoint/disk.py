@@ -54,7 +54,7 @@ NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _DIRECT = os.O_DIRECT
-# Linux writes less than 2 GiB in one call.
+# Transfer at most 1 GiB in one call, because Linux limits a call to 2 GiB.
 _MOST_BYTES = 1 << 30
 # Shared memory uses up to 6 descriptors; connections to other hosts use some, too.
 _SPARE_DESCRIPTORS = 32
@@ -86,7 +86,7 @@ _LOCAL_TYPES = (0xEF53, 0x58465342)
 def create(path: str, nbytes: int) -> None:
     """Make a file and reserve its space, so that a full disk is detected at once.
 
-    One rank calls it; the file must not exist. After an OSError no file is left.
+    Call this on one rank; the file must not exist. After an OSError no file is left.
     """
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
     try:
@@ -122,7 +122,7 @@ def _reserve(file: int, nbytes: int) -> None:
 
 
 def _allocate(file: int, nbytes: int) -> None:
-    """Call fallocate: without it, posix_fallocate would write every page."""
+    """Reserve space by fallocate; posix_fallocate might write every page instead."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if call is None:
         os.posix_fallocate(file, 0, nbytes)
@@ -168,7 +168,7 @@ def closing(file: int) -> Iterator[int]:
 
 
 def require_descriptors() -> None:
-    """Raise OSError if too few descriptors are left: MPI would abort the process."""
+    """Raise OSError if so few descriptors are left that MPI would abort the process."""
     held: list[int] = []
     try:
         for _ in range(_SPARE_DESCRIPTORS):
@@ -188,7 +188,7 @@ def write_all(file: int, data: memoryview, offset: int) -> None:
 
 
 def read_into(file: int, buffer: memoryview, offset: int) -> None:
-    """Fill a buffer from an offset of a file; EOFError if it ends before."""
+    """Fill a buffer from an offset of a file; raise EOFError if the file ends."""
 
     def read(file: int, part: memoryview, place: int) -> int:
         return os.preadv(file, [part], place)
@@ -204,7 +204,7 @@ def _move(
     data: memoryview,
     offset: int,
 ) -> int:
-    """Repeat a call until all bytes, or no more, have moved; return their number."""
+    """Read or write until all bytes, or no more, are transferred; return how many."""
     done = 0
     while done < data.nbytes:
         part, direct = data[done : done + _MOST_BYTES], is_direct(file)
@@ -225,18 +225,18 @@ def _move(
 
 
 def is_direct(file: int) -> bool:
-    """Return whether a file still bypasses the page cache; the system may refuse to."""
+    """Return whether a file bypasses the page cache, which the system may refuse."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
 def _stop_direct(file: int) -> None:
-    """Use the page cache from now on; another thread may have switched before."""
+    """Use the page cache for a file from now on; threads may call this repeatedly."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
 
 
 def read_exactly(file: int, offset: int, nbytes: int) -> bytes:
-    """Return a part of a file, open without O_DIRECT; EOFError if it is shorter."""
+    """Return bytes of a file, open without O_DIRECT; raise EOFError at its end."""
     data = bytearray(nbytes)
     read_into(file, memoryview(data), offset)
     return bytes(data)
@@ -244,7 +244,7 @@ def read_exactly(file: int, offset: int, nbytes: int) -> bytes:
 
 def forget_pages(file: int, start: int, stop: int) -> None:
     """Drop a range of a file from the page cache, after it was written and flushed."""
-    # The call is only advice to the kernel, which may refuse it.
+    # posix_fadvise is only advice, which the kernel may refuse.
     with contextlib.suppress(OSError):
         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_DONTNEED)
 
@@ -266,7 +266,7 @@ def flush_folder(path: str) -> None:
 def remove(path: str) -> None:
     """Remove a file's name; a thread frees the file's blocks, which can be slow.
 
-    One rank calls it.
+    Call this on one rank only.
     """
     with _freed_later(path):
         os.unlink(path)
@@ -294,7 +294,7 @@ def _close_later(file: int) -> None:
     try:
         thread.start()
     except RuntimeError:
-        # The system refuses another thread.
+        # The system refuses another thread: close the file here, although it is slow.
         os.close(file)
         return
     _freeing[:] = [*filter(threading.Thread.is_alive, _freeing), thread]
@@ -306,7 +306,7 @@ def gives_back() -> bool:
 
 
 def wait_for_room() -> bool:
-    """Wait until blocks of removed files are free; return whether there were any."""
+    """Wait until blocks of removed files are free; return whether any were not."""
     threads = list(_freeing)
     for thread in threads:
         thread.join()
@@ -316,7 +316,7 @@ def wait_for_room() -> bool:
 def publish(temporary: str, path: str, replaces: bool) -> None:
     """Give a finished file its final name, and remove its temporary name.
 
-    One rank calls it. Raises FileExistsError if ``path`` exists, unless ``replaces``.
+    Call this on one rank. FileExistsError if ``path`` exists and ``replaces`` is False.
     """
     if replaces:
         with _freed_later(path):
@@ -331,7 +331,7 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # This file system has no hard links.
+        # This file system has no hard links: rename the file instead.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, "File exists", path) from error
         os.rename(temporary, path)
@@ -352,7 +352,7 @@ def _type(path: str) -> int | None:
 def file_system_name(path: str) -> str:
     """Return the name of the type of a path's file system, such as ``Lustre``.
 
-    Unknown types have the number of statfs(2); ext2 and ext3 are called ``ext4``.
+    The name of an unknown type is its number; ext2 and ext3 are called ``ext4``.
     """
     number = _type(path)
     if number is None:
@@ -366,5 +366,5 @@ def is_local(path: str) -> bool:
 
 
 def goes_direct(choice: str | None, path: str) -> bool:
-    """Return whether to bypass the page cache; ``choice`` is ``direct_io``."""
+    """Return whether the setting ``direct_io`` bypasses the page cache at a path."""
     return choice == "on" or (choice == "auto" and is_local(path))

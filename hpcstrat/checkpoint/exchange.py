@@ -34,7 +34,7 @@ __all__ = [
 _TYPE = "hpcstrat_dtype"
 _BFLOAT16 = "bfloat16"
 _CHUNK_BYTES = 16 << 20
-# Position of the lengths of the name and extra field in a member's ZIP header.
+# Where a member's ZIP header has the lengths of the name and of the extra field.
 _LENGTHS = slice(26, 30)
 _HEADER_BYTES = 30
 
@@ -51,7 +51,7 @@ def write_npz(
 
 
 def read_npz(path: str) -> dict[str, Array]:
-    """Return the values of an .npz file by name, memory-mapped unless compressed."""
+    """Return the values of an .npz file by name; map values that are uncompressed."""
     found = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for info in archive.infolist():
@@ -62,7 +62,7 @@ def read_npz(path: str) -> dict[str, Array]:
                 else:
                     found[name] = npy_format.read_array(member, allow_pickle=False)
             if found[name].dtype == np.dtype("V2"):
-                # NumPy does not know bfloat16, and writes it as plain bytes.
+                # NumPy does not know bfloat16, and writes such values as plain bytes.
                 found[name] = found[name].view(named_dtype(_BFLOAT16))
     return found
 
@@ -87,7 +87,7 @@ def _mapped(file: Any, info: zipfile.ZipInfo, member: Any) -> Array:
 def write_hdf5(
     path: str, values: Mapping[str, Array], tick: Callable[[int], None]
 ) -> None:
-    """Write values to an HDF5 file; ``/`` in a name makes groups."""
+    """Write values to an HDF5 file; each ``/`` in a name makes a group."""
     with h5py.File(path, "w") as plain:
         for name, value in values.items():
             if value.dtype.name == _BFLOAT16:
@@ -221,5 +221,5 @@ def _value(path: str, about: dict[str, Any], base: int, size: int) -> Array:
         raise ValueError(f"its values of shape {shape} do not fit in the file")
     if not nbytes:
         return np.zeros(shape, dtype)
-    # Map bytes and view them as the type, because values may be unaligned in the file.
+    # Map bytes first, because values may be unaligned in the file.
     return np.memmap(path, np.uint8, "c", begin, (nbytes,)).view(dtype).reshape(shape)

@@ -117,7 +117,7 @@ class CheckpointManager:
                 names = known.variables() or known.names
                 require_one_writer(known.strategy, names)
         except Exception as error:
-            # `self` has no strategy yet: report the error to the objects' strategy.
+            # The manager has no strategy yet: report the error to the objects' ranks.
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
         self.directory = folder.path
@@ -130,7 +130,7 @@ class CheckpointManager:
         self._restorer = Restorer(strategy, folder.path, known, retention, memory)
         # Error of a save in the background, which the next `wait` raises.
         self._pending: CheckpointError | None = None
-        # Number of the part of variables that the next asynchronous save compares.
+        # The next asynchronous save compares this part of the variables (a number).
         self._turn = 0
         on_rank_0(strategy, _CREATION, folder.prepare)
 
@@ -255,7 +255,7 @@ class CheckpointManager:
             replica's share), and the next asynchronous save compares the next part.
         """
         began = time.perf_counter()
-        # No rank has made a collective call yet, so that all ranks learn of this error.
+        # No rank has made a collective call yet, so that all ranks learn of an error.
         if on_busy not in _ON_BUSY:
             raise ValueError(
                 f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
@@ -531,7 +531,7 @@ class CheckpointManager:
             self._folder.release()
 
     def _add_optional(self, name: str, thing: Any) -> None:
-        """Save an object with plain state, too, which older checkpoints may lack."""
+        """Add an object with plain state, which older checkpoints may lack."""
         self._objects.add_optional(name, thing)
 
     def _nbytes(self) -> int:
@@ -547,7 +547,7 @@ class CheckpointManager:
             self._pending = error
 
     def _newest_step(self) -> int:
-        # Only rank 0 looks, because the folder may change between two looks.
+        # Only rank 0 lists the folder, because its content may change at any time.
         newest = on_rank_0(
             self._strategy,
             "search for the newest step",

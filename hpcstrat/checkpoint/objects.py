@@ -55,7 +55,7 @@ class _SupportsPlainState(Protocol):
 class Objects:
     """Named variables, optimizers, datasets, random streams and plain state.
 
-    Raises ValueError if an object cannot be saved, or if strategies differ.
+    Raises ValueError if an object cannot be saved, or objects have several strategies.
     """
 
     def __init__(self, objects: dict[str, Any]) -> None:
@@ -200,10 +200,10 @@ class Objects:
     def unmade(
         self, missing: Collection[str], paths: Iterable[str], saved: Iterable[str]
     ) -> set[str]:
-        """Return the missing paths whose variables did not exist before the save.
+        """Return the missing paths whose variables did not exist yet at the save.
 
-        The object of a returned path can reset it, and has now all kinds of state (such
-        as ``momentum`` in ``optimizer/momentum/w``) that the checkpoint has of the
+        The object of such a path can reset the state there, and now has all kinds of
+        state (such as ``momentum`` in ``optimizer/momentum/w``) that were saved for the
         object. ``paths`` are the program's, and ``saved`` are the checkpoint's.
         """
         names = {path.partition("/")[0] for path in missing}
@@ -225,7 +225,7 @@ class Objects:
     def end_restore(
         self, num_replicas: int, now: int, only: Collection[str] | None = None
     ) -> None:
-        """Notify objects of the numbers of replicas at the save and now."""
+        """Notify objects of the numbers of replicas: at the save, and now."""
         for name, thing in self._stateful.items():
             wanted = only is None or name in only
             if wanted and isinstance(thing, SupportsDeferredCheckpoint):
@@ -240,10 +240,10 @@ class Objects:
         return None if find is None else find(owner[1])
 
     def owner(self, path: str) -> tuple[SupportsDeferredCheckpoint, str] | None:
-        """Return the object that may make a path's variable, and its path in there."""
+        """Return the object that may make a path's variable, and its path there."""
         name, _, rest = path.partition("/")
         thing = self._stateful.get(name)
-        # An isinstance check of a protocol takes 30 us.
+        # Check for None first, because an isinstance check of a protocol takes 30 us.
         if thing is None or not isinstance(thing, SupportsDeferredCheckpoint):
             return None
         return thing, rest
@@ -255,7 +255,7 @@ class Objects:
         return first | {*self._stateful, *self.iterators, *self.python}
 
     def iterations(self) -> int | None:
-        """Return an optimizer's number of steps; None if there is no optimizer."""
+        """Return an optimizer's number of steps, or None without an optimizer."""
         for thing in self._stateful.values():
             # Other objects than optimizers may have another kind of ``iterations``.
             steps = getattr(thing, "iterations", None)
@@ -336,7 +336,7 @@ class Objects:
     def state_problems(
         self, header: Header, only: Collection[str] | None = None
     ) -> list[str]:
-        """Return a sentence for each state that the checkpoint lacks, or does not fit.
+        """Return a sentence for each state that is not in the checkpoint or is unfit.
 
         ``only`` has the names of the objects to check; None means all objects.
         """

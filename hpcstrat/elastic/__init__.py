@@ -1,4 +1,4 @@
-"""Training that continues after the loss of a rank, with a spare rank or with fewer.
+"""Training that continues after the loss of a rank, on a spare rank or fewer ranks.
 
 `hpcstrat.elastic.run` needs ``mpirun --with-ft ulfm`` of Open MPI 5.
 """

@@ -44,7 +44,7 @@ def _end(pool: Pool, process: int) -> None:
 
 
 def remove_marker(path: str | os.PathLike[str] | None) -> None:
-    """Remove the marker file of an earlier run, if it exists; one rank calls it."""
+    """Remove the marker file of an earlier run, if it exists; call this on one rank."""
     if path is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -53,8 +53,8 @@ def remove_marker(path: str | os.PathLike[str] | None) -> None:
 def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
     """Write the marker file of finished work; on return it is on the disk.
 
-    One rank calls it; without a path nothing is done. The file contains ``told`` and
-    the time.
+    Call this on one rank; it does nothing without a path. The file contains ``told``
+    and the time.
     """
     if path is None:
         return

@@ -50,7 +50,7 @@ class Memory:
         self._partners: list[int] = []
 
     def begin(self, strategy: Replicas, generation: int) -> None:
-        """Use this strategy from now on; for `hpcstrat.elastic.run`.
+        """Use this strategy from now on; `hpcstrat.elastic.run` calls this method.
 
         Not collective. For the library's own modules.
         """
@@ -81,7 +81,7 @@ class Memory:
         self._require_whole(self._objects)
 
     def _require_whole(self, objects: Objects) -> None:
-        """Raise ValueError for sharded state: a lost rank would lose its part of it."""
+        """Raise ValueError for sharded state: a lost rank would lose its shard."""
         variables = objects.variables().items()
         parts = [path for path, variable in variables if variable.is_sharded]
         if parts and self._strategy is not None and not self._strategy.logical:
@@ -142,7 +142,7 @@ class Memory:
         restore = restore_whole if strategy.logical else restore_snapshot
         restore(commit, key, objects, strategy, reports)
         for other in held:
-            # Discard the other commit: not all ranks have it, or it is older.
+            # Discard the other commit: not all ranks have it, or this commit is newer.
             if other is not commit:
                 other.key = None
         self.state = from_text(commit.python[""])
@@ -175,7 +175,7 @@ class Memory:
         ValueError
             If a value of the state cannot be restored unchanged.
         """
-        # Count a commit that fails on this replica, because others may have made it.
+        # Count commits that fail on this replica, because other replicas may succeed.
         self._number += 1
         self._tracked("commit")
         if not self._restored:
@@ -203,7 +203,7 @@ class Memory:
         channel = strategy.collectives.channel
         if channel is not None:
             channel.pending.drain()
-            # Calls keep ranks within one commit of each other: two are enough.
+            # Calls keep ranks within one commit of each other, so two commits suffice.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
         if strategy.logical:

@@ -98,7 +98,7 @@ def restore_snapshot(
     """Restore all objects from the commit ``key``, which `choose` has returned.
 
     Collective over the strategy's replicas. On replicas that joined after the commit,
-    ``commit`` is empty, and is filled here.
+    ``commit`` is empty and filled here.
     """
     handover = _handover(key, reports)
     now = strategy.replica_id
@@ -224,7 +224,7 @@ def _restore_lost(
         part = commit.copies.get(lost) if now == keeper else None
         part = collectives.broadcast_object(part, keeper, f"part of lost rank {lost}")
         arrays, streams = commit.unpacked(part)
-        # The rank that replaces the lost rank receives the whole part. If no rank does,
+        # The rank that replaces the lost rank receives the whole part. Without one,
         # a sum keeps its total, a new replica 0 receives the value of the old one, and
         # other values are lost.
         if lost in heirs:

@@ -1,8 +1,8 @@
 """The ranks of a job: active ranks, spare ranks, and ranks that have been lost.
 
 After each loss all living ranks meet: they shrink the pool's communicator to the living
-ranks, exchange their states, and agree that all have received these. If a rank dies
-meanwhile, the meeting is repeated, so that all ranks continue with the same list.
+ranks, exchange their states, and agree that all ranks have received all states. If a
+rank dies meanwhile, the meeting is repeated, so that all ranks agree on one list.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Pool:
         self._num_places = world.size - spare_ranks
         self._members: dict[int, Member] = {}
         if not self._alone:
-            # Each rank finds this out without a message, as ranks may be lost already.
+            # Each rank checks without a message, because ranks may be lost already.
             problem = problem_with_survival(mpi)
             if problem:
                 raise TopologyError(problem)
@@ -96,7 +96,7 @@ class Pool:
     def meet(self, returned: bool = False) -> Meeting:
         """Agree which ranks live, and which are active; the same on every rank.
 
-        Collective over all living ranks of the job; it wakes ranks in `wait`.
+        Collective over all living ranks of the job; this call wakes ranks in `wait`.
         ``returned`` is whether this rank's training function has returned.
         """
         own = Member(self._rank, platform.node(), os.getpid(), returned)
@@ -106,13 +106,13 @@ class Pool:
             self._generation += 1
             return Meeting(self._generation, self._comm, (0,), (), 0, finished)
         if self._generation:
-            # This wakes spare ranks, and ranks that do not know of the loss yet.
+            # Revoking wakes spare ranks, and ranks that do not know of the loss yet.
             revoke([self._comm])
         members, places, active = self._agreed(functools.partial(self._exchange, own))
         return self._conclude(members, places, active)
 
     def living(self, word: str = "") -> dict[int, str]:
-        """Agree which ranks live; return one value from each, by rank.
+        """Agree which ranks live; return a value of each living rank, by rank.
 
         Collective over all living ranks of the job.
         """
@@ -124,7 +124,7 @@ class Pool:
         return found
 
     def _agreed(self, exchange: Callable[[Any], Any]) -> Any:
-        """Shrink to the living ranks, and exchange, until no rank dies meanwhile."""
+        """Shrink to the living ranks and exchange; repeat if a rank dies meanwhile."""
         while True:
             comm = self._comm = self._comm.Shrink()
             # The loss of a rank then raises an exception, and does not end the process.
@@ -209,7 +209,7 @@ class Pool:
         return places
 
     def wait(self) -> bool:
-        """Wait as a spare rank for a meeting; False if an active rank has failed.
+        """Wait as a spare for a meeting; return False if an active rank has failed.
 
         Failed means an error other than a loss. The wait sleeps, because the active
         ranks may need this core.

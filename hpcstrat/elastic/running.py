@@ -44,7 +44,7 @@ def run(
     partner_copies: bool = False,
     **strategy_options: Any,
 ) -> Any:
-    """Call a training function, and call it again on the remaining ranks after a loss.
+    """Call a training function, and again on the remaining ranks after a rank is lost.
 
     Collective over all ranks of the job.
 
@@ -85,7 +85,7 @@ def run(
     ------
     TopologyError
         On every rank, if the job was not started by ``mpirun --with-ft ulfm`` of Open
-        MPI 5. A job of one rank does not need this.
+        MPI 5. A job of one rank does not need ``ulfm``.
     RankLostError
         On every rank, if too few ranks are left.
     ValueError
@@ -94,7 +94,7 @@ def run(
     OSError
         On every rank, if ``completion_marker`` cannot be removed or written.
     """
-    # `creation.meet` reports the problem to all ranks, so that all ranks raise.
+    # `creation.meet` reports the problem, so that all ranks raise an error.
     problem = _problem_of(strategy_options)
     given = strategy_options.get("settings") or Settings()
     with Creation("start of elastic.run", given) as creation:
@@ -108,7 +108,7 @@ def run(
             creation.meet(mpi, Topology.world(), call, problem, survives=True)
     pool = Pool(mpi, Topology.world(), spare_ranks)
     _check_least(min_replicas, mpi.COMM_WORLD.size - spare_ranks)
-    # Register this first, because a rank may be lost in the first meeting already.
+    # Register the exit handler first: the first meeting may lose a rank already.
     end_without_finalize_after_loss(pool)
     _clear(completion_marker, mpi)
     memory = Memory(partner_copies)
@@ -120,7 +120,7 @@ def run(
         if meeting.comm is not None:
             outcome = _train(train, pool, memory, meeting, strategy_options)
         elif not pool.wait():
-            # An active rank has failed with an error, which its own caller handles.
+            # An active rank has failed with an error, so no rank needs this spare rank.
             return None
         meeting = pool.meet(outcome.returned)
         # All ranks have left the strategy, even if this rank alone has finished.

@@ -1,4 +1,4 @@
-"""Copies in memory of a program's state: this rank's own, and parts of partners."""
+"""Copies in memory of a program's state: this rank's state, and parts of partners."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Snapshot:
             if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
                 self.arrays[path] = value.copy()
             else:
-                # The array's pages are in memory, so that a copy causes no faults.
+                # The array's pages are in memory, so that a copy causes no page faults.
                 kept[...] = value
 
     def _copy_python(self, objects: Objects, python: Mapping[str, bytes]) -> None:
@@ -117,7 +117,7 @@ class Snapshot:
     def unpacked(self, part: Array) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return the arrays, by path, and random streams, by name, of an `own_part`.
 
-        The part may be from any replica: all have the same order and sizes.
+        The part may be of any replica, because all parts have the same order and sizes.
         """
         arrays, rows, start = {}, {}, 0
         for path in self.on_read():
@@ -164,8 +164,8 @@ def _on(read: bool) -> str:
 def partners_of(workers: Sequence[int]) -> list[int]:
     """Return the replica that keeps the copy for each replica, from their workers.
 
-    It is the replica at the same position in the next worker, because a host is lost as
-    a whole. With only one worker, it is the next replica.
+    The copy is at the same position in the next worker, because a host is lost as a
+    whole. With only one worker, it is on the next replica.
     """
     count = len(workers)
     if len(set(workers)) == 1:
@@ -186,7 +186,7 @@ def partners_of(workers: Sequence[int]) -> list[int]:
 def exchange(
     strategy: Replicas, part: Array, partners: Sequence[int]
 ) -> dict[int, Array]:
-    """Send a part to this replica's partner; return the parts of others to keep.
+    """Send a part to this replica's partner; return the parts that this replica keeps.
 
     Collective over the strategy's replicas, of which there must be two or more. Parts
     have the same length on all replicas.

@@ -60,7 +60,7 @@ _FIELDS = struct.Struct(f"<16s8Q{_ROOT_BYTES}s")
 _SELF = struct.Struct("<Q")
 # The prefix is read in parts of this size, because a forged prefix may be large.
 _PART_BYTES = 16 << 20
-# Twice the limit of `Skeleton`, and the most bytes that rounding to stripes adds.
+# Limits for a forged record: twice the structures of `Skeleton`, and gaps of stripes.
 _MOST_STRUCTURE_BYTES = 1 << 33
 _MORE_BYTES = 2 << 20
 NONCE_BYTES = 16
@@ -73,7 +73,7 @@ _VERDICT_TAIL = struct.Struct("<Q")
 
 
 def block_hash(data: memoryview) -> int:
-    """Return the 64-bit XXH3 hash, seed 0, of bytes; other threads run meanwhile."""
+    """Return the 64-bit XXH3 hash, seed 0, of bytes, and let other threads run."""
     return xxhash.xxh3_64_intdigest(data)
 
 
@@ -208,7 +208,7 @@ def write_verdict(
 def read_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes
 ) -> int | Array | None:
-    """Return the ``part`` that a replica has written by `write_verdict`, or None."""
+    """Return the ``part`` of a replica's `write_verdict`, or None before that call."""
     rank, size = place
     count = len(plan.parts(size)[rank])
     most = _VERDICT_HEAD.size + 8 * count + _VERDICT_TAIL.size
@@ -242,14 +242,14 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         self.path = path
         self.vouched = vouched
         self._file = open_to_read(path, direct)
-        # `part` keeps its last block here, because its next bytes are mostly in it.
+        # `part` keeps the last block here, because the next call mostly needs it again.
         self._image: Image | None = None
         self._kept = -1
 
     def read(self, block: int, slot: Array) -> Array:
         """Read a block into a slot that is long enough; return the checked block.
 
-        Raises CorruptCheckpointError for damaged data; OSError if a retry may succeed.
+        Raises CorruptCheckpointError if damaged, or OSError if a retry may succeed.
         """
         start, stop = self.vouched.plan.span(block)
         data = slot[: stop - start]

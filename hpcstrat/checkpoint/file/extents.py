@@ -31,7 +31,7 @@ RECORD_BYTES = 4096
 
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCK_BYTES = 16 << 20
-# Each thread then has several blocks, and replicas write about as much as each other.
+# With 8 blocks, each thread has several, and the loads of replicas differ little.
 _BLOCKS_PER_REPLICA = 8
 
 
@@ -40,7 +40,7 @@ class Extent:
     """The offset and size of a dataset's values, at least one byte.
 
     ``num_rows`` is 0 if each replica has all values. If not, each replica has a row of
-    its own, or, with ``by_group``, all replicas of a group have the same row.
+    its own; with ``by_group``, all replicas of a group have the same row.
     """
 
     path: str
@@ -117,7 +117,7 @@ class FileLayout:
         """Return the blocks that each of ``size`` replicas writes, ascending.
 
         If a row fills a block by more than half, a replica that has the row writes the
-        block. The other blocks are divided so that all replicas write about as much.
+        block. The other blocks are divided for an equal load of all replicas.
         """
         if size not in self._parts:
             self._parts[size] = _deal(self, size)
@@ -140,7 +140,7 @@ class FileLayout:
         return [extent.stop for extent in self.extents]
 
     def pieces(self, block: int) -> Iterator[Piece]:
-        """Yield the parts of datasets in a block by offset; zeros are between them."""
+        """Yield the parts of datasets in a block, by offset; the gaps are zeros."""
         start, stop = self.span(block)
         first = bisect.bisect_right(self._ends, start)
         for extent in self.extents[first:]:
@@ -165,7 +165,7 @@ def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
 
 
 def is_block_size(nbytes: int) -> bool:
-    """Return whether `choose_block_bytes` can return this number."""
+    """Return whether `choose_block_bytes` can return a number."""
     within = _LEAST_BLOCK_BYTES <= nbytes <= _MOST_BLOCK_BYTES
     return within and nbytes.bit_count() == 1
 
@@ -197,7 +197,7 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
     """Return the writer of each block that one row fills by more than half."""
     owners = {}
     for extent in plan.extents:
-        # A smaller row fills no block by half; the writers of its blocks receive it.
+        # A smaller row fills no block by half: the writers of its blocks receive it.
         if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
             continue
         for row in range(extent.num_rows):
@@ -207,7 +207,7 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
             for index, block in enumerate(blocks):
                 low, high = plan.span(block)
                 if 2 * (min(stop, high) - max(start, low)) > plan.block_bytes:
-                    # Each holder of the row writes a run of its blocks.
+                    # Each holder of the row writes consecutive blocks of the row.
                     owners[block] = holders[index * len(holders) // len(blocks)]
     return owners
 
@@ -219,11 +219,11 @@ def _shares(parts: list[list[int]], count: int) -> list[int]:
     def needed(level: int) -> int:
         return sum(max(level - each, 0) for each in has)
 
-    # The lowest common length at which all items fit.
+    # Find the lowest common length of parts at which all items fit.
     level = bisect.bisect_left(range(max(has) + count + 1), count, key=needed)
     takes = [max(level - each, 0) for each in has]
     for rank in reversed(range(len(takes))):
-        # Reduce the shares of the last replicas by one item.
+        # Reduce the shares of the last replicas by one item if there are too few items.
         if takes[rank] and sum(takes) > count:
             takes[rank] -= 1
     return takes

@@ -28,7 +28,7 @@ __all__ = [
 
 # Ask for large pages, and for zeros in child processes (MADV_WIPEONFORK of madvise(2),
 # which Python does not name). If a child shared the pages, the next write would move
-# each to a new page, and a GPU that has locked the old page would still use that.
+# each to a new page, and a GPU that has locked the old page would still use it.
 _ADVICE = (mmap.MADV_HUGEPAGE, 18)
 
 
@@ -66,7 +66,7 @@ class ImageMemory:
         self._lent_from = 0
 
     def image(self, num_slots: int, slot_bytes: int) -> Image:
-        """Return an image with arbitrary content; the image before becomes invalid."""
+        """Return an image with arbitrary content; the last image becomes invalid."""
         nbytes = num_slots * slot_bytes
         if self._region is None or self._region.bytes.size < nbytes:
             self.release()
@@ -78,7 +78,7 @@ class ImageMemory:
     def _take_back(self, nbytes: int) -> None:
         """Keep the kernel from reclaiming the first ``nbytes`` bytes."""
         if self._lent_from < nbytes and self._region is not None:
-            # Write to each page: before Linux 5.18, direct reads alone do not keep it.
+            # Write to each page: before Linux 5.18, a direct read does not keep a page.
             self._region.bytes[self._lent_from : nbytes : mmap.PAGESIZE] = 0
             self._lent_from = nbytes
 
@@ -94,10 +94,10 @@ class ImageMemory:
                 self._lent_from = 0
 
     def release(self) -> None:
-        """Free the memory, in a thread because that is slow; images become invalid."""
+        """Free the memory in a thread, because it takes long; images become invalid."""
         if self._region is not None:
             self._region.unlock()
-        # The thread drops the last reference, unless an image still has one.
+        # The thread drops the last reference to the memory, unless an image has one.
         held = [self._region]
         self.leave()
         with contextlib.suppress(RuntimeError):
@@ -105,7 +105,7 @@ class ImageMemory:
             threading.Thread(target=held.clear, daemon=True).start()
 
     def leave(self) -> None:
-        """Drop this reference to the memory, which an image may still use."""
+        """Forget the memory, but do not free it, because an image may still use it."""
         self._region, self._lent_from = None, 0
 
 
@@ -148,7 +148,7 @@ class _Region:
         return self.bytes[start : start + self._slot_bytes]
 
     def lock(self, index: int) -> bool:
-        """Lock the pages of a place; return False if the system refuses that."""
+        """Lock the pages of a place; return whether the system allows it."""
         if index not in self.unlocks and not self._refused:
             unlock = lock_pages(self, self.place(index))
             if unlock is None:

@@ -72,7 +72,7 @@ def as_text(name: str, state: Any) -> bytes:
 
 def is_typed(text: bytes) -> bool:
     """Return whether a text from `as_text` has types that plain JSON does not have."""
-    # Inside of a string, a backslash would precede the quotation mark.
+    # A quotation mark inside of a string would have a backslash before it.
     return b'{"$' in text
 
 
@@ -163,7 +163,7 @@ def _plain_scalar(value: Any) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Return whether JSON keeps a text; it changes texts with unpaired surrogates."""
+    """Return whether JSON keeps a text; JSON changes texts with unpaired surrogates."""
     if value.isascii():
         return True
     try:

@@ -201,10 +201,10 @@ def read_contents(
 def _reading(
     path: str, vouched: Vouched | None, extents: dict[str, Extent]
 ) -> Iterator[_Read]:
-    """Yield a function that reads a dataset's bytes, and checks them if it can."""
+    """Yield a function that reads a dataset, and checks its hashes if there are any."""
     for section in ("python/", "rng/"):
         sizes = [e.nbytes for name, e in extents.items() if name.startswith(section)]
-        # Extents of a forged file may overlap, so that their sum exceeds its size.
+        # Extents in a forged file may overlap, so that their sum exceeds its size.
         if sum(sizes) > MOST_STATE_BYTES:
             raise ValueError(f"there are {sum(sizes):,} bytes in {section}")
     with contextlib.ExitStack() as stack:
@@ -316,8 +316,8 @@ class CheckpointFile:
 def open_checkpoint(path: str) -> CheckpointFile:
     """Check a file, and read everything except the values of variables.
 
-    Raises FileNotFoundError; CorruptCheckpointError if it is no intact checkpoint;
-    CheckpointError if it cannot be read now, or if a newer library wrote it.
+    Raises FileNotFoundError, CorruptCheckpointError if the file is no intact
+    checkpoint, or CheckpointError if it is unreadable now or of a newer library.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -364,7 +364,7 @@ def _readable(path: str) -> Iterator[None]:
             raise CheckpointError(
                 f"expected to read {path}, found: {error}; it may be whole: try again"
             ) from error
-        # Find the kind of file only after an error, because that opens the file again.
+        # Find the kind of file only after an error, because this opens the file again.
         other = other_file(path)
         if other:
             raise NoCheckpointError(
@@ -399,7 +399,7 @@ def _opened(path: str) -> int:
 def map_values(file: CheckpointFile) -> dict[str, Array]:
     """Return all values as memory-mapped arrays, without checking hashes again.
 
-    Changes of an array stay in memory. ImportError or TypeError for unknown types.
+    The file is never changed. Raises ImportError or TypeError for an unknown type.
     """
     found = {}
     for name, entry in file.header.entries.items():

@@ -1,4 +1,4 @@
-"""Names in a checkpoint file; ``docs/checkpoint-format.md`` is their specification."""
+"""Names in a checkpoint file, which ``docs/checkpoint-format.md`` specifies."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: str) -> int | None:
-    """Return the step in the file name of a checkpoint; None for other names."""
+    """Return the step in the file name of a checkpoint, or None for other names."""
     match = _NAME.fullmatch(os.path.basename(path))
     return None if match is None else int(match.group(1))
 
@@ -152,7 +152,7 @@ def section_of(state: dict[str, Any]) -> str:
 
 @functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a type; the cache saves NumPy's slow computation of it."""
+    """Return the name of a type, from a cache because NumPy computes it each time."""
     return dtype.name
 
 
@@ -180,8 +180,8 @@ def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @functools.lru_cache(maxsize=256)
 def stored_dtype(name: str, itemsize: int) -> np.dtype[Any] | None:
-    """Return the type in which a file stores a named type; None if not a number."""
-    # This function must not need the library for bfloat16.
+    """Return the type in which a file stores a named type, or None if not a number."""
+    # The library for bfloat16 may be missing here.
     if name == "bfloat16":
         return np.dtype("<u2")
     try:
@@ -217,7 +217,7 @@ def to_index(entries: Mapping[str, Entry], extents: Mapping[str, Extent]) -> byt
     """
     nowhere = Extent("", 0, 0)
     rows = []
-    # HDF5 lists datasets in this order, too.
+    # Sort the paths in the order in which HDF5 lists datasets.
     for path in sorted(entries, key=lambda path: path.encode().split(b"/")):
         entry = entries[path]
         place = extents.get(path, nowhere)

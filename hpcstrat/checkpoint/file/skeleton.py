@@ -53,14 +53,14 @@ __all__ = ["Maker", "Skeleton", "packed_python", "state_bytes"]
 
 
 class Maker:
-    """Makes datasets and attributes by HDF5's own functions; h5py's are slower.
+    """Makes datasets and attributes by HDF5's functions, which are faster than h5py's.
 
     HDF5's structures may use ``room`` bytes at the start of the file: whole pages.
     """
 
     def __init__(self, path: str, room: int) -> None:
         access = h5p.create(h5p.FILE_ACCESS)
-        # This makes the file readable for HDF5 1.10 and later.
+        # The file must be readable by HDF5 1.10 and later.
         access.set_libver_bounds(h5f.LIBVER_V110, h5f.LIBVER_V110)
         # Put structures at the start of the file, and large values on page boundaries.
         access.set_meta_block_size(room)
@@ -86,7 +86,7 @@ class Maker:
         dtype: np.dtype[Any],
         attributes: Mapping[str, Any],
     ) -> int | None:
-        """Make a dataset and its groups; return its values' offset, None if empty."""
+        """Make a dataset and its groups; return its offset, or None if it is empty."""
         space = h5s.create_simple(shape) if shape else self._scalar
         kind = self._type(dtype, logical=True)
         made = h5d.create(
@@ -211,7 +211,7 @@ class Skeleton:
     def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
         """Return the prefix for one save of a header; the table of hashes is empty."""
         # After an interrupt, HDF5 may write later, when its file is garbage-collected.
-        # So HDF5 gets its own descriptor, and without a key the skeleton fits no save.
+        # Therefore HDF5 has its own descriptor, and without a key no save fits again.
         key, self._key = self._key, None
         raw = os.fdopen(os.dup(self._scratch), "r+b", buffering=0)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
@@ -277,7 +277,7 @@ def _datasets(
 ) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
     """Return all datasets of values: large ones, then small ones by element size.
 
-    HDF5 packs small datasets. The widest elements come first, so all stay aligned.
+    HDF5 packs small datasets. The widest elements are first, so that all are aligned.
     """
     found = [
         (path, entry.shape, saved_dtype(named_dtype(entry.dtype)))
@@ -308,7 +308,7 @@ def _make(
     most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
     block_bytes = choose_block_bytes(most, header.num_replicas)
     blocks = most // block_bytes + 2
-    # Whole pages, so that the data begin on a page. ``blocks`` is an upper bound,
+    # Use whole pages, so that the data begin on a page. ``blocks`` is an upper bound,
     # because the table of hashes is placed before the extents are known.
     words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
     num_index = index_bytes(header.entries)
@@ -413,7 +413,7 @@ def _attributes(entry: Entry) -> dict[str, Any]:
 
 
 def _describe(maker: Maker, header: Header, plan: FileLayout, version: int) -> None:
-    """Write the other attributes; the ones that change with each save are zero."""
+    """Write all other attributes, with zeros for values that change with each save."""
     number = np.int64
     root = {
         "hpcstrat_format": FORMAT,

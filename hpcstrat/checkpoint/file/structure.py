@@ -1,4 +1,4 @@
-"""Reading of the HDF5 features that checkpoints use; any other raises ValueError.
+"""Reading of the HDF5 features that checkpoints use; other features raise ValueError.
 
 Without these checks, a forged file could make the reader open other files or pipes, or
 allocate more memory than the file is long.
@@ -74,7 +74,7 @@ def _elsewhere(name: str) -> str:
 
 
 def member(group: Any, name: str) -> Any:
-    """Return a member of a group, or None; ValueError if it is not a hard link."""
+    """Return a member of a group, or None; raise ValueError if the link is not hard."""
     link = group.get(name, getlink=True)
     if link is not None and not isinstance(link, h5py.HardLink):
         raise ValueError(_elsewhere(name))
@@ -82,7 +82,7 @@ def member(group: Any, name: str) -> Any:
 
 
 def attribute(item: Any, name: str) -> Any:
-    """Return an attribute, a number or short text; KeyError if there is none."""
+    """Return an attribute, a number or short text; raise KeyError if it is missing."""
     place = item["/"] if isinstance(item, h5py.File) else item
     return _read(h5a.open(place.id, name.encode()), name)
 

@@ -3,8 +3,8 @@
 Two jobs that save in one folder would remove each other's checkpoints, because neither
 knows the files of the other. Therefore a job locks the folder by a POSIX lock,
 fcntl(2). The kernel releases the lock when the process ends for any reason, also on
-another host of an NFS. Child processes do not inherit it. Without locks in the file
-system, any job may save.
+another host of an NFS. Child processes do not inherit the lock. If the file
+system has no locks, any job may save.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 OWNER = ".owner"
 """Name of the file that is locked."""
 
-# A launcher sets one of these to a value that only the processes of one job share.
+# Variables of launchers, whose value only the processes of one job share.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 _ATTEMPTS = 10
 # Descriptor and number of locks of each folder. A process opens the file only once,
@@ -65,7 +65,7 @@ class Folder:
         self._lock: weakref.finalize[Any, Any] | None = None
 
     def prepare(self) -> None:
-        """Raise NotADirectoryError if needed; remove temporary files of dead jobs."""
+        """Check that the path can be a folder, and remove files of dead jobs in it."""
         place = self.path
         while not os.path.lexists(place):
             place = os.path.dirname(place)
@@ -76,7 +76,7 @@ class Folder:
             remove_abandoned(self.path)
 
     def make(self) -> None:
-        """Make the folder if it is missing, and lock it; one rank calls it.
+        """Make the folder if it is missing, and lock it; call this on one rank.
 
         Raises CheckpointError if another job saves in the folder.
         """
@@ -108,7 +108,7 @@ class Folder:
 def _take(directory: str) -> bool:
     """Lock a folder for this job; each success needs one call of `_release`.
 
-    Replica 0 calls it. Returns False if the file system has no locks, or if another
+    Call this on replica 0. Returns False if the file system has no locks, or if another
     process of this job has the lock. Raises CheckpointError if another job has it.
     """
     directory = os.path.realpath(directory)
@@ -177,7 +177,7 @@ def _job() -> str:
 
 
 def _batch_job() -> str:
-    """Return the scheduler's name of the job; empty without a scheduler."""
+    """Return the scheduler's name of the job, or an empty string if there is none."""
     job = batch_job_from_environment()
     return "" if job is None else job.job_id
 
@@ -190,7 +190,7 @@ def _write(handle: int) -> None:
         "pid": os.getpid(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    # Errors do not matter: the record names the owner, but the lock itself decides.
+    # Ignore errors: the record only names the owner for messages and requeued jobs.
     with suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode(), 0)
@@ -252,7 +252,7 @@ def _namespace() -> str:
 def remove_abandoned(directory: str) -> None:
     """Remove temporary files of processes that have ended.
 
-    One rank calls it. Files of processes on other hosts or in other containers are
+    Call this on one rank. Files of processes on other hosts or in other containers are
     removed after a week. The folder need not exist.
     """
     own = f"{platform.node()}-{_namespace()}"
@@ -281,18 +281,18 @@ def _lives(pid: int) -> bool:
         return True
     try:
         _, fields = process_stat(pid)
-        # False if /proc belongs to another namespace of process IDs.
+        # ``shown`` is False if /proc belongs to another namespace of process IDs.
         shown = os.readlink("/proc/self") == str(os.getpid())
     except OSError:
         return True
-    # An exiting process cannot write, although it may free its memory for long.
+    # An exiting process cannot write any more, although freeing its memory takes long.
     return not shown or (
         fields[STATE] not in "ZX" and not int(fields[FLAGS]) & _EXITING
     )
 
 
 def identity_of(path: str) -> Identity | None:
-    """Return the identity of a file; None if it does not exist."""
+    """Return the identity of a file, or None if the file does not exist."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

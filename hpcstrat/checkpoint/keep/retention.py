@@ -78,7 +78,7 @@ class KeepBest:
 
 @dataclass(frozen=True, slots=True)
 class KeepRules:
-    """Rules for keeping checkpoints, as `CheckpointManager` documents them.
+    """Rules for keeping checkpoints: the parameters of `CheckpointManager`.
 
     A checkpoint is kept if any rule keeps it. Raises ValueError for invalid values.
     """
@@ -149,7 +149,7 @@ def _metric_name(name: Any) -> str:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as floats, by name, sorted; ValueError for invalid metrics."""
+    """Return metrics as floats, sorted by name; raise ValueError if invalid."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -186,7 +186,7 @@ class Found:
 
 
 def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
-    """Return the checkpoints that have the metric, except NaN, best first."""
+    """Return the checkpoints that have the metric, best first, but not NaN."""
     sign = 1 if best.mode == "min" else -1
     values = [(sign * one.metrics.get(best.metric, math.nan), one) for one in found]
     numbers = [pair for pair in values if not math.isnan(pair[0])]
@@ -213,9 +213,9 @@ def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]
 
 
 def _far_apart(ordered: Sequence[Found], distance: timedelta) -> list[Found]:
-    """Return the oldest checkpoint, and later ones at least ``distance`` apart.
+    """Return checkpoints at least ``distance`` apart in time, from the oldest on.
 
-    A later call, after the others were removed, chooses the same checkpoints.
+    A later call, after other checkpoints were removed, chooses the same checkpoints.
     """
     least = _nanoseconds("keep_every", distance)
     keep: list[Found] = []
@@ -283,7 +283,7 @@ class Retention:
 
     def _superfluous(self) -> list[str]:
         """Return the paths that may be removed, oldest first."""
-        # Check the kept files again before others are removed, because files can rot.
+        # Check kept files again before others are removed, because files can rot.
         counting = KeepRules(self._rules.max_to_keep, keep_best=self._rules.keep_best)
         found = self._find()
         while True:
@@ -337,7 +337,7 @@ def _find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | Non
 
 
 def newest_path(directory: str) -> str | None:
-    """Return the path of the newest intact checkpoint; None if there is none."""
+    """Return the path of the newest intact checkpoint, or None if there is none."""
     found = _find_newest(directory, [])
     return None if found is None else found.path
 
@@ -345,7 +345,7 @@ def newest_path(directory: str) -> str | None:
 def find_restorable(
     directory: str, path: str | None, passed_over: list[str]
 ) -> tuple[CheckpointFile | None, list[str]]:
-    """Return the checkpoint at ``path``, or else the newest, and the damaged paths.
+    """Return the checkpoint at ``path`` or the newest one, and the damaged paths.
 
     Raises CheckpointError if ``path`` is missing, or if all checkpoints are damaged.
     """
@@ -372,7 +372,7 @@ def warn(error: Exception) -> None:
 
 
 def best_path(directory: str, best: KeepBest) -> str | None:
-    """Return the path of the best intact checkpoint; None if none has the metric."""
+    """Return the path of the best intact checkpoint, or None if none has the metric."""
     found = []
     for path in list_checkpoints(directory):
         try:

@@ -61,7 +61,7 @@ class Match:
     """A saved value and the variable that receives it."""
 
     entry: Entry
-    # None if the variable does not exist yet: ``owner`` will make it, as ``name``.
+    # None if the variable does not exist yet, and ``owner`` will make it as ``name``.
     variable: Variable | None
     owner: Any = None
     name: str = ""
@@ -106,7 +106,7 @@ class Match:
         if self.entry.per_replica and variable is not None:
             _store(variable.components[index], rounded(row, variable.dtype))
             return
-        # All replicas of a group have the same value.
+        # All replicas of a group have the same value, so use the group's strategy.
         self._place(row, strategy.split.part if self.entry.per_group else strategy)
 
     def _place(self, value: Array, strategy: Replicas) -> None:
@@ -155,7 +155,7 @@ class Match:
         return self.entry.has_rows and not several
 
     def rows(self, strategy: Replicas) -> list[int | None]:
-        """Return the number of the saved row, or None, for each replica of a rank."""
+        """Return the index of the saved row, or None, for each replica of this rank."""
         saved = self.entry.shape[0]
         own, count = list(strategy.local_replicas), strategy.num_replicas_in_sync
         if self.entry.per_group:
@@ -168,7 +168,7 @@ class Match:
 
 
 def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
-    """Log a warning if the new type cannot hold some values, not for rounding."""
+    """Log a warning about values that the new type cannot hold, except for rounding."""
     cast = rounded(value, dtype)
     if is_half(dtype) or dtype.kind in "fc":
         lost = np.isfinite(value) & ~np.isfinite(cast)
@@ -264,7 +264,7 @@ def match_entries(
 
 
 def is_wanted(path: str, only: Collection[str] | None) -> bool:
-    """Return whether a path belongs to an object in ``only``; None means all objects.
+    """Return whether a path belongs to an object in ``only`` (None means all objects).
 
     The object's name is the first component, such as ``optimizer``, but ``net`` in
     ``variables/net/w``.
@@ -413,7 +413,7 @@ def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
 
 
 def live_bytes(match: Match) -> Array | Elsewhere | None:
-    """Return a variable's memory as bytes in the stored form; None if it differs."""
+    """Return a variable's memory as bytes if it has the stored form, or None."""
     variable = match.variable
     if variable is None or match.divides or sys.byteorder != "little":
         return None

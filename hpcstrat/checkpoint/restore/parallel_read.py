@@ -43,10 +43,10 @@ class BlockDeal:
     """The blocks that each replica reads, and the number of blocks that it keeps.
 
     The division is the same on every replica. A column consists of the replicas with
-    the same position in their workers; it sends blocks between workers. ``own`` has
-    this replica's blocks, ``column`` is its position, and ``columns`` is the number of
-    positions that all workers have; other replicas read nothing. `rounds` numbers the
-    owners of blocks.
+    the same position in their workers; they send their blocks between workers. ``own``
+    has this replica's blocks, ``column`` is its position, and ``columns`` is the number
+    of positions that all workers have; other replicas read nothing. `rounds` numbers
+    the owners of blocks.
     """
 
     def __init__(self, blocks: list[int], most_kept: int, strategy: Replicas) -> None:
@@ -75,7 +75,7 @@ class BlockDeal:
         return owner % self._workers
 
     def kept(self, owner: int) -> set[int]:
-        """Return the blocks that an owner keeps; it reads its other blocks again."""
+        """Return the blocks that an owner keeps, so that it need not read them again."""
         indices = self._part(owner)[: self.most_kept]
         return {self._blocks[index] for index in indices}
 
@@ -180,7 +180,7 @@ def restore_values(
 
 
 def _read_together(strategy: Replicas, path: str, read: Callable[[], None]) -> float:
-    """Read on all replicas; return the seconds, or raise on all if one fails."""
+    """Read on all replicas; return the seconds, or raise on all if a replica fails."""
     error: Exception | None = None
     began = time.perf_counter()
     try:
@@ -266,7 +266,7 @@ class _ParallelRead:
         self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
-        # `read` sets the image and the blocks.
+        # The method `read` sets these attributes, or changes their values.
         self._image: Image
         self._blocks: Blocks
         self._open = contextlib.ExitStack()
@@ -400,7 +400,7 @@ class _ParallelRead:
                 self._uploads.end()
         if shared is not None:
             shared.close()
-        # Assign these after the last exchange, so that no call can fail in between.
+        # Assign rows after the last exchange, so that no call can fail in between.
         for match, row in self._row_values:
             match.assign_row(row, self._strategy)
         for match in self._empty:

@@ -39,7 +39,7 @@ RING_SLOTS = 4
 class PartWriter:
     """Writes this replica's blocks to a file that exists.
 
-    ``image`` has `RING_SLOTS` places, or one for each block if all are copied ahead.
+    ``image`` has `RING_SLOTS` places, or a place per block if all are copied ahead.
     The last thread calls ``then`` at the end. Writes are spread over ``spread_seconds``
     until the caller joins the threads.
     """
@@ -70,7 +70,7 @@ class PartWriter:
         self._spread = spread_seconds
         # More threads gain little, because one core uses much of the memory bandwidth.
         self._copiers = min(num_cores, _MOST_COPIERS)
-        # With more threads at once, the first block of each would be ready later.
+        # With more threads at once, the first block of each thread is ready later.
         self._cores = threading.Semaphore(num_cores)
         self._hurry = threading.Event()
         self._file = -1
@@ -140,7 +140,7 @@ class PartWriter:
     def _telling(self) -> Iterator[None]:
         """Record an error, which all replicas raise together at the end of a save.
 
-        A lost server, or an exception that ends the program, is raised at once, too.
+        A lost server, or an exception that ends the program, is also raised at once.
         """
         try:
             yield
@@ -158,7 +158,7 @@ class PartWriter:
             try:
                 missing = list((map if asks else pool.map)(copy, indices))
             except RuntimeError:
-                # The system refuses more threads, or the program ends.
+                # No more threads, or the program ends: copy in this thread.
                 missing = list(map(copy, indices))
         if self._downloads is not None:
             for index, pairs in enumerate(missing):
@@ -182,7 +182,7 @@ class PartWriter:
                 thread.start()
                 self._threads.append(thread)
             except BaseException as error:
-                # If the system refuses a thread, all replicas raise this at the end.
+                # If the system refuses a thread, all replicas raise it at the end.
                 self._fail(error)
                 self._leave(wanted - number)
                 if not isinstance(error, RuntimeError):
@@ -226,7 +226,7 @@ class PartWriter:
                 arrival.wait()
 
     def _leave(self, count: int) -> None:
-        """Count threads that have ended; the last one flushes and closes the file."""
+        """Count threads that have ended; the last thread closes the file."""
         with self._lock:
             self._left -= count
             last = self._left == 0
@@ -276,7 +276,7 @@ class PartWriter:
             self._fail(error)
         self._values, self._downloads = {}, None
         self._arrivals.clear()
-        # Break the reference cycle with the owner, so that both are freed at once.
+        # Break the cycle with the owner, so that both objects are freed at once.
         then, self._then = self._then, None
         self.done.set()
         if then is not None:

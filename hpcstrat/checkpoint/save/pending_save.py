@@ -71,7 +71,7 @@ class Publication:
     found: Identity | None
     # Checkpoints of later steps, to remove when this one is on the disk.
     abandoned: list[tuple[str, Identity | None]]
-    # Removes older checkpoints after that.
+    # Removes older checkpoints when this one is on the disk.
     retention: Retention
     header: Header
     skeleton: Skeleton
@@ -87,7 +87,7 @@ class Publication:
         return self.ended > 0 or self.error is not None
 
     def do(self, hashes: Array) -> None:
-        """Publish the checkpoint, after all parts are on the disk; keep an error."""
+        """Publish the checkpoint, after all parts are on the disk; store any error."""
         with self._lock:
             if self.over:
                 return
@@ -133,7 +133,7 @@ class Publication:
         table = hashes.astype("<u8").tobytes()
         prefix[plan.table_start : plan.table_start + len(table)] = table
         record = pack_record(plan, bytes(prefix), header.step, header.num_replicas)
-        # Not direct: these pieces are neither aligned nor large.
+        # Use the page cache, because these pieces are neither aligned nor large.
         with closing(open_to_write(self.temporary, False)) as file:
             write_all(file, memoryview(prefix), 0)
             write_all(file, memoryview(record), plan.data_end)
@@ -226,7 +226,7 @@ class NewFile:
     """The file that replica 0 has made, as it is sent to the other replicas."""
 
     temporary: str
-    # Distinguishes verdicts of this save from those of an earlier one.
+    # Distinguishes verdicts of this save from the verdicts of an earlier save.
     nonce: bytes
     # Plain state of replica 0; each replica writes a part of it.
     python: dict[str, bytes]
@@ -257,9 +257,9 @@ class PendingSave:
         self.file, self.plan = file, plan
         self.rank, self.num_ranks = rank, num_ranks
         self.blocking_seconds = 0.0
-        # On replica 0 only.
+        # Only replica 0 has a publication.
         self.publication: Publication | None = None
-        # None until writing has begun; ``error`` is the reason if it cannot begin.
+        # None until writing has begun; ``error`` tells why writing cannot begin.
         self.part: PartWriter | None = None
         self.error: BaseException | None = None
         # Set when threads must stop waiting for verdicts of other replicas.
@@ -304,7 +304,7 @@ class PendingSave:
         self.part.start(values, ahead=ahead)
 
     def _in_background(self, part: PartWriter) -> None:
-        """Write the verdict on this part, or publish on replica 0 (in a thread)."""
+        """In a thread, write the verdict on this part, or publish on replica 0."""
         error = part.error
         try:
             if self.publication is None:
@@ -318,7 +318,7 @@ class PendingSave:
                 self._publish_when_all_are_there(self.publication, part)
                 self._await_room()
         except OSError as problem:
-            # The main threads will exchange the outcome instead.
+            # Instead of the verdict, the main threads will exchange the outcome.
             self._unheard = True
             get_logger("checkpoint").debug("no verdict on %s: %s", self.order, problem)
 
@@ -391,12 +391,12 @@ def _number(error: BaseException) -> int:
 
 
 _under_way: weakref.WeakSet[PendingSave] = weakref.WeakSet()
-# A child process must not end or drop the saves of its parent.
+# A forked child process must not finish or remove the saves of its parent.
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def give_up_all(error: BaseException) -> None:
-    """Give up all running saves, because their replicas make no more calls."""
+    """Give up all running saves, because ranks were lost that would finish them."""
     for save in list(_under_way):
         save.give_up(error)
 

@@ -36,7 +36,7 @@ class DatasetRows:
         self.missing: list[tuple[Array, Array]] = []
 
     def __getitem__(self, source: slice, /) -> Array:
-        """Return a piece, as a view of this row or as `prepare` has assembled it."""
+        """Return a piece: a view of this row, or an array that `prepare` has made."""
         mixed = self._mixed.get(source.start)
         return self.own(source) if mixed is None else mixed
 

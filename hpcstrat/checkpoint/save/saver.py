@@ -83,7 +83,7 @@ class Saver:
 
         Collective over the strategy's replicas; raises CheckpointError on every rank.
         ``values`` are values over all replicas, or this replica's rows. They may change
-        on return; values on a GPU, by later work of its current stream. ``compare`` is
+        on return, but on a GPU only by later work of its current stream. ``compare`` is
         collective, and runs while the file is made or, if the caller waits, written.
         """
         publications: list[Publication] = []
@@ -121,7 +121,7 @@ class Saver:
                 downloads.begin()
             save.write(image, data, blocks, self._num_cores, downloads=downloads)
         except UnavailableError as error:
-            # Raise at once: with servers, no other replica takes part in the save.
+            # Raise at once: with servers, no other replica takes part in this save.
             self._drop(save, error)
             raise
         except Exception as error:
@@ -184,7 +184,7 @@ class Saver:
             raise
 
     def _drop(self, save: PendingSave, error: BaseException) -> None:
-        """Give up a save on this rank."""
+        """Give up a save on this rank, and remove its file on replica 0."""
         self._current = None
         if save.publication is not None:
             save.publication.drop(error)
@@ -243,7 +243,7 @@ class Saver:
             temporary,
             secrets.token_bytes(NONCE_BYTES),
             python,
-            # The other replicas have the plan if an earlier save has sent it.
+            # Send no plan if the other replicas have it from an earlier save.
             None if plan is self._plan else plan,
             goes_direct(self._strategy.settings.direct_io, self._directory),
         )
@@ -362,7 +362,7 @@ def _num_cores(strategy: Replicas) -> int:
 def _sources(
     values: Mapping[str, Any], rows: Mapping[str, DatasetRows]
 ) -> dict[str, Source]:
-    """Return the source of each value's bytes: rows, servers, or arrays."""
+    """Return the source of each value's bytes: a row, a server, or an array."""
     rest = {path: value for path, value in values.items() if path not in rows}
     return {
         **rows,

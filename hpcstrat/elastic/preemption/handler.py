@@ -50,7 +50,7 @@ class PreemptionCheckpointHandler:
     A signal to one rank is enough: the header of its next collective call notifies the
     other ranks, so that a step costs nothing. The current step is finished; the next
     `run` saves, and exits the program with status 42. The handler also saves and exits
-    in time before the end of the job that the scheduler has set. When the job is
+    shortly before the end of the job that the scheduler has set. When the job is
     started again, it continues from the checkpoint, on any number of ranks.
 
     Parameters
@@ -106,7 +106,7 @@ class PreemptionCheckpointHandler:
     ) -> None:
         self._config = config = termination_config or TerminationConfig()
         self._calls = _Calls()
-        # Notice of a strategy with one replica; others send notices by a channel.
+        # Notice of a strategy with one replica; other strategies use a channel.
         self._notice = ""
         # Whether all ranks knew of a notice when the last step ended; equal on all
         # ranks.
@@ -151,7 +151,7 @@ class PreemptionCheckpointHandler:
     def total_run_calls(self) -> int:
         """Number of steps that were run, including earlier jobs of this training.
 
-        Not collective. It is saved and restored with the checkpoint.
+        Not collective. The number is saved and restored with the checkpoint.
         """
         return self._calls.number
 
@@ -212,7 +212,7 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Do nothing; programs of tf.distribute put their training loop in here.
+        """Do nothing; programs of tf.distribute put training loops in this context.
 
         Not collective. tf.distribute needs it for TPUs; this handler always listens.
 
@@ -254,7 +254,7 @@ class PreemptionCheckpointHandler:
             self._channel.noticed = {}
 
     def _save_seconds(self) -> float:
-        """Return the estimated seconds before the end when a save must begin."""
+        """Return an estimate of how long before the job's end a save must begin."""
         last = self._manager.last_save
         if last is not None:
             self._longest_save = max(self._longest_save, last.total_seconds)

@@ -22,8 +22,8 @@ class PreemptionWatch:
     """Reports signals, a true result of a program's function, and the end of the job.
 
     ``tell`` receives the reason, in a signal handler or a thread. ``save_seconds``
-    returns the seconds before the end when a save must begin. With ``asks``, this rank
-    asks the scheduler for the end of the job.
+    returns how many seconds before the job's end a save must begin. With ``asks``, this
+    rank asks the scheduler for the end of the job.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PreemptionWatch:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
-            # In a forked child, such as a data loader's worker, let the signal end it.
+            # In a forked child, such as a data loader's worker, end the process.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -18,7 +18,7 @@ _NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(frozen=True)
 class TerminationConfig:
-    """Options of a `PreemptionCheckpointHandler`: notices, and the reaction to them.
+    """Options of a `PreemptionCheckpointHandler`: notices, and reactions to notices.
 
     Not collective.
 
