@@ -75,7 +75,7 @@ class BlockDeal:
         return owner % self._workers
 
     def kept(self, owner: int) -> set[int]:
-        """Return the blocks that an owner keeps, so that it need not read them again."""
+        """Return the blocks that an owner keeps, so as not to read them again."""
         indices = self._part(owner)[: self.most_kept]
         return {self._blocks[index] for index in indices}
 
