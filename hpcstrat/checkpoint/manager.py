@@ -286,10 +286,10 @@ class CheckpointManager:
         self.collectives.barrier(
             f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
         )
-        # Clocks drift: measure their offsets for a timeline, as the ranks meet here.
+        # Clocks drift: measure their offsets for a timeline, after the barrier above.
         channel = self.collectives.channel
         measure(None if channel is None else channel.topology)
-        # An asynchronous save compares a part: all may take longer than the copies.
+        # Compare only a part in an asynchronous save, because comparing takes long.
         turn = self._turn if asynchronous else None
         self._turn += asynchronous
         compare = partial(compare_copies, self._strategy, variables, turn)
@@ -392,8 +392,8 @@ class CheckpointManager:
             )
         return step
 
-    # A separate entry, because an argument that only one rank refuses must be refused
-    # before any collective call, and the caller may have made one to finish a save.
+    # A separate entry: an argument that only one rank refuses must be refused before
+    # any collective call of the entry, and `restore` may have finished a save before.
     @collective
     def _restore(
         self,

@@ -130,7 +130,7 @@ class Shared:
         The result is valid until the second call after this call.
         """
         column = self._worker.rank
-        # Use the other half of the memory, because some replicas still copy from this
+        # Alternate between two halves, because some replicas still copy from the last
         # half. A replica that passes the barrier below has copied all earlier pieces.
         self._half = 1 - self._half
         if column < len(pieces) and len(pieces[column]):
@@ -295,8 +295,8 @@ class _ParallelRead:
 
     def read(self) -> None:
         """Read and check this replica's part; make no MPI calls, change nothing."""
-        # Each kept block has a place, each thread needs a place more, and the last
-        # place is for blocks that are read again.
+        # There is a place for each kept block, a place for each thread, and a place
+        # for blocks that are read again.
         num_kept = min(len(self._own), self._deal.most_kept)
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)
@@ -334,7 +334,7 @@ class _ParallelRead:
         for match, extent in self._rows:
             self._row_values.append((match, self._row(match, extent)))
         if self._deal.size > 1:
-            # MPI needs descriptors for shared memory, or it aborts the process.
+            # Without descriptors for shared memory, MPI would abort the process.
             require_descriptors()
         if any(sink.on_device for sink in self._sinks):
             # This raises if memory is short, before any variable changes.

@@ -68,8 +68,8 @@ class Restorer:
             try:
                 return self._load(file, began, passed_over, rename, rules)
             except CorruptCheckpointError as error:
-                # All ranks raise this error together. Damage of data is found only
-                # here, because a replica must read the data to find it.
+                # All ranks raise this error together. Damaged data are found only
+                # now, because no earlier step has read the data.
                 self._distrust([file.path])
                 if path is not None:
                     raise
@@ -101,7 +101,7 @@ class Restorer:
         rules: dict[str, Any],
     ) -> int:
         variables, split = self._objects.variables(), self._strategy.split
-        # The ranks compare here the file, the variables and the rules.
+        # In this barrier, the ranks compare the file, the variables and the rules.
         how = {**rules, "rename": dict(rename)}
         self._collectives.barrier(
             f"restore of {file.path} into {self._objects.describe(variables)} ({how})"

@@ -230,7 +230,7 @@ class NewFile:
     nonce: bytes
     # Plain state of replica 0; each replica writes a part of it.
     python: dict[str, bytes]
-    # None if it is the plan of the save before, which all replicas have kept.
+    # None if the plan is that of the last save, which all replicas have kept.
     plan: FileLayout | None
     direct: bool
 
@@ -348,7 +348,7 @@ class PendingSave:
         publication.do(hashes)
 
     def _await_room(self) -> None:
-        """Wait until old files are freed, because that slows writes of new files."""
+        """Wait until old files are freed, because freeing slows writes of new files."""
         end = time.monotonic() + _FREEING_SECONDS
         while gives_back() and time.monotonic() < end:
             if self._stop.wait(_FIRST_NAP_SECONDS):
