@@ -52,7 +52,7 @@ __all__ = [
     "together",
 ]
 
-# The shell reads until this process closes its end of the pipe or dies.
+# This shell removes the folder when this process closes the pipe or dies.
 _GUARD = 'trap "" HUP INT TERM; cat > /dev/null; rm -rf -- "$0"'
 
 

@@ -160,7 +160,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 def named_dtype(name: str) -> np.dtype[Any]:
     """Return the type of NumPy's name, or of ``bfloat16``, in native byte order."""
     if name == "bfloat16":
-        # A variable of this type exists only if this library is installed.
+        # A variable of type bfloat16 exists only if ml_dtypes is installed.
         import ml_dtypes
 
         half: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)

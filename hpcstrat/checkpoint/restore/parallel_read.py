@@ -337,7 +337,7 @@ class _ParallelRead:
             # Without descriptors for shared memory, MPI would abort the process.
             require_descriptors()
         if any(sink.on_device for sink in self._sinks):
-            # This raises if memory is short, before any variable changes.
+            # `Uploads` raises if memory is short, before any variable changes.
             self._uploads = Uploads()
 
     def _work(

@@ -82,7 +82,7 @@ class Restorer:
             self._retention.distrust(paths)
 
     def _look_at_threads(self, header: Header) -> None:
-        """Log a warning if results will differ in bits from the run that saved."""
+        """Log a warning if results will not be bit-identical to the run that saved."""
         saved, strategy = header.math_threads, self._strategy
         now = strategy.settings.math_threads if strategy.logical else saved
         if saved and now != saved and strategy.rank == 0:
