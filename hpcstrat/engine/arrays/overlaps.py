@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import types
 from typing import Any
 
@@ -159,8 +158,9 @@ def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Arr
     ``outs`` are the arrays for the results, in the same order as ``arrays``; they share
     no memory with each other.
     """
-    # Most calls reduce in place, and finding addresses takes longer than a small sum.
-    if all(map(operator.is_, arrays, outs)):
+    # Most calls reduce one array in place; finding its address takes longer than a
+    # small sum.
+    if len(arrays) == 1 and arrays[0] is outs[0]:
         return arrays
     extents = [_extent(array) for array in arrays]
     ends = [(start, end, -1 - i) for i, (start, end) in enumerate(extents)]
