@@ -1,4 +1,4 @@
-"""Tell two spirals apart by a network of Keras, on any number of ranks."""
+"""Classify points of two spirals with a Keras network, on any number of ranks."""
 
 import hpcstrat as hs
 import hpcstrat.integrations.keras as hsk

@@ -1,4 +1,4 @@
-"""Tell two spirals apart by a network of Keras, in one process."""
+"""Classify points of two spirals with a Keras network, in one process."""
 
 import keras
 import numpy as np

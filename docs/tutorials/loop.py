@@ -1,4 +1,4 @@
-"""Fit a line by a loop of one's own, in the way of tf.distribute."""
+"""Fit a linear model with a training loop of your own, with names of tf.distribute."""
 
 import hpcstrat as hs
 import numpy as np
@@ -16,7 +16,7 @@ batches = strategy.experimental_distribute_dataset(dataset)
 
 
 def step(rows, targets):
-    """Do what each replica does with its rows."""
+    """Update the weights from the rows of this replica; return its part of the loss."""
     errors = rows @ weights.value() - targets
     loss = hs.compute_average_loss(errors**2, global_batch_size=64)
     optimizer.apply_gradients([(2 * rows.T @ errors / 64, weights)])

@@ -1,4 +1,4 @@
-"""Let heat spread in a rod, its cells divided over the ranks, with checkpoints."""
+"""Simulate heat in a rod whose cells are divided among the ranks, with checkpoints."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Let heat spread in a rod, its cells divided over the ranks, by mpi4py alone."""
+"""Simulate heat in a rod whose cells are divided among the ranks, with mpi4py alone."""
 
 import sys
 

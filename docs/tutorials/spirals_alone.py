@@ -1,4 +1,4 @@
-"""Tell two spirals apart by a network of PyTorch, in one process."""
+"""Classify points of two spirals with a PyTorch network, in one process."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Tell two spirals apart by a network of PyTorch, and go on after an end."""
+"""Classify points of two spirals with a PyTorch network, and resume after an end."""
 
 import sys
 
