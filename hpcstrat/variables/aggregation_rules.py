@@ -33,6 +33,9 @@ class AggregationRule:
     divides = False
     """Whether replicas have parts of the value, not the whole value."""
 
+    format_version = 1
+    """The lowest version of the checkpoint format that has this aggregation."""
+
     refused_methods: Collection[str] = ()
     """Methods of variables, such as ``scatter_max``, that have no meaning with it."""
 
@@ -70,8 +73,8 @@ class AggregationRule:
         """Return this replica's part, or None, after the loss of another replica.
 
         ``lost`` is a copy of the lost part. ``keeps`` is True on the one replica that
-        must preserve the lost part. ``succeeds_first`` is True if replica 0 was lost
-        and this replica now has number 0.
+        must preserve the lost part; ``own`` is never None there. ``succeeds_first`` is
+        True if replica 0 was lost and this replica now has number 0.
         """
         del lost, keeps, succeeds_first
         return own
@@ -89,11 +92,14 @@ class AggregationRule:
         """Return this replica's part after new replicas have joined.
 
         Collective over the strategy's replicas. The parts of the ``newcomers`` are
-        chosen so that the combined value does not change. ``part`` is None on
-        newcomers. ``like`` is any array with the shape and dtype of a part; ``root`` is
-        a replica that has a part.
+        chosen so that the combined value does not change: if a rule does not override
+        this method, they are copies of the part of ``root``, a replica that has one.
+        ``part`` is None on newcomers. ``like`` is any array with the shape and dtype of
+        a part.
         """
-        raise NotImplementedError
+        own, what = like if part is None else part, f"value of {path} for newcomers"
+        given: Array = strategy.collectives.broadcast(own, root, what)
+        return given if strategy.replica_id in newcomers else part
 
     def loss(self, gone: Sequence[int], paths: str) -> str:
         """Return a text about lost parts of variables; empty if nothing is lost."""
@@ -214,20 +220,6 @@ class _OnlyFirstReplica(AggregationRule):
         del keeps
         return lost if succeeds_first else own
 
-    def with_newcomers(
-        self,
-        strategy: Any,
-        part: Array | None,
-        like: Array,
-        *,
-        newcomers: Collection[int],
-        root: int,
-        path: str,
-    ) -> Array | None:
-        own, what = like if part is None else part, f"value of {path} for newcomers"
-        given: Array = strategy.collectives.broadcast(own, root, what)
-        return given if strategy.replica_id in newcomers else part
-
     def loss(self, gone: Sequence[int], paths: str) -> str:
         return f"the values of replica 0 of {paths}" if 0 in gone else ""
 
@@ -245,6 +237,16 @@ def rule_of(aggregation: VariableAggregation | str) -> AggregationRule | None:
     Raises ValueError for an unknown name."""
     parsed = VariableAggregation.parse(aggregation)
     return None if parsed is VariableAggregation.NONE else _RULES[parsed]
+
+
+def format_version_of(aggregations: Collection[str]) -> int:
+    """Return the lowest version of the checkpoint format that has all these names."""
+    versions = [
+        rule.format_version
+        for aggregation, rule in _RULES.items()
+        if aggregation.name.lower() in aggregations
+    ]
+    return max(versions, default=1)
 
 
 @without_fp_warnings

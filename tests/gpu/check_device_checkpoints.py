@@ -20,6 +20,7 @@ from hpcstrat.engine.gpu import transfers
 from hpcstrat.errors import CheckpointError
 from tests.folders import listed
 from tests.gpu.held import counted_waits, held_stream, on_host
+from tests.mpi.ranks.aggregations import combined, signs
 from tests.mpi.ranks.saved import KINDS, POLICIES
 
 pytestmark = pytest.mark.gpu
@@ -339,17 +340,12 @@ def test_rows_of_replicas_are_found_in_the_file(
 
 
 def _logical(kind: str, count: int) -> Any:
-    rows = np.stack([_part(rank) for rank in range(count)])
-    if kind == "sum":
-        return rows.sum(axis=0)
-    if kind == "mean":
-        return rows.mean(axis=0)
-    assert kind in ("mirrored", "only_first_replica"), "say what NumPy makes of it"
-    return rows[0]
+    parts = [_part(rank) for rank in range(count)]
+    return parts[0] if kind == "mirrored" else combined(kind, parts)
 
 
 def _part(rank: int) -> Any:
-    return np.arange(6.0).reshape(2, 3) * 4 + 12 * rank
+    return (np.arange(6.0).reshape(2, 3) * 4 + 12 * rank) * signs(2, 3)
 
 
 @pytest.mark.parametrize("saved_as", KINDS[:-1])

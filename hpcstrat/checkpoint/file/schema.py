@@ -26,6 +26,7 @@ __all__ = [
     "MOST_INDEX_BYTES",
     "RESERVED",
     "TABLE",
+    "TYPED_VERSION",
     "UNTYPED_VERSION",
     "Entry",
     "Header",
@@ -44,11 +45,13 @@ __all__ = [
 
 FORMAT = "hpcstrat-checkpoint"
 FORMAT_VERSION = 3
-UNTYPED_VERSION = 2
-"""Of files whose plain state has no types but those of JSON; still written for it.
+"""Highest version that this library can read."""
 
-Older libraries can then read what a newer one has saved.
-"""
+TYPED_VERSION = 3
+"""Version of files whose plain state has types that JSON does not have."""
+
+UNTYPED_VERSION = 2
+"""Version of all other files, which older libraries can then read."""
 
 TABLE = "hpcstrat/block_xxh3_64"
 """Dataset with the hash of each block of the data."""

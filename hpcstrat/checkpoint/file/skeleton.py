@@ -32,10 +32,10 @@ from hpcstrat.checkpoint.file.plain_state import MOST_STATE_BYTES, is_typed
 from hpcstrat.checkpoint.file.schema import (
     COMMIT,
     FORMAT,
-    FORMAT_VERSION,
     INDEX,
     METRICS,
     TABLE,
+    TYPED_VERSION,
     UNTYPED_VERSION,
     Entry,
     Header,
@@ -48,6 +48,7 @@ from hpcstrat.checkpoint.file.schema import (
 from hpcstrat.cluster_resolver import batch_job_from_environment
 from hpcstrat.engine.typing import Array
 from hpcstrat.errors import CheckpointError
+from hpcstrat.variables.aggregation_rules import format_version_of
 
 __all__ = ["Maker", "Skeleton", "packed_python", "state_bytes"]
 
@@ -247,14 +248,16 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     # `prefix` does not update the attributes with the job and the version.
     about = (
         *(header.num_replicas, header.group_of, header.math_threads),
-        *(_job(), _version(python)),
+        *(_job(), _version(header, python)),
     )
     return about, entries, rows, states, sizes, metrics
 
 
-def _version(python: Mapping[str, bytes]) -> int:
-    """Return the lowest format version that can store this plain state."""
-    return FORMAT_VERSION if any(map(is_typed, python.values())) else UNTYPED_VERSION
+def _version(header: Header, python: Mapping[str, bytes]) -> int:
+    """Return the lowest format version for these aggregations and this plain state."""
+    typed = any(map(is_typed, python.values()))
+    own = format_version_of({entry.aggregation for entry in header.entries.values()})
+    return max(own, TYPED_VERSION if typed else UNTYPED_VERSION)
 
 
 def _kind(value: Any) -> Any:
@@ -336,7 +339,7 @@ def _make(
                 extents=tuple(sorted(extents.values(), key=lambda each: each.offset)),
                 group_of=header.group_of,
             )
-            _describe(maker, header, plan, _version(python))
+            _describe(maker, header, plan, _version(header, python))
         finally:
             maker.close()
         _check(plan, words, os.fstat(scratch.fileno()).st_size)

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import hpcstrat as hs
+from tests.mpi.ranks.aggregations import AGGREGATIONS
 
 POLICIES = ("error", "first", "cycle", "init")
-KINDS = ("mirrored", "sum", "mean", "only_first_replica", "none")
+# The last aggregation that these lists name is NONE, which has rows of its own.
+KINDS = ("mirrored", *AGGREGATIONS[1:], "none")
 
 
 class Counter:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import hpcstrat as hs
+from tests.mpi.ranks.aggregations import AGGREGATIONS
 
 pytestmark = pytest.mark.algorithm
 
@@ -20,7 +21,7 @@ def _make(strategy: Any) -> dict[str, Any]:
             "weights": weights,
             "parts": {
                 name: hs.Variable(np.zeros(()), name=name, aggregation=name, **on_read)
-                for name in ("sum", "mean", "only_first_replica", "none")
+                for name in AGGREGATIONS
             },
             "optimizer": hs.optimizers.Adam(0.1),
         }

@@ -53,7 +53,7 @@ def test_updates_in_replica_context(strategy: Any, job: Any, method: str) -> Non
     def update(w: Any, value: Callable[[Any], Any]) -> None:
         strategy.run(lambda: getattr(w, method)(value(part)))
 
-    texts = "'only_first_replica' for values that are equal", "'sum' or 'mean'"
+    texts = "'only_first_replica' for values that are equal", "'sum'"
     refusal(job, lambda: update(variable(strategy), reduced), *texts)
     equal = variable(strategy, aggregation="only_first_replica")
     update(equal, reduced)
@@ -71,7 +71,7 @@ def test_scattered_updates_in_replica_context(strategy: Any, job: Any) -> None:
     def update(w: Any, method: str, given: Any) -> None:
         strategy.run(lambda: getattr(w, method)(given))
 
-    texts = "'only_first_replica' for values that are equal", "'sum' or 'mean'"
+    texts = "'only_first_replica' for values that are equal", "'sum'"
     refusal(job, lambda: update(variable(strategy), "scatter_add", whole), *texts)
     for kind, given in (("only_first_replica", whole), ("sum", rows)):
         w = variable(strategy, aggregation=kind)

@@ -10,6 +10,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat import optimizers
+from tests.mpi.ranks.aggregations import AGGREGATIONS, combined, signs
 from tests.mpi.ranks.outcomes import assert_told, assert_usable, outcome
 
 pytestmark = pytest.mark.rule
@@ -154,13 +155,11 @@ def test_memory_is_once_in_a_worker(central: Any, job: Any) -> None:
 
 
 def test_updates_in_replica_context_are_aggregated(central: Any, job: Any) -> None:
-    count, own = job.size, np.arange(6.0) + job.rank
-    total = count * np.arange(6.0) + count * (count - 1) / 2
-    for aggregation, expected in (
-        ("sum", total),
-        ("mean", total / count),
-        ("only_first_replica", np.arange(6.0)),
-    ):
+    count = job.size
+    parts = [(np.arange(6.0) + rank) * signs(6) for rank in range(count)]
+    own = parts[job.rank]
+    for aggregation in AGGREGATIONS[1:]:
+        expected = combined(aggregation, parts)
         for synchronization in ("auto", "on_read"):
             with central.scope():
                 variable = hs.Variable(

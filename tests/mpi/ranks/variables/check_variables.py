@@ -12,6 +12,7 @@ import pytest
 
 import hpcstrat as hs
 from hpcstrat.variables import read_all, share_of
+from tests.mpi.ranks.aggregations import AGGREGATIONS, REFUSED, combined, signs
 from tests.mpi.ranks.made_variables import START, make
 from tests.mpi.ranks.outcomes import (
     assert_only_one_failed,
@@ -24,7 +25,6 @@ from tests.mpi.ranks.sums import NATIVE, is_writable, random_parts
 pytestmark = pytest.mark.rule
 
 
-AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
 TYPES = (*NATIVE, np.dtype(bool), np.dtype("U3"))
 METHODS = ("assign", "assign_add", "assign_sub")
 
@@ -34,14 +34,6 @@ def in_replica(strategy: Any, function: Any, *args: Any) -> Any:
     return strategy.local_value(strategy.run(function, args=args))
 
 
-def combine(aggregation: str, parts: list[Any]) -> Any:
-    """Return what all replicas' values become."""
-    if aggregation == "only_first_replica":
-        return parts[0]
-    assert aggregation in ("sum", "mean"), "say what NumPy makes of it"
-    return sum(parts) / (len(parts) if aggregation == "mean" else 1)
-
-
 def apply(method: str, old: Any, value: Any) -> Any:
     return {"assign": value, "assign_add": old + value, "assign_sub": old - value}[
         method
@@ -49,7 +41,7 @@ def apply(method: str, old: Any, value: Any) -> Any:
 
 
 def parts_of(job: Any) -> list[Any]:
-    return [np.full((2, 2), 8.0 * (rank + 1)) for rank in range(job.size)]
+    return [8.0 * (rank + 1) * signs(2, 2) for rank in range(job.size)]
 
 
 def test_all_components_start_with_the_first_replicas_value(
@@ -125,7 +117,7 @@ def test_assignments_to_mirrored_variables_are_combined(
             continue
         result = in_replica(strategy, step)
         if aggregation != "none":
-            expected = apply(method, expected, combine(aggregation, parts))
+            expected = apply(method, expected, combined(aggregation, parts))
         else:
             expected = apply(method, expected, parts[0])
         np.testing.assert_allclose(result, expected, rtol=1e-15)
@@ -155,7 +147,7 @@ def test_on_read_components_are_updated_apart_and_combined_when_read(
                 assert type(outcome(read)) is ValueError
             np.testing.assert_array_equal(everything, components)
             continue
-        expected = combine(aggregation, components)
+        expected = combined(aggregation, components)
         for value in (variable.value(), np.asarray(variable), everything):
             np.testing.assert_allclose(value, expected, rtol=1e-15)
         assert_same_bits(job, variable.numpy())
@@ -261,8 +253,7 @@ def test_scattered_rows_are_combined_like_numpy(strategy: Any, job: Any) -> None
         expected = START.copy()
         scatter = getattr(variable, method)
         own = hs.IndexedSlices(rows[job.rank], indices[job.rank])
-        first = aggregation == "only_first_replica"
-        if not first and method in ("scatter_min", "scatter_max", "scatter_update"):
+        if method in REFUSED[aggregation]:
             # In each context, and for any number of replicas.
             error = outcome(scatter, hs.IndexedSlices(rows[0], indices[0]))
             assert isinstance(error, NotImplementedError)
@@ -275,6 +266,7 @@ def test_scattered_rows_are_combined_like_numpy(strategy: Any, job: Any) -> None
         np.testing.assert_array_equal(variable, expected)
         strategy.run(scatter, args=(own,))
         factor = job.size if aggregation == "mean" else 1
+        first = aggregation == "only_first_replica"
         for rank in range(1 if first else job.size):
             SCATTER[method](expected, indices[rank], rows[rank] / factor)
         np.testing.assert_allclose(variable, expected, rtol=1e-14)
@@ -390,5 +382,7 @@ def test_many_variables_are_read_in_order(strategy: Any, job: Any) -> None:
     for i, (variable, value) in enumerate(
         zip(variables, read_all(variables), strict=True)
     ):
-        factor = 1 if i < 4 else factors.get(variable.aggregation.name.lower(), 1)
+        factor: Any = 1
+        if variable.synchronization is hs.VariableSynchronization.ON_READ:
+            factor = factors.get(variable.aggregation.name.lower(), 1)
         np.testing.assert_allclose(value, i * START * np.asarray(factor))

@@ -16,6 +16,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.engine.arrays.packing import wire_dtype
 from hpcstrat.engine.logical.tree_order import TreeOrder
+from tests.mpi.ranks.aggregations import AGGREGATIONS, combined
 from tests.mpi.ranks.outcomes import outcome
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -262,26 +263,29 @@ def test_components_come_back_as_they_were(job: Any, folder: Path) -> None:
                 name=how,
             )
 
-    hows = ["sum", "mean", "only_first_replica", "none"]
+    def part(replica: int) -> Any:
+        return np.array([replica, -0.1 * replica], np.float32)
+
+    hows, parts = AGGREGATIONS, list(map(part, range(5)))
     with made(5) as strategy:
         own = {how: variable(strategy, how) for how in hows}
 
         def fill() -> None:
             replica = hs.get_replica_context().replica_id_in_sync_group
             for how in hows:
-                own[how].assign(np.array([replica, 0.1 * replica], np.float32))
+                own[how].assign(part(replica))
 
         strategy.run(fill)
         hs.CheckpointManager(folder / "c", **own).save(1)
         wanted = {how: own[how].numpy() for how in hows if how != "none"}
+        for how, value in wanted.items():
+            np.testing.assert_allclose(value, combined(how, parts), rtol=1e-6)
     with alone(5) as one:
         back = {how: variable(one, how) for how in hows}
         hs.CheckpointManager(folder / "c", **back).restore()
         for how in hows:
-            for replica, part in enumerate(back[how].values):
-                assert (
-                    part.tolist() == np.array([replica, 0.1 * replica], "f4").tolist()
-                )
+            for replica, found in enumerate(back[how].values):
+                assert found.tolist() == part(replica).tolist()
     # On another number of replicas, and on none, the combined value is the same.
     with alone(3) as other:
         back = {how: variable(other, how) for how in hows}
