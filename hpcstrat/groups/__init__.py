@@ -1,4 +1,4 @@
-"""Groups of replicas: in sync inside of each group, averaged after every few steps."""
+"""Local SGD and DiLoCo: groups of replicas that are averaged only every few steps."""
 
 from hpcstrat.groups.sync_groups import SyncGroups
 

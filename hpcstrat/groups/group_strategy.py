@@ -14,11 +14,11 @@ from hpcstrat.variables import MirroredVariable
 
 
 class GroupStrategy(MultiWorkerMirroredStrategy):
-    """Synchronous training on the replicas of a group.
+    """The strategy of one group: synchronous training on the replicas of the group.
 
     Collective over ``comm``. Making a trainable variable of floating type in the scope
-    is collective over all replicas of all groups, because ``take`` broadcasts its
-    value.
+    is collective over all replicas of all groups, because the function ``take``
+    broadcasts replica 0's value to all groups.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class GroupStrategy(MultiWorkerMirroredStrategy):
         super().__init__(**options)
 
     def variable_made(self, variable: MirroredVariable) -> None:
-        """Register a new variable; collective over all replicas if it is averaged."""
+        """Register a new variable; collective over all groups if they average it."""
         super().variable_made(variable)
         kind = variable.dtype
         if variable.trainable and (kind.kind in "fc" or is_half(kind)):
@@ -44,8 +44,8 @@ def make_groups(
     """Return the strategy of this replica's group, and record the groups in ``split``.
 
     Collective over the replicas of ``whole``. By default each worker is a group; with
-    ``size``, each ``size`` consecutive replicas form a group. Both strategies get the
-    same ``split``, which records the group of each replica.
+    ``size``, each ``size`` consecutive replicas form a group. ``whole`` and the group's
+    strategy get the same attribute ``split``, which records the group of each replica.
     """
     topology = whole.topology
     group = topology.worker_id if size is None else topology.replica_id // size

@@ -1,4 +1,4 @@
-"""Groups of replicas, in sync inside at each step, and averaged every few steps."""
+"""The class for local SGD and DiLoCo: groups of replicas that are averaged rarely."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CREATION = "creation of SyncGroups"
-# Indices of the two counts: steps since the last sum over groups began, and steps since
-# the pending sum began (-1: no sum is pending).
+# Indices into `SyncGroups._counts`: number of steps since the last sum over groups
+# began, and number of steps since the pending sum began (-1: no sum is pending).
 _SINCE, _UNDER_WAY = 0, 1
 
 
 class SyncGroups:
-    """Replicas in groups that are in sync inside, and averaged after every few steps.
+    """Trains groups of replicas; groups are averaged with each other every few steps.
 
-    Creation is collective over ``comm``; so are the methods, unless a method says that
-    it is not.
+    Creation and all methods are collective over ``comm``, except a method whose
+    description says that it is not.
 
     Each group trains by itself with ``strategy``, which sums gradients only inside of
-    the group. A round ends every ``every`` steps. The outer parameters are equal in all
-    groups. At the end of a round, the outer gradient is the outer parameters minus the
-    mean of the groups' parameters over all replicas. The outer optimizer updates the
-    outer parameters with this gradient, and each group continues from the outer
-    parameters. With ``outer=SGD(1.0)`` each group continues from the average of the
-    groups' parameters: this is local SGD (Stich, Local SGD Converges Fast and
-    Communicates Little, ICLR 2019, doi:10.48550/arXiv.1805.09767). The default outer
-    optimizer is the one of DiLoCo (Douillard et al., DiLoCo: Distributed
-    Low-Communication Training of Language Models, 2023, doi:10.48550/arXiv.2311.08105).
+    the group. A round ends every ``every`` steps. Another copy of the parameters, the
+    outer parameters, changes only when a round ends, and is equal in all groups. At the
+    end of a round, the outer gradient is the outer parameters minus the mean of the
+    groups' parameters over all replicas. The outer optimizer updates the outer
+    parameters with this gradient, and each group continues from the outer parameters.
+    With ``outer=SGD(1.0)`` each group continues from the average of the groups'
+    parameters: this is local SGD (Stich, Local SGD Converges Fast and Communicates
+    Little, ICLR 2019, doi:10.48550/arXiv.1805.09767). The default outer optimizer is
+    the one of DiLoCo (Douillard et al., DiLoCo: Distributed Low-Communication Training
+    of Language Models, 2023, doi:10.48550/arXiv.2311.08105).
 
     The averaged variables are the trainable variables of floating types that are made
     in the scope of ``strategy``; all groups begin with replica 0's values. Making such
@@ -61,17 +62,18 @@ class SyncGroups:
     every : int
         Number of steps of a round.
     size : int, optional
-        Number of replicas of a group, a divisor of the number of all replicas.
+        Number of replicas in each group, a divisor of the number of all replicas.
     outer : Optimizer, optional
         The optimizer that updates the outer parameters; default: ``SGD(0.7,
         momentum=0.9, nesterov=True)``. Its ``aggregation`` is not used.
     delay : int
-        Number of steps between the end of a round and the wait for its sum, from 0 to
-        ``every``. Messages travel during these steps, as for `start_all_reduce`. The
-        group keeps the updates that it has made in these steps, and adds the change of
-        the outer parameters to them. A delay needs another copy of the parameters.
+        Number of steps between the end of a round and the wait for the round's sum over
+        groups, from 0 to ``every``. Messages travel during these steps, as for
+        `start_all_reduce`. When the sum is complete, the change of the outer parameters
+        is added to the group's parameters, which keep the updates made in these steps.
+        A delay needs another copy of the parameters.
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks; default: all ranks of the job.
+        The ranks to divide into groups; default: all ranks of the job.
     replicas_per_worker : int, optional
         As for `MultiWorkerMirroredStrategy`.
     communication_options : CommunicationOptions, optional
@@ -80,7 +82,7 @@ class SyncGroups:
         ``"abort"`` or ``"raise"``, for both strategies; see `Strategy`. An error in
         ``run`` is raised in its group only.
     progress_thread : bool
-        Whether a thread also continues sums between groups; see
+        Whether a thread continues sums between groups while the program computes; see
         `MultiWorkerMirroredStrategy`.
     settings : Settings, optional
         Settings of both strategies, such as their timeouts.
@@ -128,10 +130,10 @@ class SyncGroups:
             settings=settings,
         )
         self._pairs: list[tuple[MirroredVariable, Variable]] = []
-        # The group's parameters when the pending sum began.
+        # Copies of the group's parameters, made when the pending sum began.
         self._starts: list[Variable] = []
         self._sum: PendingCall | None = None
-        # Learning rate of the outer optimizer at the end of this round.
+        # Learning rate of the outer optimizer for the last sum that began.
         self._rate = 0.0
         try:
             self._agree(by, size, every, delay, outer)
@@ -191,12 +193,12 @@ class SyncGroups:
 
     @property
     def group_id(self) -> int:
-        """This replica's group, from 0."""
+        """Number of this replica's group, from 0."""
         assert self.everyone.split is not None
         return self.everyone.split.own
 
     def _take(self, variable: MirroredVariable) -> None:
-        """Set a new variable to replica 0's value, and average it from now on.
+        """Set a new variable to replica 0's value, and average it at each round's end.
 
         Collective over all replicas.
         """
@@ -219,12 +221,12 @@ class SyncGroups:
 
     @collective
     def step(self) -> bool:
-        """Count a step of this group, and end the round at its last step.
+        """Count a step of this group, and end the round after the round's last step.
 
-        Collective over all replicas at the end of a round. Other calls return without
-        waiting for other groups. Call it after each ``strategy.run`` that changes
-        variables, even if that ``run`` failed in this group, because all groups must
-        make the same number of these calls before they are averaged.
+        Collective over all replicas at the end of a round and, with a ``delay``, again
+        ``delay`` steps later. Other calls return without waiting for other groups. Call
+        this method after each ``strategy.run`` that changes variables, even if that
+        ``run`` failed in this group, because all groups must call `step` equally often.
 
         Returns
         -------
@@ -263,9 +265,9 @@ class SyncGroups:
     def end_round(self) -> None:
         """End the round now: all groups continue from the outer parameters.
 
-        Collective over all replicas. Call it at the end of a training, or of a part of
-        it; the next call of `step` begins a new round. Nothing is sent if a round has
-        just ended.
+        Collective over all replicas. Call this method at the end of a training or of a
+        part of a training; the next call of `step` begins a new round. Nothing is sent
+        if a round has just ended.
 
         Raises
         ------
@@ -300,8 +302,8 @@ class SyncGroups:
     def _changes(self) -> list[Array]:
         """Return the outer gradients: outer parameters minus the group's parameters."""
         changes = [outer.component - own.component for own, outer in self._pairs]
-        # NumPy's differences of arrays without dimensions are scalars: convert them
-        # back.
+        # The difference of two NumPy arrays of shape () is a scalar: convert it to an
+        # array.
         return [array_module(change).asarray(change) for change in changes]
 
     def _begin(self, delay: int) -> None:
@@ -316,9 +318,9 @@ class SyncGroups:
             self._use(collectives.batch_reduce(ReduceOp.MEAN, changes, what))
             self._take_outer()
         else:
-            # No rank waits for the headers of a pending sum, so no rank reads a notice
-            # of the job's end in them. Therefore the sum itself carries a flag: see
-            # `_finish`.
+            # No rank waits for the headers of a pending sum, so ranks would miss a
+            # notice in them that the job will end. Therefore one more element of the
+            # sum is a flag for such a notice: see `_finish`.
             told = array_module(changes[0]).zeros(1, np.float32)
             told += bool(getattr(collectives.channel, "notice", ""))
             given = [*changes, told]
@@ -338,8 +340,8 @@ class SyncGroups:
         # Variables that were made after the sum began have no gradient in the sum.
         outers = [outer for _, outer in self._pairs[: len(gradients)]]
         pairs = list(zip(gradients, outers, strict=True))
-        # Leave the program's scope for this update. `run` also checks that the
-        # replicas' copies are equal.
+        # Run this update outside of any scope of the program. `run` also checks that
+        # the replicas' copies are equal.
         token = push(None)
         try:
             self._build()
@@ -370,7 +372,7 @@ class SyncGroups:
                 raise
 
     def _merge(self) -> None:
-        """Wait for the pending sum, and add its changes to the group's parameters."""
+        """Wait for the pending sum; add the outer parameters' change to the group's."""
         self._finish()
         self._add_changes()
         self._counts.component[_UNDER_WAY] = -1
@@ -425,8 +427,8 @@ class SyncGroups:
         return self
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        # Closing is collective: after an error on this rank it could wait for ranks
-        # that never call it.
+        # `close` is collective: after an error on this rank it could wait forever for
+        # ranks that do not call it.
         if kind is None:
             self.close()
 

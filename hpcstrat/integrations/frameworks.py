@@ -44,7 +44,7 @@ def require_sums_each_step(strategy: Strategy, what: str) -> None:
 
 
 def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
-    """Raise an error if a strategy has logical replicas but each replica needs a rank.
+    """Raise an error if a strategy has logical replicas, which ``what`` cannot use.
 
     Not collective; NotImplementedError on every rank.
     """
@@ -56,7 +56,7 @@ def refuse_logical_replicas(strategy: Strategy, what: str, advice: str) -> None:
 
 
 def require(name: str, least: str, distribution: str | None = None) -> None:
-    """Raise ImportError if a library is missing or too old, without importing it.
+    """Raise ImportError if a library is missing or too old; do not import the library.
 
     From this call on, messages that name a line of the program skip lines inside of the
     required library, and name the line that called it.
@@ -92,7 +92,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def variable_over(
     value: Array, strategy: Strategy, name: str, *, trainable: bool
 ) -> Variable:
-    """Make a variable over existing memory, equal on all replicas; not collective."""
+    """Make a variable in ``value``'s memory, equal on all replicas; not collective."""
     token = push(strategy.cross_entry)
     try:
         return Variable(Adopted(value, is_equal=True), trainable, name=name)
@@ -101,7 +101,7 @@ def variable_over(
 
 
 def meeting_place(strategy: Strategy) -> tuple[str, int]:
-    """Return an address of rank 0 and a free port there.
+    """Return the address of rank 0's host, and a free port on that host.
 
     Collective over the strategy's replicas.
     """
@@ -117,11 +117,11 @@ def meeting_place(strategy: Strategy) -> tuple[str, int]:
 
 
 def run_program(kind: str, program: str, words: Sequence[str]) -> None:
-    """Run a program like ``python PROGRAM``, or ``python -m`` if the kind is module."""
+    """Run a program like ``python PROGRAM``, or like ``python -m`` for a module."""
     sys.argv = [program, *words]
     if kind == "module":
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
-    # python itself sets this, so that the program can import from its own folder.
+    # Python itself sets this path, so that a program can import from its own folder.
     sys.path[0] = os.path.dirname(os.path.abspath(program))
     runpy.run_path(program, run_name="__main__")

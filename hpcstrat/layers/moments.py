@@ -30,12 +30,13 @@ def sync_batch_moments(
 
     Collective over the strategy's replicas, in replica context; one reduction.
 
-    Each replica computes count, mean and sum of squared differences of its values in
-    float64. The rows of all replicas are gathered, and combined as if one process had
-    all values (Chan, Golub and LeVeque, Algorithms for computing the sample variance,
-    The American Statistician 37, 1983, doi:10.1080/00031305.1983.10483115). Messages
-    with the sums of values and of squares would be shorter, but for channels with a
-    large mean the variance would lose twice as many digits.
+    Each replica computes the count, the mean and the sum of squared differences from
+    the mean of its values, in float64. All replicas' results are gathered, and combined
+    as if one process had all values (Chan, Golub and LeVeque, Algorithms for computing
+    the sample variance, The American Statistician 37, 1983,
+    doi:10.1080/00031305.1983.10483115). Reducing sums of values and of squares would
+    send less, but for values with a large mean the variance would lose twice as many
+    digits.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ def sync_batch_moments(
         This replica's real values, at least two-dimensional; may be empty. All replicas
         have the same number of channels.
     axis : int
-        The dimension of the channels; all others are averaged over.
+        The dimension of the channels; the averages are over all other dimensions.
     name : str
         Name of the call in messages.
 
@@ -82,17 +83,17 @@ def _combined(
     channels = array.shape[axis]
     row = _own_moments(array, axes, channels)
     library = array_module(row)
-    # A sum of rows and zeros gathers the rows without rounding. The header of the
-    # reduction detects replicas with another number of channels.
+    # Each replica fills only its own row, so the sum of all replicas' arrays gathers
+    # all rows without rounding. The reduction's header compares numbers of channels.
     rows = library.zeros((strategy.num_replicas_in_sync, row.size))
     rows[strategy.replica_id] = row
     rows = strategy.collectives.batch_reduce(ReduceOp.SUM, rows, name)
     counts, means, squares = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, -channels:]
     count: Any = counts.sum()
-    # The count is 0 if no replica has a row.
+    # Do not divide by 0 if no replica has values.
     divisor = library.maximum(count, 1)
-    # Differences from one of the means keep the digits that a large mean would round
-    # off.
+    # Average the differences from one replica's mean, because the sum of large means
+    # would lose digits.
     origin = library.take(means, counts.argmax(), axis=0)
     mean = origin + (counts * (means - origin)).sum(axis=0) / divisor
     between = counts * (means - mean) ** 2
@@ -108,7 +109,7 @@ def sync_batch_moments_backward(
     dvariance: ArrayLike,
     axis: int = -1,
 ) -> Array:
-    """Return the gradient of the loss by the values, through their mean and variance.
+    """Return the gradient with respect to ``x``, through its mean and variance.
 
     Collective over the strategy's replicas, in replica context; one reduction.
 
@@ -119,15 +120,16 @@ def sync_batch_moments_backward(
     moments : tuple of (mean, variance, count)
         The result of `sync_batch_moments`.
     dmean, dvariance : array_like of shape (channels,)
-        Derivatives of this replica's part of the loss by mean and variance.
+        Derivatives of this replica's part of the loss with respect to mean and
+        variance.
     axis : int
         The dimension of the channels.
 
     Returns
     -------
     ndarray of the shape of x
-        Derivative of the sum of all replicas' losses by this replica's values, in
-        float64.
+        Derivative of the sum of all replicas' losses with respect to this replica's
+        values, in float64.
 
     Raises
     ------
@@ -172,8 +174,8 @@ def _backward(
 def strategy_of(what: str) -> Strategy:
     """Return the strategy of the running replica function, or the default strategy.
 
-    Raises RuntimeError in cross-replica context; ``what`` names the call in its
-    message.
+    Raises RuntimeError in cross-replica context; ``what`` is the name of the call in
+    the error message.
     """
     entry = current()
     if entry is not None and entry.replica_context is None:
@@ -185,10 +187,10 @@ def strategy_of(what: str) -> Strategy:
 
 
 def checked(x: ArrayLike, axis: int) -> tuple[Array, tuple[int, ...]]:
-    """Return values as an array to normalize, and the dimensions to average over.
+    """Return ``x`` as an array, and the dimensions to average over: all but ``axis``.
 
     Raises ValueError for types other than real numbers, for fewer than two dimensions,
-    or if the array has no such axis.
+    or if the array has no dimension ``axis``.
     """
     array = as_array(x)
     if array.dtype.kind not in "iuf" and not is_half(array.dtype):
@@ -216,7 +218,7 @@ def spread(vector: Array, ndim: int, axis: int) -> Array:
 
 
 def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
-    """Return a row of count, means and sums of squared differences of this replica."""
+    """Return a vector: this replica's count, means and sums of squared differences."""
     library = array_module(array)
     row: Array = library.zeros(1 + 2 * channels)
     count = array.size // channels if channels else 0
@@ -225,7 +227,7 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
         return row
     mean = array.sum(axis=axes, dtype=np.float64, keepdims=True) / count
     centered = array - mean
-    # Sum of the differences: their mean is the rounding error of `mean`.
+    # Without rounding, this sum would be 0. It corrects the rounding error of `mean`.
     rest = centered.sum(axis=axes)
     library.square(centered, out=centered)
     row[0] = count
@@ -237,12 +239,12 @@ def _own_moments(array: Array, axes: tuple[int, ...], channels: int) -> Array:
 def through_moments(
     strategy: Strategy, partial: Array, count: Any, name: str
 ) -> tuple[Array, Array]:
-    """Sum derivatives by mean and variance over replicas; return offset and slope.
+    """Return the offset and slope of the gradient with respect to a channel's values.
 
     Collective over the strategy's replicas; one reduction. ``partial``, of shape (2,
-    channels), has the derivatives of this replica's part of the loss by mean and
-    variance. The derivative of the loss by a value is ``offset + slope * (value -
-    mean)``.
+    channels), has the derivatives of this replica's part of the loss with respect to
+    mean and variance; these are summed over replicas. The derivative of the loss with
+    respect to a value is ``offset + slope * (value - mean)``.
     """
     summed = strategy.collectives.batch_reduce(ReduceOp.SUM, partial, name)
     offset, slope = summed / array_module(summed).maximum(count, 1)

@@ -33,19 +33,19 @@ from hpcstrat.variables import Variable, class_for_state
 class SyncBatchNormalization(AnnouncesInitErrors):
     """Normalizes each channel by its mean and variance over the global batch.
 
-    Let ``m`` and ``v`` be this mean and variance, or outside of training the moving
-    ones. The result is ``gamma * (x - m) / sqrt(v + epsilon) + beta`` (Ioffe and
-    Szegedy, arXiv:1502.03167). Results, gradients and moving moments are the same as in
-    one process with all replicas' examples, however the examples are divided among
-    replicas. The defaults are Keras' defaults. Moving means and variances are updated
-    as in Keras: ``moving = momentum * moving + (1 - momentum) * new``, where ``new`` is
-    the batch's mean or variance. Creation in the strategy's scope is collective over
-    the replicas.
+    Let ``m`` and ``v`` be this mean and variance or, outside of training, the moving
+    mean and variance. The result is ``gamma * (x - m) / sqrt(v + epsilon) + beta``
+    (Ioffe and Szegedy, arXiv:1502.03167). Results, gradients and moving moments are the
+    same as in one process with all replicas' examples, however the examples are divided
+    among replicas. The defaults are Keras' defaults. Moving means and variances are
+    updated as in Keras: ``moving = momentum * moving + (1 - momentum) * new``, in which
+    ``new`` is the batch's mean or variance. Creation in the strategy's scope is
+    collective over the replicas.
 
     Parameters
     ----------
     channels : int
-        Length of the dimension of the channels.
+        Number of channels, which is the length of dimension ``axis``.
     axis : int
         The dimension of the channels.
     momentum : float
@@ -53,7 +53,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
     epsilon : float
         Small number that is added to the variance.
     center, scale : bool
-        Whether the layer has a ``beta``, and a ``gamma``.
+        Whether the layer has a ``beta`` (center) and a ``gamma`` (scale).
     name : str
         First part of the variables' names. Each layer needs its own name, because
         optimizers need unique names of variables.
@@ -106,9 +106,9 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         self.moving_variance = own(ones, name=f"{name}/moving_variance", **moving)
         self._forward = f"forward of {name}"
         self._backward = f"backward of {name}"
-        # State for `backward`, for each replica of this process: centered values,
-        # inverse deviations, type of the result, number of values (None outside of
-        # training).
+        # Results that `forward` keeps for `backward`, by replica of this process:
+        # centered values, inverse deviations, type of the result, number of values
+        # (None outside of training).
         self._kept_by: dict[int, tuple[Array, Array, Any, Any]] = {}
 
     @property
@@ -145,7 +145,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         Returns
         -------
         ndarray of the shape of x
-            The type is that of ``x``, or float32 if ``x`` has integers; computed in
+            Has the type of ``x``, or float32 if ``x`` has integers; computed in
             float64.
 
         Raises
@@ -159,7 +159,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         """
         if not training:
             return self._normalized(x, training)
-        # A collective call, so that an error on one replica is raised on all of them.
+        # Make this a collective call, so that an error on one replica is raised on all.
         normalized: Array = self._replicas(self._forward).collectives.call(
             self._forward, self._normalized, x, training
         )
@@ -193,7 +193,7 @@ class SyncBatchNormalization(AnnouncesInitErrors):
 
     @without_fp_warnings
     def backward(self, dy: ArrayLike) -> tuple[Array, Array | None, Array | None]:
-        """Return the gradients of the latest `forward`; each `forward` allows one call.
+        """Return the gradients of the latest `forward`; call once after each `forward`.
 
         Collective over the strategy's replicas after a `forward` with ``training``,
         with one reduction. After a `forward` without ``training`` the call is not
@@ -202,22 +202,26 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         Parameters
         ----------
         dy : array_like of the shape of x
-            Derivative of the sum of all replicas' losses by this replica's results.
+            Derivative of the sum of all replicas' losses with respect to this replica's
+            results.
 
         Returns
         -------
         dx : ndarray of the shape of x
-            Derivative of the sum of all replicas' losses by this replica's values.
+            Derivative of the sum of all replicas' losses with respect to this replica's
+            values.
         dgamma, dbeta : ndarray of shape (channels,), or None
-            Derivatives by gamma and beta of this replica's part of the loss. Optimizers
-            sum them over replicas. None if the layer has no such variable.
+            Derivatives of this replica's part of the loss with respect to gamma and
+            beta. Optimizers sum them over replicas. None for a variable that the layer
+            does not have.
 
         Raises
         ------
         ValueError
             If ``dy`` has another shape; the other replicas raise ReplicaError.
         RuntimeError
-            If no `forward` was called before it, or in another context.
+            If no `forward` was called before; after a `forward` with ``training``, also
+            if called in cross-replica context.
         """
         if self._kept is None:
             raise RuntimeError(
@@ -310,8 +314,8 @@ class SyncBatchNormalization(AnnouncesInitErrors):
         return spread(vector, array.ndim, self.axis)
 
     def _move(self, moving: Variable, new: Array, count: Any) -> None:
-        # Change only this replica's component: every replica does so with equal
-        # moments.
+        # Change only this replica's component, because every replica changes its own
+        # component with equal moments.
         old = moving.component
         moved = self.momentum * _beside(new, old) + (1 - self.momentum) * new
         if is_device(count):

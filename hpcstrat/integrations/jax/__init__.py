@@ -19,7 +19,7 @@ from hpcstrat.integrations.jax.transformation import (
     cross_replica,
 )
 
-# A strategy of logical replicas may already exist.
+# A strategy with logical replicas, which needs this call, may exist already.
 let_xla_wait()
 
 __all__ = [

@@ -23,10 +23,10 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "global_mean", "leaf_names"]
 def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
     """Return the sum or mean of all replicas' arrays, inside or outside of jit.
 
-    Collective over the strategy's replicas, each time that it runs; a call in a jitted
-    function runs when that function runs. All calls are made in the order of the
-    program. The strategy's own calls wait for exchanges in jitted functions that still
-    run.
+    Collective over the strategy's replicas, each time that the call runs; a call in a
+    jitted function runs when that function runs. All calls are made in the order of the
+    program. The strategy's own calls wait for all earlier calls in jitted functions
+    that still run.
 
     Parameters
     ----------
@@ -87,15 +87,16 @@ def all_reduce(tree: Tree, op: ReduceOp | str, strategy: Any) -> Tree:
 def global_mean(tree: Tree, count: Any, strategy: Any) -> Tree:
     """Return the means over the examples of all replicas, inside or outside of jit.
 
-    Collective over the strategy's replicas, as `all_reduce` is; one call for a loss,
-    its gradient and the count. The result is the same as in one process with the global
-    batch. A mean of the replicas' own means would differ if their counts differ.
+    Collective over the strategy's replicas, as `all_reduce` is; one call reduces a
+    loss, its gradient and the count. The result is the same as in one process with the
+    global batch. A mean of the replicas' own means would be different if replicas have
+    different counts.
 
     Parameters
     ----------
     tree : tree of jax.Array, each of shape (...)
-        Sums over this replica's examples, of which there may be none. For example the
-        values that ``jax.value_and_grad`` returns for the sum of the losses.
+        Sums over this replica's examples (zeros if it has none), for example the values
+        that ``jax.value_and_grad`` returns for the sum of the losses.
     count : int, float or jax.Array of shape ()
         Number of these examples, or the sum of their weights.
     strategy : Strategy
@@ -253,7 +254,7 @@ def _exchanged(
 
 
 def _checked(strategy: Any, what: str, function: Any, *args: Any) -> Any:
-    """Call a function that checks arguments; its error is raised on all replicas."""
+    """Call a function that checks arguments; if it fails, all replicas raise errors."""
     try:
         return function(*args)
     except Exception as error:

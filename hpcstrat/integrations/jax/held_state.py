@@ -17,17 +17,17 @@ __all__ = ["HeldState", "state"]
 
 
 def state(tree: Tree, strategy: Any) -> HeldState:
-    """Make a holder of a tree of arrays, for a CheckpointManager to save and restore.
+    """Return an object that holds a tree of arrays, which a CheckpointManager saves.
 
     Collective over the strategy's replicas. JAX's arrays cannot be overwritten in
-    place. So assign the newest tree to the holder before a save, and read it from the
-    holder after a restore.
+    place. So assign the newest tree to the holder before a save, and read the restored
+    tree from the holder after a restore.
 
     Parameters
     ----------
     tree : tree of jax.Array
-        The same on all replicas, such as parameters, optax's state and keys of
-        ``jax.random``. All replicas start with replica 0's values.
+        A tree such as parameters, optax's state and keys of ``jax.random``, with equal
+        names, shapes and dtypes on all replicas. It gets replica 0's values.
     strategy : Strategy
         The strategy whose replicas hold the state.
 
@@ -64,8 +64,8 @@ def state(tree: Tree, strategy: Any) -> HeldState:
 class HeldState:
     """A tree of JAX's arrays that a CheckpointManager saves and restores; see `state`.
 
-    The values have a second copy in host memory, in variables that the replicas compare
-    with each other.
+    Variables in host memory hold a second copy of the values; their names, shapes and
+    dtypes are compared between replicas.
     """
 
     def __init__(self, tree: Tree, strategy: Any) -> None:
@@ -77,7 +77,7 @@ class HeldState:
             values = [np.array(_plain(leaf)) for leaf in leaves]
         except Exception as error:
             refuse(strategy, "state", error)
-        # Names as they appear in a file; a tree may also be a single array.
+        # Names in a checkpoint; a tree that is a single array has an empty name.
         names = [name or "value" for name in leaf_names([path for path, _ in named])]
         with strategy.scope():
             self._variables = {
@@ -85,8 +85,8 @@ class HeldState:
                 for name, value in zip(names, values, strict=True)
             }
         self._leaves = leaves
-        # Whether a manager may have overwritten the variables since the leaves were
-        # copied into them.
+        # Whether a manager may have overwritten the variables, so that `tree` must
+        # compare the leaves with them.
         self._lent = True
 
     @property
@@ -124,7 +124,7 @@ class HeldState:
         self._lent = False
 
     def checkpoint_variables(self) -> dict[str, Variable]:
-        """Return variables with the tree's current values, by the paths of its leaves.
+        """Return variables with the tree's current values, by the paths of the leaves.
 
         For the library's own modules: CheckpointManager reads or writes the variables.
         """
@@ -157,12 +157,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _plain(leaf: Any) -> Any:
-    """Return an array itself, or the integers of an array of random keys."""
+    """Return an array itself, or, if it has random keys, the integers of the keys."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _like(leaf: Any, value: Array) -> Any:
-    """Return a copy of a value as an array of a leaf's kind, on the leaf's device."""
+    """Return ``value`` as an array like ``leaf``: on its device, or as random keys."""
     if _is_key(leaf):
         return jax.random.wrap_key_data(
             jnp.array(value), impl=jax.random.key_impl(leaf)

@@ -1,4 +1,4 @@
-"""Runs a program of several processes of JAX over MPI, for ``hpcstrat jax``.
+"""Runs a program as several processes of JAX over MPI, for ``hpcstrat jax``.
 
 Usage: ``python -m hpcstrat.integrations.jax.jax_launcher KIND PROGRAM [ARGS]``, where
 ``KIND`` is ``script`` or ``module``.
@@ -29,7 +29,7 @@ def initialize() -> None:
     do nothing, or raise ValueError if their arguments differ.
     """
     if getattr(jax.config, _COLLECTIVES, None) in (None, "none"):
-        # Without this option older versions cannot sum between CPUs of several
+        # Without this option older versions of JAX cannot sum between CPUs of several
         # processes.
         jax.config.update(_COLLECTIVES, "gloo")
     strategy = MultiWorkerMirroredStrategy()
@@ -48,7 +48,7 @@ def initialize() -> None:
 def _own_gpu(local_rank: int, environment: Any) -> list[int] | None:
     """Return the number of a rank's own GPU among the GPUs that are visible to it."""
     seen = [environment[name] for name in _GPUS if environment.get(name)]
-    # Some launchers make only the rank's own GPU visible.
+    # Some launchers make only the rank's own GPU visible, which then has number 0.
     if seen and len(seen[0].split(",")) == 1:
         return [0]
     return [local_rank]

@@ -13,13 +13,13 @@ from hpcstrat.strategies import Strategy
 
 __all__ = ["let_replicas_meet"]
 
-# Part of the key by which JAX finds compiled functions; replica 0 uses the default.
+# JAX compiles a function again for each value of this context; replica 0 has value 0.
 _make: Any = getattr(jax, "make_user_context", None)
 _replica = None if _make is None else _make(0)
 
 
 class _TurnListener:
-    """Notifies JAX which replica runs, and waits when it pauses; see `Listener`."""
+    """A `Listener` that selects a replica's compiled functions, and waits at pauses."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
@@ -31,8 +31,8 @@ class _TurnListener:
         """Make this replica's thread compile its own versions of functions.
 
         JAX locks a function until its first call has ended. In that call the first
-        replica may wait for the other replicas. If they needed the same lock, all would
-        deadlock.
+        replica may wait for the other replicas. If the other replicas needed the same
+        lock, all replicas would deadlock.
         """
         if index and _replica is not None and _replica.value != index:
             _replica(index).__enter__()
@@ -55,9 +55,9 @@ _known: weakref.WeakKeyDictionary[Strategy, _TurnListener] = weakref.WeakKeyDict
 def let_replicas_meet(strategy: Strategy, wait: Callable[[], None]) -> str:
     """Allow exchanges between a rank's replicas inside of compiled functions.
 
-    Called when the first such function is compiled, before another replica runs;
-    ``wait`` waits for pending exchanges. Returns the reason if exchanges are not
-    possible, or an empty text.
+    Called when the first such function is compiled, before another replica runs. The
+    function ``wait`` waits for pending exchanges. Returns the reason if exchanges are
+    not possible, or an empty text.
     """
     count = len(strategy.local_replicas)
     if problem := xla_problem(count):

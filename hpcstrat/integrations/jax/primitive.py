@@ -1,15 +1,15 @@
-"""The primitive of JAX that exchanges arrays between replicas, and its rules.
+"""The JAX primitive that exchanges arrays between replicas, and its rules for jit.
 
-Outside of jit the primitive reads arrays from their own memory; inside, XLA calls a
-handler of hpcstrat. All exchanges have the same ordered effect: XLA may run independent
-operations in any order, and at the same time, but all replicas must make their calls in
-the same order.
+Outside of jit the primitive reads arrays in place; inside of jit, XLA calls a handler
+of hpcstrat. XLA may run independent operations in any order, and at the same time, but
+all replicas must make their calls in the same order. Therefore all exchanges have the
+same ordered effect.
 
 On GPUs a call outside of jit is also compiled, as a small jitted function, so that XLA
 provides memory and a stream, see `hpcstrat.integrations.jax.xla_handler`. Passing
-CuPy's results to JAX by DLPack would be less safe: some versions of XLA release such
-memory before their stream has read it (`TrackedDeviceBuffer::Delete`), and CuPy does
-not wait for that stream.
+CuPy's results to JAX by DLPack would be less safe: some versions of XLA release memory
+from DLPack before XLA's stream has read it (`TrackedDeviceBuffer::Delete`), and CuPy
+reuses the memory without waiting for that stream.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["TreeOperation", "bind", "is_on_host", "refuse", "require_replica_con
 
 
 class _Order(effects.Effect):
-    """An effect that keeps exchanges in program order, equal on all replicas."""
+    """An ordered effect: all operations with this effect run in program order."""
 
     def __str__(self) -> str:
         return "TreeOperation"
@@ -58,13 +58,13 @@ _order = _Order()
 
 
 class _Here(threading.local):
-    """Marks a thread of XLA while it is in an exchange."""
+    """A flag for each thread: True while a thread of XLA makes an exchange."""
 
     is_inside = False
 
 
 _here = _Here()
-# The kind of an operation's gradient, if it differs from the operation's own kind.
+# For a kind of operation, the kind of its gradient, if the two kinds differ.
 _TRANSPOSED = {"gather": "part", "broadcast": "at root"}
 _TRANSPOSED |= {kind: other for other, kind in _TRANSPOSED.items()}
 # Newer versions of JAX have `jax.typeof`; older versions have only `get_aval`.
@@ -76,7 +76,7 @@ _exchange.multiple_results = True
 
 @dataclasses.dataclass(frozen=True)
 class TreeOperation:
-    """An operation on the leaves of a tree, with the same names on all replicas.
+    """A collective operation on a tree's leaves, with equal names on all replicas.
 
     ``kind`` is sum, mean, gather or broadcast, and ``place`` is the axis of a gather or
     the root of a broadcast. Two more kinds are gradients: "part", for gather, is this
@@ -96,7 +96,7 @@ class TreeOperation:
         return call.get(self.kind, "all_reduce")
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the result for a leaf's shape."""
+        """Return the shape of the result for a leaf of this shape."""
         lengths = list(shape)
         if self.kind == "gather":
             lengths[self.place] *= self.strategy.num_replicas_in_sync
@@ -126,8 +126,8 @@ class TreeOperation:
     ) -> None:
         """Make the call for the logical replica that is running, without waiting.
 
-        Collective over the strategy's replicas. ``done`` is called with None or an
-        error once ``outs`` have the results.
+        Collective over the strategy's replicas. When the results are in ``outs``, or
+        the call has failed, ``done`` is called with None or the error.
         """
         meetings = self.strategy.meetings
         if not meetings.runs:
@@ -152,7 +152,7 @@ class TreeOperation:
         meetings.meet_later(*call, argument, then)
 
     def _call(self, leaves: list[Array]) -> str:
-        # A compiled program has fixed shapes, so shapes must be equal on all ranks.
+        # The ranks compare this text, because a compiled program has fixed shapes.
         return f"{self.what} of {', '.join(str(leaf.shape) for leaf in leaves)}"
 
     @property
@@ -161,11 +161,11 @@ class TreeOperation:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all replicas get the whole result of a sum."""
+        """Whether the operation returns a whole sum or mean to all replicas."""
         return self.kind in ("sum", "mean")
 
     def _taken(self, found: Any, outs: list[Array] | None, replica: int) -> list[Array]:
-        """Return a replica's results from the results of the whole call."""
+        """Return one replica's results, given the results of the collective call."""
         results = [found] if not self._is_named else [found[n] for n in self.names]
         if self.kind == "part":
             results = [self._own_part(total, replica) for total in results]
@@ -177,7 +177,7 @@ class TreeOperation:
         return results if outs is None else outs
 
     def _own_part(self, total: Array, replica: int) -> Array:
-        """Return a replica's part of an array along the axis."""
+        """Return one replica's part of an array that is divided along axis `place`."""
         length = total.shape[self.place] // self.strategy.num_replicas_in_sync
         start = replica * length
         at = (slice(None),) * self.place + (slice(start, start + length),)
@@ -189,7 +189,7 @@ class TreeOperation:
         return self.names != ("",)
 
     def _named(self, leaves: list[Any]) -> Any:
-        # The header compares the names between ranks; a single array needs no name.
+        # The header compares the names between ranks. A tree of one array has no names.
         if not self._is_named:
             return leaves[0]
         return dict(zip(self.names, leaves, strict=True))
@@ -200,7 +200,7 @@ class TreeOperation:
         postpone: Callable[[], Callable[[Any], None]],
         stream: int | None,
     ) -> None:
-        """Make the call in a thread of XLA; all replicas raise one replica's error.
+        """Make the call in a thread of XLA; if a replica fails, all raise an error.
 
         ``postpone`` makes XLA wait for the results, and returns a function that ends
         this wait. On a GPU the call is added to XLA's ``stream``, and the host does not
@@ -252,14 +252,14 @@ def refuse(strategy: Any, what: str, error: Exception) -> None:
 
 
 def _await_others() -> None:
-    """Wait for pending exchanges in XLA's threads, so that calls keep their order."""
+    """Wait for pending exchanges in XLA's threads, to keep calls in program order."""
     if _here.is_inside:
         return
     try:
         jax.effects_barrier()
     except Exception:
-        # The failed exchange's results raise its error. Remove its token, so that the
-        # next exchange does not wait for it.
+        # The program gets the error from the results of the failed exchange. Remove the
+        # exchange's token, so that the next exchange does not wait for it.
         from jax._src import dispatch
 
         dispatch.runtime_tokens.clear()
@@ -274,7 +274,7 @@ def is_on_host(leaf: Any) -> bool:
 def _outside(*leaves: Any, exchange: TreeOperation) -> list[Any]:
     on_host = all(map(is_on_host, leaves))
     if not on_host and not exchange.strategy.logical:
-        # XLA runs this program after exchanges in earlier programs.
+        # XLA runs this jitted function after the exchanges in earlier functions.
         return _program(exchange)(*leaves)
     _await_others()
 
@@ -302,10 +302,10 @@ def _shapes(*leaves: Any, exchange: TreeOperation) -> tuple[list[Any], set[Any]]
 def _inside(
     context: Any, *operands: Any, exchange: TreeOperation, target: str = TARGET
 ) -> Any:
-    """Compile an exchange as a call of the handler, after the program's last one."""
+    """Compile an exchange into a handler call, ordered after the previous exchange."""
     problem = register(target)
     if target == GPU_TARGET:
-        # On GPUs calls outside of jit are compiled here, too.
+        # Do not advise calls outside of jit: on GPUs those are compiled here, too.
         problem = problem and f"{problem}; use another version of JAX"
         problem = problem or _gpu_problem(exchange)
     else:
@@ -316,7 +316,7 @@ def _inside(
         refuse(exchange.strategy, exchange.what, NotImplementedError(problem))
     if (channel := exchange.strategy.collectives.channel) is not None:
         channel.elsewhere = _await_others
-    # A result may use the memory of its argument; otherwise XLA copies all arguments.
+    # Let results use the memory of arguments, so that XLA does not copy all arguments.
     count = 0 if exchange.kind in ("gather", "part") else len(operands)
     rule = jax.ffi.ffi_lowering(
         target,
@@ -337,7 +337,7 @@ def _inside(
 def _gpu_problem(exchange: TreeOperation) -> str:
     """Return the reason why an exchange cannot run on a GPU, or an empty text."""
     if exchange.strategy.logical:
-        # XLA would wait for the other replicas in the thread that should compute them.
+        # XLA would wait for the other replicas in the thread that must run them.
         return (
             f"expected a rank for each replica, for {exchange.what} inside of jit on a "
             f"GPU, found logical replicas; call {exchange.what} between jitted "
@@ -397,7 +397,7 @@ def _refuse_vmap(leaves: Any, dims: Any, *, exchange: TreeOperation) -> Any:
 
 @functools.cache
 def _give_rules() -> None:
-    """Register the primitive's rules at its first use; docs are built without JAX."""
+    """Register the primitive's rules; at first use, as docs are built without JAX."""
     ad.primitive_jvps[_exchange] = _forward
     ad.primitive_transposes[_exchange] = _backward
     batching.primitive_batchers[_exchange] = _refuse_vmap

@@ -14,15 +14,15 @@ __all__ = ["GradientTransformation", "cross_replica"]
 
 
 class GradientTransformation(NamedTuple):
-    """Two functions; optax accepts them as one of its own gradient transformations.
+    """The functions ``init`` and ``update``, which optax accepts as a transformation.
 
     Parameters
     ----------
     init : callable
         Function that returns the state for given parameters.
     update : callable
-        Function that returns new gradients and a new state for gradients, state and
-        parameters.
+        Function of gradients, state and parameters, which returns new gradients and a
+        new state.
     """
 
     init: Callable[[Tree], Any]

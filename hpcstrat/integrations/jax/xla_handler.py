@@ -1,21 +1,23 @@
-"""Handlers of XLA's foreign function interface, in Python: no compiler is needed.
+"""Handlers for XLA's foreign function interface, in Python, so no compiler is needed.
 
-XLA passes the memory of arguments and results, and hpcstrat reduces from one into the
-other. The structures are copied from ``xla/ffi/api/c_api.h``, which is part of jaxlib.
-Newer versions may add fields after the fields that are listed here, see `_misfit`.
+XLA passes the addresses of arguments and results, and hpcstrat reduces the arguments
+into the memory of the results. The structures are copied from
+``xla/ffi/api/c_api.h``, which is part of jaxlib. Newer versions may add fields after
+the fields that are listed here, see `_misfit`.
 
 **On a GPU** XLA calls the handler while it submits a program to the device
 (`CustomCallThunk::ExecuteOnStream`). At that time, earlier work of XLA's stream may
 still have to compute the arguments, and the results may be written by work that is
-added to the stream from now on. The handler makes XLA's stream CuPy's current stream
-for the call, so that hpcstrat's lane waits for this stream, and this stream for the
-lane, by events. All memory is XLA's. XLA's allocator reuses memory in the order of the
-same stream, so nothing has to be kept until the device has read it; arrays over the
-memory are deleted when the handler returns.
+added to the stream from now on. During the call, XLA's stream is the current stream of
+CuPy. So hpcstrat's lane waits for XLA's stream before the exchange, and XLA's stream
+waits for the lane afterwards, by events. XLA owns all memory, and reuses it in the
+order of the same stream. Therefore the handler deletes its arrays over this memory when
+it returns, even if the device has not read the memory yet.
 
 XLA captures a handler in a CUDA graph only if the handler declares that it supports
-this. If a handler completes after its return, XLA waits for it in the calling thread
-(`Invoke` in ``xla/ffi/invoke.cc``), so only handlers on CPUs complete later.
+this. If a handler on a GPU completed after its return, XLA would wait in the calling
+thread (`Invoke` in ``xla/ffi/invoke.cc``). So only handlers on CPUs complete after
+their return.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ GPU_TARGET = "hpcstrat_exchange_on_gpu"
 _MAJOR = 0
 _METADATA, _EXECUTE, _INTERNAL = 1, 3, 13
 _TOKEN = 17
-# Numbers of XLA_FFI_DataType: these names count from 1; three more names follow.
+# Types by number in XLA_FFI_DataType: these from 1 on, and three more in `_NAMES`.
 _FIRST = (
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64"
 )
@@ -102,9 +104,9 @@ _Metadata = _structure(size=c_size_t, version=_Version, traits=c_uint32)
 _MetadataExtension = _structure(base=_Extension, metadata=POINTER(_Metadata))
 
 
-# A function that XLA's program calls by its key. The first parameter returns arguments
-# and results of the program. The second makes XLA wait until the exchange is complete.
-# The third is XLA's stream, if the program runs on a GPU.
+# A function that a compiled program calls by a number, its key. The first parameter
+# returns arguments and results of the program. The second makes XLA wait until the
+# exchange is complete. The third is XLA's stream, if the program runs on a GPU.
 _Exchange = Callable[
     [
         Callable[[], tuple[list[Array], list[Array]]],
@@ -119,7 +121,7 @@ _numbers = itertools.count()
 
 
 def key_of(name: Any, exchange: _Exchange) -> int:
-    """Return the number of a named exchange, by which XLA's programs call it."""
+    """Return the number by which XLA's programs call the exchange of this name."""
     if name not in _keys:
         number = next(_numbers)
         _exchanges[number] = exchange
@@ -131,8 +133,8 @@ def key_of(name: Any, exchange: _Exchange) -> int:
 def _found_version() -> tuple[int, ...]:
     """Return major and minor version of XLA's interface; empty if there is none.
 
-    The version is read from the header file, because XLA asks a handler for its version
-    before it reports its own version.
+    The version is read from the header file, because XLA asks for the handler's version
+    before XLA reports its own version.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = header.read_text() if header.exists() else ""
@@ -154,7 +156,7 @@ def _version_problem() -> str:
 
 
 def _misfit(frame: Any) -> str:
-    """Return an error text if XLA's version or structures do not fit, or no text."""
+    """Return an error text, empty if XLA's version and structures are as expected."""
     sizes = [
         *[(frame, _Frame), (frame.api.contents, _Api), (frame.arguments, _Buffers)],
         *[(frame.results, _Buffers), (frame.attributes, _Attributes)],
@@ -171,7 +173,7 @@ def _misfit(frame: Any) -> str:
 
 
 class _Memory:
-    """Memory for NumPy to use; XLA keeps the memory while the handler runs."""
+    """Gives NumPy access to memory of XLA, which exists while the handler runs."""
 
     def __init__(self, address: int, shape: tuple[int, ...], typestr: str) -> None:
         self.__array_interface__ = {
@@ -183,7 +185,7 @@ class _Memory:
 
 
 def _array(address: int, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return memory as an array of a shape and dtype."""
+    """Return the memory at an address as an array of this shape and dtype."""
     if 0 in shape:
         return np.empty(shape, dtype)
     if dtype.isbuiltin == 1:
@@ -206,7 +208,7 @@ def _arrays(
 
 
 def _answer(frame: Any) -> bool:
-    """Write the version if XLA asks for it; return whether XLA did."""
+    """If XLA asks for the handler's version, write it; return whether XLA asked."""
     if not frame.extension:
         return False
     base = ctypes.cast(frame.extension, POINTER(_Extension)).contents
@@ -233,7 +235,7 @@ def _handle_on_gpu(pointer: Any) -> int | None:
 
 
 def _carry_out(pointer: Any, array: Any, stream_of: Any = None) -> int | None:
-    """Run an exchange in one of XLA's threads, and return an error as XLA's error."""
+    """Run an exchange in a thread of XLA; return None, or an error object of XLA."""
     frame = pointer.contents
     try:
         if _answer(frame) or frame.stage != _EXECUTE:
@@ -271,10 +273,10 @@ def _error(api: Any, error: BaseException) -> int:
 
 
 def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
-    """Make XLA wait, without blocking a thread, for a call of the returned function."""
+    """Make XLA wait, without blocking a thread, until the returned function runs."""
     frame = ctypes.cast(pointer, POINTER(_LongFrame)).contents
     api = ctypes.cast(frame.known.api, POINTER(_LongApi)).contents
-    # The frame's size does not include the future, so check the size of the interface.
+    # XLA's size of a frame excludes `future`, so check the size of the interface.
     if api.known.size < ctypes.sizeof(_LongApi):
         raise RuntimeError(
             "expected an XLA whose handlers may end later, found an older one, of jax "
@@ -298,10 +300,10 @@ def _postpone(pointer: Any) -> Callable[[BaseException | None], None]:
 
 @functools.cache
 def register(target: str) -> str:
-    """Register a handler with XLA, once; return a reason if impossible, or no text.
+    """Register a handler with XLA, once; return an error text, empty for success.
 
-    Call it only when a handler is needed: if XLA refuses a handler while its backend
-    starts, JAX has no backend.
+    Call this function only when a handler is needed: if XLA refuses a handler while its
+    backend starts, JAX has no backend.
     """
     problem = _version_problem()
     if not problem:

@@ -30,7 +30,7 @@ _WRITERS = tuple(
 
 
 def chosen(callbacks: list[Any], strategy: Strategy) -> list[Any]:
-    """Return this replica's callbacks: only replica 0 keeps callbacks that write."""
+    """Return this replica's callbacks; only replica 0 keeps those that write files."""
     if strategy.replica_id == 0:
         return callbacks
     # Several replicas that write the same file would corrupt it.
@@ -53,7 +53,7 @@ def _agree(model: Any, strategy: Strategy) -> None:
 
 
 class SynchronizedCallback(keras.callbacks.Callback):
-    """Makes all replicas begin and end together; runs after the program's callbacks."""
+    """Makes replicas start equal and stop together; runs after the user's callbacks."""
 
     def __init__(self, state: TrainingState, strategy: Strategy, data: Any) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class SynchronizedCallback(keras.callbacks.Callback):
         self._data = data
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Send replica 0's state to all, because only replica 0 may read a backup."""
+        """Set all replicas' state to replica 0's: only replica 0 reads a backup."""
         model = self.model
         steps, epochs = self.params.get("steps"), self.params.get("epochs")
         self._state.begin(f"fit of {epochs} epochs of {steps} steps")
-        # Without a backup, the other replicas would start at the first epoch.
+        # The other replicas read no backup, so they would start at the first epoch.
         model._initial_epoch = self._strategy.collectives.broadcast_object(
             model._initial_epoch, 0, "first epoch"
         )
@@ -77,17 +77,17 @@ class SynchronizedCallback(keras.callbacks.Callback):
             self._data.epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Stop all replicas together if one stops."""
+        """Stop all replicas after this epoch if one replica stops."""
         _agree(self.model, self._strategy)
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Makes all replicas stop at the same batch; runs after the callbacks that stop."""
+    """Makes all replicas stop at the same batch; runs after the user's callbacks."""
 
     def __init__(self, strategy: Strategy) -> None:
         super().__init__()
         self._strategy = strategy
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop all replicas together if one stops."""
+        """Stop all replicas after this batch if one replica stops."""
         _agree(self.model, self._strategy)

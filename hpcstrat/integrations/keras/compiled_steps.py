@@ -1,4 +1,4 @@
-"""The parts of a step for each Keras backend: a replica's part, and the optimizer's."""
+"""Steps of Keras models on logical replicas: the code that depends on the backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CompiledSteps", "Outcome", "compiled_steps"]
 
 
 class Outcome(NamedTuple):
-    """The results of a replica's part of a step: own values, gradients and logs."""
+    """Results of one replica's part of a step; ``own`` are values of its variables."""
 
     own: list[Any]
     gradients: list[Any] | None
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 def compiled_steps(distributed: Any) -> CompiledSteps:
-    """Return the steps of a model for Keras' current backend."""
+    """Return the object that makes a model's steps with Keras' current backend."""
     kinds = {"torch": _OfTorch, "jax": _OfJax, "tensorflow": _OfTensorFlow}
     kind: Any = kinds[keras.config.backend()]
     return kind(distributed)
@@ -55,7 +55,7 @@ class CompiledSteps:
         self._model = distributed.model
 
     def function(self, kind: str) -> Callable[..., Any]:
-        """Return the model's function for a step of the kind ``train`` or ``test``."""
+        """Return the function that Keras calls for a ``train`` or ``test`` step."""
 
         def function(batches: Any) -> Any:
             logs = None
@@ -70,7 +70,7 @@ class CompiledSteps:
         return data
 
     def own(self, variables: list[Any], common: Any) -> list[Any]:
-        """Return copies of the values of variables."""
+        """Return copies of the current values of these variables."""
         del common
         return [keras.ops.copy(variable.value) for variable in variables]
 
@@ -104,12 +104,12 @@ class CompiledSteps:
             return *self._distributed.told(), logs, common
 
     def apply(self, gradients: list[Any], common: Any) -> Any:
-        """Apply the gradients by the optimizer; return the new common state."""
+        """Let the optimizer apply the gradients; return the new common state."""
         self._model.optimizer.apply(gradients, self._model.trainable_variables)
         return common
 
     def array(self, gradient: Any) -> Array:
-        """Return a gradient as an array that is only read."""
+        """Return a gradient as an array, which the caller must not change."""
         return np.asarray(gradient)
 
 
@@ -198,7 +198,7 @@ class _OfTensorFlow(CompiledSteps):
 
 
 class _OfJax(CompiledSteps):
-    """JAX's steps, with the state: trained weights, others, optimizer, metrics."""
+    """JAX's steps; common state: trained weights, other weights, optimizer, metrics."""
 
     def __init__(self, distributed: Any) -> None:
         import jax
@@ -219,7 +219,7 @@ class _OfJax(CompiledSteps):
         return function
 
     def _places(self, variables: list[Any]) -> list[tuple[int, int]]:
-        """Return two indices for each variable: part of the state, and place in it."""
+        """Return pairs of indices: a part of the state, and a variable in that part."""
         model = self._model
         found = {id(v): (1, i) for i, v in enumerate(model.non_trainable_variables)}
         found |= {id(v): (-1, i) for i, v in enumerate(model.metrics_variables)}

@@ -1,4 +1,4 @@
-"""Batches of streams and iterables, which one rank of each worker distributes."""
+"""Data that one rank of each worker reads and distributes: streams and iterables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["DealtBatches", "dealt", "ends_with_its_data"]
 
 
 class DealtBatches(DataAdapter):
-    """This replica's rows of global batches, as a data adapter of Keras.
+    """A data adapter for Keras that yields this replica's rows of global batches.
 
     Reading a batch is collective over the strategy's replicas. ``num_batches`` is None
     if the number is unknown.
@@ -38,8 +38,8 @@ class DealtBatches(DataAdapter):
         self._strategy = strategy
         self.num_batches = num_batches
         self._class_weight: Any = None
-        # The first batch and the iterator over the later batches, as long as only the
-        # first batch was read.
+        # The first batch, and the iterator over the later batches; None unless only the
+        # first batch has been read.
         self._begun: tuple[Any, Iterator[Any]] | None = None
 
     def weigh(self, class_weight: Any) -> None:
@@ -90,8 +90,8 @@ class DealtBatches(DataAdapter):
 
         signature = data_adapter_utils.get_tensor_spec([self.first])
         make = tf.data.Dataset.from_generator
-        # Prefetching is off, because the read of a batch is a collective call, which
-        # must keep its order among the other calls of a step.
+        # Switch prefetching off, because reading a batch is a collective call, and all
+        # replicas must make their calls in the same order.
         options = tf.data.Options()
         options.autotune.enabled = False
         options.experimental_optimization.inject_prefetch = False
@@ -147,7 +147,7 @@ class _NumpyBatches:
 
 def _plain(batch: Any) -> Any:
     def array(leaf: Any) -> Any:
-        # A torch tensor may require gradients, or be on a GPU.
+        # NumPy cannot read a torch tensor that requires gradients or is on a GPU.
         leaf = leaf.detach().cpu() if hasattr(leaf, "detach") else leaf
         return leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
 

@@ -1,11 +1,11 @@
 """Models whose own fit, evaluate and predict work on all replicas together.
 
-Functions replace methods of this model object and of its optimizers, but not of their
-classes, so that the model is saved as usual. A step's gradients are combined when the
-optimizer receives them, before the optimizer changes anything. Each replica's loss is a
-mean over its rows. The loss is first multiplied by the replica's number of rows,
-divided by the mean number of rows per replica, so that the mean of the gradients over
-replicas equals the gradient of one process.
+Functions of this module replace methods of one model object and of its optimizers, but
+not of their classes, so that the model is saved as usual. A step's gradients are
+combined when the optimizer receives them, before the optimizer changes anything. Each
+replica's loss is a mean over its rows. The loss is first multiplied by the replica's
+number of rows, divided by the mean number of rows per replica, so that the mean of the
+gradients over replicas equals the gradient of one process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _DATA = ("x", "y", "sample_weight")
 
 
 class DistributedMethods:
-    """Functions that replace a model's methods."""
+    """The functions that replace methods of a model, and the state that they share."""
 
     state_class = TrainingState
 
@@ -99,11 +99,11 @@ class DistributedMethods:
         put(model, "_get_metrics_result_or_logs", self._result)
         if model._compile_loss is not None:
             correct(model._compile_loss, self._factor)
-        # Functions that Keras compiled before would still call the old methods.
+        # Functions that Keras has compiled call the old methods: make Keras recompile.
         model.train_function = model.test_function = model.predict_function = None
 
     def mask(self) -> Array:
-        """Return the mask that makes this replica's random numbers different."""
+        """Return the bit mask that makes this replica's random seeds different."""
         return seed_mask(self.strategy.replica_id)
 
     # Methods that run inside of a step.
@@ -138,11 +138,11 @@ class DistributedMethods:
 
     @property
     def _share(self) -> Any:
-        """Factor of this replica's mean loss, applied before the mean over replicas."""
+        """This replica's number of rows, divided by the mean number per replica."""
         return self._rows * self.strategy.num_replicas_in_sync / self._total
 
     def _weight(self) -> Any:
-        """Return the factor that gradients must be multiplied by; 0 without rows."""
+        """Return the factor for this replica's gradients; 0 if it has no rows."""
         rows = self._rows
         if self._total is None:
             return 1
@@ -150,7 +150,7 @@ class DistributedMethods:
             return int(rows > 0)
         if self._is_scaled:
             return keras.ops.cast(rows > 0, "float64")
-        # The program's own train_step, which has not scaled its loss.
+        # The program's own `train_step` has not scaled the loss: scale the gradients.
         return self._share
 
     def _factor(self, divisor: Any) -> Any:
@@ -191,10 +191,14 @@ class DistributedMethods:
             gradients[index] = gradient
         return gradients
 
-    # Methods around steps.
+    # Methods that contain whole steps, such as fit.
 
     def _entered(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method that all replicas leave together, with arguments by name."""
+        """Return a replacement for a model's method, which all replicas leave together.
+
+        The replacement calls ``method`` with the original method and all arguments by
+        name.
+        """
 
         def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             given = inspect.signature(inner).bind(*args, **kwargs).arguments
@@ -269,7 +273,7 @@ class DistributedMethods:
             given["batch_size"], x = x.dataset.batch_size, x.x
         columns: Any = columns_of(x)
         if columns is None:
-            # Each replica has read its own data.
+            # Each replica has its own data: gather the predictions of all replicas.
             return self._predictions.gathered(inner(**self._quiet(given)))
         size = given.get("batch_size") or 32
         if steps:
@@ -290,7 +294,7 @@ class DistributedMethods:
         given |= own_rows(columns, self.strategy)
         whole = given.pop("return_dict", False)
         if keras_version() < (3, 15):
-            # After the last call the metrics still have the sums over all replicas.
+            # The metrics still contain the sums over all replicas of the last call.
             self.model.reset_metrics()
         logs = inner(**given, return_dict=True)
         found = self.model._get_metrics_result_or_logs(logs)
@@ -304,7 +308,7 @@ class DistributedMethods:
         return inner(logs)
 
     def _batched(self, given: dict[str, Any], steps: str, **options: Any) -> None:
-        """Replace arrays in the arguments by `Batches` of them."""
+        """Replace the arrays in a method's arguments by `Batches` of these arrays."""
         given["x"] = self._whole(given["x"])
         data = {name: given[name] for name in _DATA if given.get(name) is not None}
         if isinstance(data["x"], Dataset):
@@ -315,8 +319,8 @@ class DistributedMethods:
         elif isinstance(data["x"], DealtBatches):
             require_one_step(self.model)
             data["x"].weigh(given.pop("class_weight", None))
-            # Build the model now: Keras would build it with the first batches, and lose
-            # them.
+            # Build the model now: Keras would build it with the first batches, and then
+            # not train on them.
             self.model._symbolic_build(data_batch=data["x"].first)
         elif columns_of(data) is not None:
             for name in data:
@@ -326,7 +330,7 @@ class DistributedMethods:
             given["x"] = batches.with_steps(given.pop(steps, None))
 
     def _whole(self, x: Any) -> Any:
-        """Return data as `dealt` does, if the data are global batches."""
+        """Return the result of `dealt` for global batches, or else the data."""
         if isinstance(x, ReducibleDataset) or self._by_scope:
             return dealt(x, self.strategy)
         return x

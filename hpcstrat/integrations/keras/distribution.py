@@ -45,7 +45,7 @@ def distribute(model: Any, strategy: Strategy) -> Any:
     ----------
     model : keras.Model
         A compiled model with weights, the same on every replica. After another
-        ``compile`` call `distribute` again.
+        ``compile``, call `distribute` again.
     strategy : Strategy
         The strategy whose replicas train the model.
 
@@ -87,10 +87,11 @@ def distribute(model: Any, strategy: Strategy) -> Any:
 
 
 def distribute_with(model: Any, strategy: Strategy, data: dict[str, Any]) -> None:
-    """Distribute a scope's model before its first call, and build it if needed.
+    """Distribute a model of a scope when it is first used, and build it if needed.
 
-    Collective over the strategy's replicas. ``data`` are the arguments of the call, by
-    name. ``x`` is replaced if its first batch had to be read to build the model.
+    Collective over the strategy's replicas. ``data`` are the arguments of the method
+    that uses the model, by name. ``data["x"]`` is replaced if its first batch had to be
+    read to build the model.
     """
     require_sums_each_step(strategy, _WHAT)
     if not all(layer.built for layer in model._flatten_layers()):
@@ -143,7 +144,7 @@ def _put_on(model: Any, strategy: Strategy, *, by_scope: bool) -> Any:
 
 
 def _first(data: dict[str, Any], strategy: Strategy) -> Any:
-    """Return the first batch of a call's data, or some rows, to build a model."""
+    """Return the first batch, or some rows, of a method's data, to build a model."""
     x = data["x"]
     if isinstance(x, DealtBatches):
         return x.first

@@ -1,8 +1,8 @@
 """Conversion between a checkpoint's values and Keras' files of models or weights.
 
-In a checkpoint the names of weights contain their order in the model, because Keras'
-own numbers of layers depend on all layers that a process has made. So a conversion
-needs the model's layers.
+Names of weights in a checkpoint begin with the weight's index in the model, because the
+numbers in Keras' names of layers depend on all layers that a process has made. So a
+conversion needs the model's layers.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def write_keras(
 
 
 def read_keras(path: str, *, model: str | None = None) -> dict[str, Array]:
-    """Return the weights in a file by their names in checkpoints."""
+    """Return the weights in a file, by the names that they have in checkpoints."""
     if path.endswith(_WEIGHTS):
         loaded = _loaded(model)
         loaded.load_weights(path)

@@ -50,13 +50,13 @@ class _VariableCopies:
         return {name: self._held[name] for name in found}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names under which a file may have this variable."""
+        """Return the names that a variable may have in a file: only its own name."""
         return [name]
 
     def checkpoint_defer(
         self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
     ) -> None:
-        """Raise ValueError for a saved value for which the model has no variable."""
+        """Raise ValueError, because the model has no variable for a saved value."""
         raise ValueError(
             f"expected a variable {name!r} in the model, found "
             f"{', '.join(self._held)}; restore into the model that was saved"
@@ -134,7 +134,7 @@ def state(model: Any) -> dict[str, Any]:
 class Checkpoint(keras.callbacks.Callback):
     """A callback of ``fit`` that restores the newest checkpoint, and saves each epoch.
 
-    Logically collective over the strategy's replicas: all replicas pass one to ``fit``.
+    Logically collective: all of the strategy's replicas must pass one to ``fit``.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ class Checkpoint(keras.callbacks.Callback):
     asynchronous : bool
         Whether training continues while the files are written.
     log : hpcstrat.metrics.Log, optional
-        The logs of each epoch are written to it before the epoch is saved. Pass it to
+        Each epoch's logs are written to this log before the epoch is saved. Pass it to
         the manager, too, so that a restarted job has each epoch only once in the log.
 
     Examples
@@ -181,7 +181,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Restore the newest checkpoint, if there is one; collective."""
-        # Keras' own callback BackupAndRestore sets the same attribute.
+        # Start at this epoch; Keras' BackupAndRestore sets the same attribute.
         self.model._initial_epoch = self._manager.restore_or_initialize()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

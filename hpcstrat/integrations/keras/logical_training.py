@@ -54,7 +54,7 @@ class LogicalState(TrainingState):
     def __init__(self, model: Any, strategy: Strategy) -> None:
         super().__init__(model, strategy)
         self._count = len(strategy.local_replicas)
-        # Each replica's own values, or None if all replicas have the model's values.
+        # Own values by replica, or None if all replicas have the model's values.
         self._own: list[list[Any]] | None = None
 
     def own_variables(self) -> list[Any]:
@@ -63,7 +63,7 @@ class LogicalState(TrainingState):
         return [*self.moving, *seeds, *self.model.metrics_variables]
 
     def own(self, in_model: Callable[[list[Any]], list[Any]]) -> list[list[Any]]:
-        """Return all replicas' own values; ``in_model`` reads the model's values."""
+        """Return each replica's own values; ``in_model`` reads values of the model."""
         variables = self.own_variables()
         if self._own is None or len(self._own[0]) != len(variables):
             self._own = [in_model(variables)] * self._count
@@ -211,7 +211,7 @@ class LogicalDistributed(DistributedMethods):
         gradient = keras.ops.convert_to_tensor(gradient, sparse=False)
         if type(weight) is int:
             return gradient if weight else keras.ops.zeros_like(gradient)
-        # A mean over no rows is NaN, and NaN * 0 would be NaN, too.
+        # Without rows the gradient is NaN, and NaN * 0 would be NaN, too.
         weight = keras.ops.cast(weight, gradient.dtype)
         zero = keras.ops.zeros_like(gradient)
         return keras.ops.where(weight == 0, zero, gradient * weight)
@@ -228,14 +228,14 @@ class LogicalDistributed(DistributedMethods):
         return make
 
     def step(self, kind: str, common: Any, data: Any) -> tuple[Any, Any]:
-        """Make a step of all replicas with this rank's rows; return logs and state.
+        """Make a step with this rank's rows of the global batch; return logs and state.
 
         Collective over the strategy's replicas. ``common`` is the state that the
         backend passes from step to step, see `CompiledSteps`.
         """
         steps = self._steps
-        # Metrics may make variables at the first batch; each replica needs its own
-        # values.
+        # Make the metrics' variables now, which metrics may otherwise make at the first
+        # batch, because each replica needs its own values of these variables.
         self.model._symbolic_build(data_batch=data)
         variables = self.state.own_variables()
         every = self.state.own(lambda own: steps.own(own, common))
@@ -256,7 +256,7 @@ class LogicalDistributed(DistributedMethods):
         return outcomes[0].logs, common
 
     def _divided(self, data: Any) -> tuple[np.float64, list[Any]]:
-        """Return the number of all replicas' rows, and this rank's rows by replica."""
+        """Return the global number of rows, and this rank's rows for each replica."""
         rows = int(keras.tree.flatten(data)[0].shape[0])
         collectives = self.strategy.collectives
         own = np.asarray(rows, np.float64)
@@ -311,7 +311,7 @@ class LogicalDistributed(DistributedMethods):
             means[index] = keras.ops.convert_to_tensor(mean)
         return means
 
-    # Methods around steps.
+    # Methods that contain whole steps, such as fit.
 
     def _result(self, inner: Callable[..., Any], logs: Any) -> Any:
         found = super()._result(inner, logs)

@@ -17,12 +17,12 @@ from hpcstrat.integrations.keras.replicas import put
 
 __all__ = ["correct"]
 
-# Returns the factor for a loss, from the divisor that this replica's loss has used.
+# A function that returns a loss's factor, given the divisor of this replica's loss.
 Factor = Callable[[Any], Any]
 
 
 def correct(compiled: Any, factor: Factor) -> None:
-    """Correct the losses of a compiled model, as soon as all of them are known.
+    """Correct the losses of a compiled model, now or when Keras has created them.
 
     ``factor`` is called with the divisor of this replica's loss, or with None for a
     sum. Outside of a step ``factor`` returns None.

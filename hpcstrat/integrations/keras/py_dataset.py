@@ -1,4 +1,4 @@
-"""Global batches of arrays for Keras, of which each replica reads its own rows."""
+"""Global batches of arrays for Keras; each replica reads its own rows of each batch."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Batches(keras.utils.PyDataset):
         # The next epoch; a distributed model's ``fit`` sets it.
         self.epoch = 0
         self._steps: int | None = None
-        # If set, it replaces the dataset's own stage, to assign rows to replicas
-        # differently.
+        # If set, this stage is used instead of the dataset's own stage, to assign rows
+        # to replicas differently.
         self._dealt: Batched | None = None
 
     @classmethod
@@ -118,7 +118,7 @@ class Batches(keras.utils.PyDataset):
     def with_steps(self, steps: int | None) -> Batches:
         """Return a copy with the given number of steps per epoch, starting at epoch 0.
 
-        Not collective. Each epoch continues after the rows of the epoch before.
+        Not collective. Each epoch continues after the last row of the epoch before.
 
         Parameters
         ----------
@@ -144,7 +144,7 @@ class Batches(keras.utils.PyDataset):
         return self._steps or len(self.dataset)
 
     def __getitem__(self, index: int) -> Tree:
-        """Return this rank's rows of a global batch; there may be none."""
+        """Return this rank's rows of a global batch, possibly none."""
         stage, strategy = self._stage, self.distribute_strategy
         epoch, batch = 0, self.epoch * len(self) + index
         if stage.cardinality >= 0:
@@ -171,7 +171,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def columns_of(data: Tree) -> Columns | None:
-    """Return arrays as columns, or None for data that yield batches themselves."""
+    """Return ``data`` as columns if it consists of arrays, or else None."""
     leaves = keras.tree.flatten(data)
     if all(hasattr(leaf, "shape") and hasattr(leaf, "__getitem__") for leaf in leaves):
         return open_source(data)

@@ -55,7 +55,7 @@ def optimizers_of(model: Any) -> dict[str, Any]:
 
 
 def put(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace an object's method; the function gets the original as first argument.
+    """Replace an object's method; ``function`` gets the original as first argument.
 
     The original is the method of the object's class, even if another function has
     already replaced it on this object.
@@ -74,7 +74,7 @@ def seed_generators(model: Any) -> list[Any]:
 
 
 def seed_mask(replica: int) -> Array:
-    """Return the mask that a replica combines with its seeds; 0 for replica 0."""
+    """Return the mask that is XORed with a replica's seeds; 0 for replica 0."""
     key = np.random.SeedSequence(replica).generate_state(1)[0] >> 1
     return np.array([int(key) if replica else 0, 0])
 
@@ -98,8 +98,8 @@ class TrainingState:
     """Weights, metrics and moving means of a model; its methods are collective.
 
     Between two calls of `average` moving means follow only this replica's rows.
-    `average` replaces them by their mean over replicas. The result is the same as if
-    each step had updated the moving means with the mean over replicas.
+    `average` replaces the moving means by their mean over replicas. The result is the
+    same as if each step had updated the moving means with the mean over replicas.
     """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
@@ -153,11 +153,11 @@ class TrainingState:
         return [[value_of(variable) for variable in variables]]
 
     def _changes(self, values: list[Array]) -> list[Array]:
-        """Return the changes of a replica's values, and whether each is finite."""
+        """Return the differences of values from `_common`, and which are finite."""
         with np.errstate(invalid="ignore"):
             pairs = zip(values, self._common, strict=True)
             changes = [value - common for value, common in pairs]
-        # The mean of a batch without rows is NaN; the sum skips it.
+        # After a batch without rows a moving mean is NaN: leave it out of the sum.
         known = np.array([np.isfinite(change).all() for change in changes], np.float64)
         for change, is_known in zip(changes, known, strict=True):
             if not is_known:

@@ -32,7 +32,7 @@ def require_strategy(strategy: Any) -> None:
 
 
 def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
-    """Reject options that would fail later, or have other results than one process.
+    """Raise an error for options that would fail later or change the results.
 
     With ``is_compiled=False`` a model that only predicts is accepted, too.
     """
@@ -75,8 +75,8 @@ def require_distributable(model: Any, *, is_compiled: bool = True) -> None:
 def require_one_step(model: Any) -> None:
     """Reject several steps per execution, because TensorFlow would read ahead.
 
-    TensorFlow reads batches in another thread, and both the read of a batch and a step
-    make collective calls, which must have one order.
+    TensorFlow reads batches in another thread. Both reading a batch and a step make
+    collective calls, and all replicas must make these calls in the same order.
     """
     count = model.steps_per_execution if model.compiled else 1
     if keras.config.backend() == "tensorflow" and count > 1:
@@ -88,7 +88,7 @@ def require_one_step(model: Any) -> None:
 
 
 def _refuse_others() -> None:
-    """Reject libraries that would combine gradients a second time."""
+    """Raise RuntimeError if a library would combine gradients a second time."""
     found = keras.distribution.distribution()
     if found is not None:
         raise RuntimeError(

@@ -19,7 +19,7 @@ __all__ = ["Predictions"]
 
 
 class Predictions:
-    """Methods that predict; collective over the strategy's replicas."""
+    """Methods that return predictions for the rows of all replicas; all collective."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model = model
@@ -43,7 +43,7 @@ class Predictions:
         return _concatenated(found)
 
     def of_dealt(self, batches: DealtBatches, steps: int | None) -> Any:
-        """Return the predictions for batches of which each replica has its own rows."""
+        """Return the predictions for batches that are divided among the replicas."""
         alone = type(self._model).predict_on_batch
         found = []
         for batch in itertools.islice(batches.elements(), steps):
@@ -62,7 +62,7 @@ def _of_share(
     columns: Columns, function: Callable[[Any], Any], first: int, last: int
 ) -> Any:
     """Return a function's results for the rows of one replica."""
-    # Keras cannot predict without rows, so use at least one, and drop its result.
+    # Keras cannot predict without rows: pass at least one row, and drop its result.
     least = min(max(last, first + 1), columns.num_rows)
     found = function(writable(columns.read(slice(least - max(last - first, 1), least))))
     return keras.tree.map_structure(lambda part: part[: last - first], found)

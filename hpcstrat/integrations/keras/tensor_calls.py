@@ -21,12 +21,12 @@ __all__ = ["TensorCalls", "exchanges"]
 
 
 class TensorCalls(NamedTuple):
-    """Collective functions of a strategy on tensors of a backend.
+    """A strategy's collective functions for tensors of one backend.
 
     ``total`` sums a number over the replicas. ``mean`` returns the means of gradients
     over replicas, after each replica has multiplied its gradients by its weight;
-    gradients with weight 0 may be NaN. Operations in the context that ``after(total)``
-    returns run after that total.
+    gradients with weight 0 may be NaN. ``after(total)`` returns a context; operations
+    in this context run after the sum that returned ``total``.
     """
 
     total: Callable[[Strategy, Any], Any]
@@ -36,7 +36,7 @@ class TensorCalls(NamedTuple):
 
 @functools.cache
 def exchanges() -> TensorCalls:
-    """Return the functions of Keras' current backend."""
+    """Return the `TensorCalls` of Keras' current backend."""
     backend = keras.config.backend()
     made = {"torch": _of_torch, "jax": _of_jax, "tensorflow": _of_tensorflow}
     if backend not in made:
@@ -55,7 +55,7 @@ def _added(strategy: Strategy, number: Any) -> Any:
 def _weigh(arrays: Iterable[Any], weight: Any) -> None:
     """Multiply arrays by a number, in place."""
     for array in arrays if weight != 1 else ():
-        # A mean over no rows is NaN, and NaN * 0 would be NaN, too.
+        # Without rows the gradient is NaN, and NaN * 0 would be NaN, too.
         array[...] = array * array.dtype.type(weight) if weight else 0
 
 
@@ -112,12 +112,12 @@ def _of_tensorflow() -> TensorCalls:
         return result
 
     def alone(gradients: list[Any]) -> list[Any]:
-        # Returns tensors whose memory nothing else uses, by writing an empty slice into
-        # each. TensorFlow writes in place if nothing else uses the tensor, such as a
-        # variable or a later operation; if something does, it copies the tensor. The
-        # slice begins at the current time, because with a constant TensorFlow would
-        # fold constant gradients into one tensor for all steps, and merge equal
-        # operations of two calls. In a call, strides keep operations apart.
+        # Return tensors that share their memory with no other tensor, by writing an
+        # empty slice into each. TensorFlow writes in place, but copies a tensor that
+        # something else uses, such as a variable or a later operation. The slice begins
+        # at the current time: with a constant, TensorFlow would fold constant gradients
+        # into one tensor for all steps, and merge equal operations of two calls.
+        # Different strides keep it from merging the operations of one call.
         at = tf.reshape(tf.cast(tf.timestamp(), tf.int64), [1])
         return [
             tf.raw_ops.TensorStridedSliceUpdate(
@@ -157,8 +157,8 @@ def _of_tensorflow() -> TensorCalls:
         ]
 
     def after(total: Any) -> AbstractContextManager[Any]:
-        # Without this, some replicas would compute before the total, while others wait
-        # for them.
+        # Without this, some replicas would compute before they join the sum, while the
+        # other replicas wait for them in the sum.
         return tf.control_dependencies([total])
 
     return TensorCalls(total, mean, after)

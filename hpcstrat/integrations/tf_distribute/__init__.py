@@ -1,1 +1,1 @@
-"""Names of tf.distribute that hpcstrat offers to programs that were written for it."""
+"""Names of tf.distribute, for programs that were written for tf.distribute."""

@@ -10,7 +10,7 @@ __all__ = ["PreemptionWatcher", "TPUStrategy"]
 
 
 class TPUStrategy(Strategy):
-    """Raise an error that names the strategy to use instead of TPUs.
+    """Raise an error that names the strategy to use instead of ``TPUStrategy``.
 
     Not collective.
 

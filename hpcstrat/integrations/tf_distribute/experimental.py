@@ -48,7 +48,7 @@ class _AlsoNewer(type):
 
 
 class MultiWorkerMirroredStrategy(_Newer, metaclass=_AlsoNewer):
-    """`hpcstrat.MultiWorkerMirroredStrategy` with the arguments of its older version.
+    """`hpcstrat.MultiWorkerMirroredStrategy` with TensorFlow's older arguments.
 
     Collective over ``comm``.
 

@@ -1,7 +1,7 @@
 """Changes that the import of the adapter makes in torch.distributed.
 
-The changes are in a module of their own, because the reference documentation omits it
-if torch is not installed.
+The changes are in a module of their own, because the reference documentation omits this
+module if torch is not installed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _WHAT = "batch normalization"
 
 
 class _Home:
-    """A reference to a layer's strategy; copies share it, and saved layers drop it."""
+    """Refers to a layer's strategy: shared by the layer's copies, missing in files."""
 
     def __init__(self, strategy: Strategy | None = None) -> None:
         self.strategy = strategy
@@ -32,8 +32,8 @@ class _Home:
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization with the mean and variance of all replicas' rows.
 
-    In training, calling the layer is collective over the strategy's replicas, and so is
-    its part of a backward; in evaluation, neither is.
+    In training, the layer's forward and backward are collective over the strategy's
+    replicas; in evaluation they are not.
 
     `convert` makes these layers. A layer has the weights, buffers and names of the
     layer that it replaces, so that each can load the state of the other. A replica may
@@ -46,8 +46,8 @@ class SyncBatchNorm(_BatchNorm):
     def convert(cls, module: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
         """Replace all layers of batch normalization by synchronized layers.
 
-        Logically collective over the strategy's replicas. Call it before `replicate`,
-        and before an optimizer is made.
+        Logically collective over the strategy's replicas. Call `convert` before
+        `replicate`, and before an optimizer is made.
 
         Parameters
         ----------
@@ -126,7 +126,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Any, variance: Any, count: Any) -> None:
-        """Update the running moments; torch keeps the variance with divisor n - 1."""
+        """Update the running moments; the variance has divisor n - 1, as in torch."""
         number, momentum = float(count), self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -200,8 +200,8 @@ class _Normalize(torch.autograd.Function):
         normal, scale, total, weight = ctx.saved_tensors
         wide = gradient.to(normal.dtype)
         own = torch.stack([_totals(wide), _totals(wide * normal)])
-        # Gradients by bias and weight for this replica's rows; replicate's hooks sum
-        # them.
+        # Gradients of bias and weight for this replica's rows; replicate's hooks sum
+        # these gradients over replicas.
         shift, slope = (part.clone() for part in own)
         summed = _summed(ctx.strategy, own, f"{_WHAT} backward") / total
         inner = wide - _spread(summed[0], wide) - normal * _spread(summed[1], wide)

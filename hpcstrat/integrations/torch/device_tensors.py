@@ -43,14 +43,17 @@ class DeviceTensors:
         return memory_of(_contiguous(tensor))
 
     def write(self, tensor: torch.Tensor) -> Array:
-        """Return an array of a tensor's values, into which the call writes."""
+        """Return an array of a tensor's values, in which a call stores its results.
+
+        `written` copies the results into the tensor if the array is not its own memory.
+        """
         own = _contiguous(tensor)
         if own.data_ptr() != tensor.data_ptr():
             self._copies.append((tensor, own))
         return memory_of(own)
 
     def written(self) -> None:
-        """Copy results into tensors that are not contiguous; later calls do nothing."""
+        """Copy results into non-contiguous tensors; a second call does nothing."""
         copies, self._copies = self._copies, []
         for tensor, own in copies:
             tensor.copy_(own)
@@ -90,7 +93,7 @@ def reduce_scatter(
 ) -> None:
     """Reduce all parts, and copy the part of this rank into ``out``; collective.
 
-    All ranks receive all parts, so this call moves twice the bytes of NCCL's
+    All ranks receive all reduced parts, so this call moves twice the bytes of NCCL's
     reduce_scatter.
     """
     sums = collectives.batch_reduce(op, list(parts), "reduce_scatter")

@@ -12,8 +12,8 @@ from hpcstrat.strategies import MultiWorkerMirroredStrategy
 
 __all__ = ["init_env", "use_for_env"]
 
-# The values of MASTER_PORT that `init_env` has set, and whether a process group has
-# used each port already.
+# For each value of MASTER_PORT that `init_env` has set: whether a process group has
+# used this port.
 _given: dict[str, bool] = {}
 
 
@@ -29,7 +29,7 @@ def init_env() -> None:
     calls this function if `hpcstrat.integrations.torch` is imported and neither
     ``RANK`` nor ``WORLD_SIZE`` is set. Call it yourself if the program reads variables
     such as ``LOCAL_RANK`` earlier. If the default group is made again after
-    ``dist.destroy_process_group``, it gets another port.
+    ``dist.destroy_process_group``, the new group gets another port.
     """
     strategy = MultiWorkerMirroredStrategy()
     topology = strategy.topology
@@ -55,8 +55,8 @@ def init_env() -> None:
 
 
 def use_for_env() -> None:
-    """Make torch's default, ``env://``, call `init_env` if variables are missing."""
-    # Imported by name, because `torch.distributed` also has a function `rendezvous`.
+    """Make torch's ``env://`` rendezvous call `init_env` if no ranks are set."""
+    # Import the module by name: `torch.distributed.rendezvous` is also a function.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     handlers: dict[str, Any] = getattr(rendezvous, "_rendezvous_handlers", {})
     found = handlers.get("env")
@@ -68,9 +68,9 @@ def use_for_env() -> None:
         if not {"RANK", "WORLD_SIZE"} & environ.keys():
             init_env()
         elif _given.get(environ.get("MASTER_PORT", "")) and not urlparse(url).query:
-            # Use another port: if rank 0 has not destroyed the last group yet, the last
-            # group's store would count the ranks of the new group, and rank 0 would
-            # wait for them.
+            # Use another port: if rank 0 has not destroyed the last group yet, ranks of
+            # the new group would join the last group's store, and rank 0 would wait for
+            # these ranks.
             del environ["MASTER_PORT"]
             init_env()
         if environ.get("MASTER_PORT") in _given:

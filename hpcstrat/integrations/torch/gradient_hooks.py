@@ -2,10 +2,10 @@
 
 The hooks record which parameters a backward has reached. When the backward ends, one
 reduction combines their gradients in place. Replicas may reach different parameters,
-which change from step to step, so each reduction also carries a table of the parameters
-that each replica has reached. The first reduction combines the parameters that were
-reached in the last step, a list that is equal on all replicas. A second reduction
-combines the missing parameters, if there are any.
+which change from step to step, so this reduction also sums a table of the parameters
+that each replica has reached. The reduction combines the gradients of all parameters
+that any replica reached in the last step, because this list is equal on all replicas. A
+second reduction combines the gradients of newly reached parameters, if there are any.
 
 Between workers, gradients that all replicas reached in the last step are reduced in
 buckets during the backward, see `hpcstrat.engine.reduction.buckets`. The sums are
@@ -58,7 +58,7 @@ _DENSE, _SPARSE, _AGAIN, _ORDER = range(4)
 
 
 class Replicated:
-    """The state of a replicated module; the module's parameters refer to it."""
+    """Hooks and state of a replicated module; its parameters refer to this object."""
 
     buffers_class = ModuleBuffers
 
@@ -89,7 +89,7 @@ class Replicated:
         self._parameters = [parameter for _, parameter in named]
         # From here on, parameters are indices into `_parameters`. `_touched` has the
         # parameters that a backward has reached and no reduction has combined yet, in
-        # that order, with the version of each parameter's tensor at that time.
+        # the order of the backward, each with the version of its tensor at that time.
         self._touched: dict[int, int] = {}
         # Parameters whose gradients are combined, and so equal on all replicas.
         self._combined: set[int] = set()
@@ -123,8 +123,8 @@ class Replicated:
                 delattr(parameter, _OWNER)
 
     def _hook(self, index: int, parameter: torch.Tensor) -> None:
-        # The parameter owns this object, and hooks have only weak references to it,
-        # because the garbage collector does not see objects that torch's hooks hold.
+        # The parameter owns this object. Hooks refer to it weakly, because the garbage
+        # collector does not see references from torch's hooks and would never free it.
         setattr(parameter, _OWNER, self)
         myself = weakref.ref(self)
 
@@ -153,7 +153,7 @@ class Replicated:
         parameters that are not combined.
         """
         watches = self.syncs and torch.is_grad_enabled()
-        # In compiled code, the hooks of the parameters detect the end themselves.
+        # In compiled code, the parameters' hooks register the callback for the end.
         if torch.compiler.is_compiling() or not watches:
             return
         # Logical replicas of a rank share the module: only the first checks its layout.
@@ -186,7 +186,7 @@ class Replicated:
             self._taken.add(index)
             self._touched.pop(index, None)
             self._combined.add(index)
-        # A second backward before the gradients are set to None, which is rare.
+        # This is a second backward before gradients were set to None, which is rare.
         if self.op is ReduceOp.SUM and index in self._combined and self._adds(index):
             self._make_share(index)
 
@@ -206,7 +206,7 @@ class Replicated:
         """Record that a backward has added to a gradient."""
         self._touched.setdefault(index, self._parameters[index]._version)
         self._combined.discard(index)
-        # Check here to save a call: only the first of hundreds of parameters needs it.
+        # Check here to save calls: only a backward's first parameter needs the call.
         end = self._end
         if end is None or end() is None:
             self._await_end()
@@ -220,8 +220,8 @@ class Replicated:
         # Do not wait for the buckets of an earlier backward that ended with an error.
         self._buckets = None
         self._taken.clear()
-        # The program may have dropped gradients since then, for instance after an
-        # error.
+        # The program may have dropped gradients since that backward, for instance after
+        # an error.
         for index in [i for i in self._touched if self._parameters[i].grad is None]:
             del self._touched[index]
         if not self.syncs:
@@ -252,7 +252,7 @@ class Replicated:
         return self._alone if channel is None else channel.position
 
     def _is_under_way(self) -> bool:
-        """Return whether a backward is under way whose end will combine gradients."""
+        """Return whether a backward is running that combines gradients at its end."""
         # A backward that ended with an error leaves only a dead weak reference.
         return self._end is not None and self._end() is not None
 
@@ -272,7 +272,7 @@ class Replicated:
         )
 
     def _make_share(self, index: int) -> None:
-        """Zero a combined sum on all replicas except 0, before gradients are added."""
+        """Zero a combined sum except on replica 0, so that a new sum counts it once."""
         gradient = self._parameters[index].grad
         if index in self._combined and gradient is not None:
             if self.strategy.replica_id:
@@ -331,7 +331,7 @@ class Replicated:
         return marks
 
     def _finish(self, buckets: Buckets, marks: Array) -> Array:
-        """Start the last reductions, and copy the sums of each bucket when it ends."""
+        """Start the last reductions; copy a bucket's sums when its reduction ends."""
         buckets.start_rest()
         rest = [index for index in self._expected if index not in buckets]
         last = self._reduce(rest, marks, waits=False)
@@ -358,7 +358,7 @@ class Replicated:
         self._combined.add(index)
 
     def _replan(self, rows: Array) -> None:
-        """Plan the next backward's buckets, of parameters that all replicas reached."""
+        """Plan the next backward's buckets: parameters that all replicas reached."""
         if not self._bucket_bytes:
             return
         by_all = 1 if self.op is ReduceOp.MEAN else self.strategy.num_replicas_in_sync
@@ -444,7 +444,7 @@ class Replicated:
         return gradient is not None and gradient.is_sparse
 
     def _refuse_mixed(self, dense: list[int], sparse: list[int]) -> None:
-        """Raise ValueError on all replicas for both dense and sparse gradients."""
+        """Raise ValueError if one parameter has both dense and sparse gradients."""
         if both := sorted({*dense} & {*sparse}):
             raise ValueError(
                 f"expected gradients of {self._names[both[0]]!r} of one kind on all "
@@ -454,7 +454,7 @@ class Replicated:
 
     @torchs_stream()
     def _reduce_rows(self, index: int) -> None:
-        """Reduce a sparse gradient, which has only some of the rows."""
+        """Reduce the sparse gradient of a parameter over all replicas."""
         parameter = self._parameters[index]
         if self.op is ReduceOp.SUM:
             self._make_share(index)
@@ -486,7 +486,7 @@ _every: weakref.WeakSet[Replicated] = weakref.WeakSet()
 
 
 class _OutputHook:
-    """The hook of a module's output; copies of the module are not replicated."""
+    """Hook on a module's output; in a copy of the module it only logs a warning."""
 
     def __init__(self, replicated: Replicated | None) -> None:
         self._replicated = replicated

@@ -1,4 +1,4 @@
-"""Tensors as arrays in host memory, without a copy if that is possible."""
+"""Converts tensors to arrays in host memory, without a copy if that is possible."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["HostTensors", "require_numbers"]
 
-# Types that NumPy has only by ml_dtypes, each with a torch type of the same size and
-# its name in ml_dtypes.
+# Types that NumPy knows only through ml_dtypes: for each, a torch type of the same size
+# and the type's name in ml_dtypes.
 _FOREIGN = {torch.bfloat16: (torch.int16, "bfloat16")}
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     if hasattr(torch, _name):
@@ -48,8 +48,8 @@ class HostTensors:
                 f"expected a dense tensor, found layout {tensor.layout}; call "
                 "to_dense() first (only all_reduce takes sparse tensors)"
             )
-        # Waits for the stream of a tensor on a GPU; copies nothing of a plain host
-        # tensor.
+        # For a tensor on a GPU this waits for the GPU's stream; a plain host tensor is
+        # not copied.
         own = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         plain, name = _FOREIGN.get(own.dtype, (own.dtype, ""))
         if plain is torch.bool:
@@ -61,14 +61,17 @@ class HostTensors:
         return _named(array, name) if name else array
 
     def write(self, tensor: Any) -> Array:
-        """Return an array of a tensor's values, into which the call writes."""
+        """Return an array of a tensor's values, in which a call stores its results.
+
+        `written` copies the results into the tensor if the array is not its own memory.
+        """
         array = self.read(tensor)
         if array.ctypes.data != tensor.data_ptr() or tensor.device.type != "cpu":
             self._copies.append((tensor, array))
         return array
 
     def written(self) -> None:
-        """Copy results from temporary memory into tensors; later calls do nothing."""
+        """Copy results from array copies to tensors; a second call does nothing."""
         copies, self._copies = self._copies, []
         for tensor, array in copies:
             # torch cannot read ml_dtypes' types from NumPy, so use a type of the same
@@ -80,7 +83,7 @@ class HostTensors:
 
 
 class _TensorMemory:
-    """A tensor's memory for NumPy; arrays of it keep the tensor alive.
+    """Gives NumPy access to a tensor's memory; arrays keep the tensor alive.
 
     `torch.Tensor.numpy` is not used, because after it the storage cannot be resized,
     and FSDP resizes storages to free memory.
@@ -103,7 +106,7 @@ def _numpy_type(dtype: Any) -> np.dtype[Any]:
 
 
 def _named(array: Array, name: str) -> Array:
-    """Return the array with a type of ml_dtypes, if that package is installed."""
+    """Return the array as ml_dtypes' type ``name``, or unchanged without ml_dtypes."""
     try:
         import ml_dtypes
     except ImportError:

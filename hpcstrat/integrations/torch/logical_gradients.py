@@ -57,7 +57,7 @@ class LogicalReplicated(Replicated):
         _turns_of(strategy).modules.add(self)
 
     def prepare(self, index: int) -> None:
-        """Set aside an earlier gradient, so that ``.grad`` gets this replica's own."""
+        """Set an earlier gradient aside, so that ``.grad`` has only this replica's."""
         if own_index() is None and self._adds(index):
             raise RuntimeError(
                 "expected backward() in the function that strategy.run runs, with "
@@ -89,7 +89,7 @@ class LogicalReplicated(Replicated):
         self._touched.clear()
         self._stack.append(dense)
         self._sparse.append(sparse)
-        # Add now, while gradients are in a cache, and so that few are kept in memory.
+        # Add now, while gradients are in a CPU cache; then few are in memory at a time.
         for _ in range(strategy.replicas.merges[place]):
             upper = self._stack.pop()
             _add(self._stack[-1], upper)
@@ -135,8 +135,7 @@ class LogicalReplicated(Replicated):
         for index in sparse:
             self._add_rows(index, [own.get(index) for own in rows])
         for index, before in self._before.items():
-            # No replica has reached this parameter, so its earlier gradient is put
-            # back.
+            # No replica has reached this parameter: restore its earlier gradient.
             if self._parameters[index].grad is None:
                 self._parameters[index].grad = before
         self._before.clear()
@@ -182,7 +181,7 @@ class LogicalReplicated(Replicated):
 
 
 def _addable(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a dense gradient in the type of the sums, which may be overwritten."""
+    """Return a dense gradient that may be overwritten, with half types as float32."""
     if gradient.requires_grad:
         # A backward with create_graph may still need the unchanged gradient.
         gradient = gradient.detach().clone()
@@ -204,11 +203,11 @@ def _add(sums: dict[int, torch.Tensor], others: dict[int, torch.Tensor]) -> None
 
 
 class _TorchReplicaState:
-    """PyTorch's state of a rank's replicas; see `hpcstrat.engine.logical.meetings`."""
+    """Swaps torch's state between replicas; see `hpcstrat.engine.logical.meetings`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.modules: weakref.WeakSet[LogicalReplicated] = weakref.WeakSet()
-        # The streams draw a seed for each replica and run, and checkpoints save them.
+        # The streams draw a seed for each replica in each run; checkpoints save them.
         seed = strategy.broadcast_object(torch.initial_seed()) % (1 << 63)
         self.streams = strategy.random("hpcstrat.torch", seed=seed)
         count = len(strategy.local_replicas)
@@ -235,7 +234,7 @@ class _TorchReplicaState:
             module.buffers.reset()
 
     def begin(self, index: int) -> None:
-        """Set seeds, buffers and the caller's modes before a replica's function."""
+        """Set seeds, buffers and the caller's modes for a replica's function."""
         torch.set_grad_enabled(self._modes[0])
         for device, enabled, dtype in self._modes[1]:
             torch.set_autocast_enabled(device, enabled)
@@ -265,16 +264,16 @@ class _TorchReplicaState:
             module.buffers.use(0)
 
 
-# Gradients that are hidden from a step of an optimizer, by optimizer.
+# For each optimizer: the gradients that are hidden from its current step.
 _hidden: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]]
 _hidden = weakref.WeakKeyDictionary()
 
 
 def _before_step(optimizer: Any, *_: Any) -> None:
-    """Hide the gradients from a step that the rank's first replica has already made.
+    """Hide the gradients from an optimizer's step, except on a rank's first replica.
 
-    The replicas of a rank share parameters, so only the first replica's step has
-    effect.
+    The replicas of a rank share parameters, so only the first replica's step may change
+    them.
     """
     if own_index():
         owned = [p for group in optimizer.param_groups for p in group["params"]]

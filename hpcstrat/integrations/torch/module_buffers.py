@@ -1,4 +1,4 @@
-"""Buffers of replicated modules, such as running means, made equal after backwards."""
+"""Keeps buffers of replicated modules, such as running means, equal after backwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModuleBuffers:
         return [tuple((id(b), b._version) for b in _tensors(o)) for o in self._owners]
 
     def changed(self) -> list[bool]:
-        """Return for each owner whether its buffers have changed."""
+        """Return for each owner whether its buffers changed since they were equal."""
         if self.mode is None:
             return []
         pairs = zip(self._versions, self._current_versions(), strict=True)
@@ -60,7 +60,7 @@ class ModuleBuffers:
 
 
 class ReplicaBuffers(ModuleBuffers):
-    """The buffers of each replica of a rank; the module has one replica's at a time."""
+    """Copies of the buffers for each local replica; the module has one copy loaded."""
 
     def __init__(
         self, module: torch.nn.Module, strategy: Strategy, mode: str | None
@@ -82,7 +82,7 @@ class ReplicaBuffers(ModuleBuffers):
             self._load()
 
     def _pairs(self, index: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield each buffer in the module, with a replica's copy of it."""
+        """Yield pairs: a buffer of the module, and a replica's copy of this buffer."""
         for owner, kept in zip(self._owners, self._sets[index], strict=True):
             yield from zip(_tensors(owner), kept, strict=True)
 
@@ -97,14 +97,14 @@ class ReplicaBuffers(ModuleBuffers):
             buffer.copy_(own)
 
     def reset(self) -> None:
-        """Set all replicas' buffers to the module's values, as after a restore."""
+        """Set all replicas' buffers to the module's, which a restore may change."""
         if self.mode is not None:
             for index in range(len(self._sets)):
                 self._keep(index)
             self._common = self._copies()
 
     def changed(self) -> list[bool]:
-        """Return for each owner whether any replica has changed its buffers."""
+        """Return for each owner whether a replica has changed the owner's buffers."""
         if self.mode is None:
             return []
         self._keep(self._in_use)

@@ -17,7 +17,7 @@ class ModuleLayout:
         self._seen = [(weakref.ref(one), _identities(one)) for one in module.modules()]
 
     def is_current(self) -> bool:
-        """Return whether no module has changed its parameters or submodules."""
+        """Return whether all modules still have the same parameters and submodules."""
         for found, identities in self._seen:
             one = found()
             if one is None or _identities(one) != identities:

@@ -1,4 +1,4 @@
-"""State of PyTorch's modules and optimizers, saved directly from its memory."""
+"""State of PyTorch's modules and optimizers, saved directly from tensors' memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["state"]
 
 
 class _Adoption:
-    """Variables in the memory of tensors; a moved tensor gets a new variable."""
+    """Keeps a variable in the memory of each tensor; a moved tensor gets a new one."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
         self._found: dict[str, tuple[Any, Variable]] = {}
 
     def variables(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Variable]:
-        """Return a variable over each tensor, equal on all replicas; not collective."""
+        """Return variables in the tensors' memory, without a broadcast to replicas."""
         before, self._found = self._found, {}
         for name, tensor in tensors.items():
             place = tensor.data_ptr(), tensor.dtype, tensor.shape
@@ -56,14 +56,15 @@ def _require_contiguous(name: str, tensor: torch.Tensor) -> None:
 
 
 class _Module:
-    """A module's parameters and buffers by ``state_dict`` name; shared tensors once."""
+    """A module's parameters and buffers to save, each under its first name."""
 
     def __init__(self, module: torch.nn.Module, strategy: Strategy) -> None:
         self.module = module
         self.distribute_strategy = strategy
         self._adoption = _Adoption(strategy)
         tensors = self._tensors()
-        # Check before the broadcast, because the other replicas would wait in it.
+        # Check before the broadcast, in which the other replicas would wait for this
+        # one.
         for name, tensor in tensors.items():
             _require_contiguous(name, tensor)
         with torchs_stream():
@@ -121,7 +122,7 @@ class _OptimizerSlots:
         return self._adoption.variables(dict(sorted(tensors.items())))
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names under which a file may have this variable."""
+        """Return the names that a variable may have in a file: only its own name."""
         return [name]
 
     def checkpoint_defer(
@@ -160,7 +161,7 @@ class _OptimizerSlots:
         """Do nothing, because the values were restored in place."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the state that is not in variables: options, plain and nested slots.
+        """Return the options, and all slots that are not dense tensors, as plain state.
 
         Lists of tensors, such as the history of LBFGS, change their length at each
         step, so that no variable of a checkpoint would fit them. Sparse tensors, such
@@ -208,7 +209,7 @@ _SPARSE = "$torch.sparse_coo_tensor"
 
 
 def _has_memory(value: Any) -> bool:
-    """Return whether this is a tensor whose elements lie in memory of a fixed size."""
+    """Return whether a value is a dense tensor, which has memory of a fixed size."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
@@ -227,7 +228,7 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(value: Any, device: Any = "cpu") -> Any:
-    """Return the structure that was passed to `_packed`."""
+    """Rebuild the structure that was passed to `_packed`."""
     if type(value) is dict and value.keys() == {_TENSOR}:
         kind, shape, data = value[_TENSOR]
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else None
@@ -243,7 +244,7 @@ def _unpacked(value: Any, device: Any = "cpu") -> Any:
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to the items of a list, tuple or dict; return other values."""
+    """Apply a function to the items of a list, tuple or dict; keep other values."""
     if type(value) in (list, tuple):
         return type(value)(function(item) for item in value)
     if isinstance(value, dict):
@@ -296,9 +297,10 @@ def state(
 
     Nothing is copied: parameters, buffers and the optimizer's tensors are saved from
     their memory, and restored into it, on any number of replicas.
-    `Strategy.check_divergence` compares these tensors, too. A restore makes the slots
-    that the optimizer makes at its first step, if they do not exist yet. If parameters
-    are moved, for instance by ``.to``, the next save uses their new memory.
+    `Strategy.check_divergence` compares these tensors, too. If the optimizer has not
+    made its slots yet, because it makes them at its first step, a restore makes them.
+    If parameters are moved, for instance by ``.to``, the next save uses their new
+    memory.
 
     Parameters
     ----------

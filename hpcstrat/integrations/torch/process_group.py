@@ -7,12 +7,12 @@ hook of a backward pass, which is complete when that pass ends.
 Tensors on GPUs stay there in all_reduce (of sums and means), broadcast, all_gather and
 reduce_scatter, see `hpcstrat.integrations.torch.device_tensors`; all other calls copy
 them to the host. In a hook of a backward pass torch's current stream is the stream in
-which the bucket of gradients was filled. The sum that is started there waits only for
+which the bucket of gradients was filled. The sum that the hook starts waits only for
 kernels of this stream, and NCCL sums during the backward pass. At the end of the pass
 torch makes the caller's stream wait for all other streams
 (``GraphTask::exec_post_processing``), and makes it the current stream. Then torch runs
 the queued callbacks, which make this stream wait for the sums. DDP keeps the bucket
-until then.
+until these callbacks run.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _operation(what: str, *, postponed: bool = False) -> Callable[[_Method], _Me
             self.postponed.give_way()
             return make()
 
-        # A compiler would split its graph at each line of the operation.
+        # Otherwise torch.compile would split its graph at each line of the operation.
         return torch.compiler.disable(operation)
 
     return decorate
@@ -89,10 +89,11 @@ def _recorded(what: str) -> Any:
 
 
 class HpcstratProcessGroup(dist.ProcessGroup):
-    """The ranks of a strategy as a process group; creation is collective over them.
+    """A strategy's ranks as a process group; creation is collective over the ranks.
 
     The group's calls are collective, too, except messages between two ranks. Names of
-    calls differ between versions of torch, so each method has all of its names.
+    calls differ between versions of torch, so each method has the names of all
+    versions.
     """
 
     def __init__(self, strategy: Any, group_name: str, comm: Any = None) -> None:
@@ -104,8 +105,8 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         self._exchanges = Exchanges(self.collectives)
         self._messages = Messages(self.collectives)
         self.postponed = Postponed()
-        # Mapped memory for the buckets of DDP; not between workers, where messages are
-        # needed.
+        # Memory of DDP's buckets, which all ranks of a node map. It is off if there are
+        # several workers, because these need messages.
         self._areas = MappedMemory()
         if self._size > 1 and strategy.topology.num_workers == 1:
             self.collectives.use_mapped_memory(self._areas)
@@ -145,7 +146,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return self._size
 
     def _start_coalescing(self, device: Any = None) -> None:
-        """Do nothing, because each call is made at once."""
+        """Do nothing: calls are not coalesced, each is made immediately."""
 
     def _end_coalescing(self, device: Any = None) -> Any:
         return done([])
@@ -153,7 +154,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     # Choice between GPU and host.
 
     def _stay_on_gpu(self, tensors: Sequence[Any]) -> bool:
-        """Return whether tensors are all on GPUs, and the strategy can work there."""
+        """Return whether all tensors are on GPUs and the strategy has a GPU."""
         if not tensors or not all(map(device_tensors.is_on_gpu, tensors)):
             return False
         if self.strategy.topology.gpu is not None:
@@ -170,7 +171,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _arrays_of(
         self, tensors: Sequence[Any], reduction: Reduction | None = None
     ) -> HostTensors | DeviceTensors:
-        """Return a converter from tensors to arrays, on the GPU or on the host."""
+        """Return a converter of these tensors to arrays, on the GPU or on the host."""
         adds = reduction is None or reduction.adds
         if adds and self._stay_on_gpu(tensors):
             return DeviceTensors()
@@ -191,7 +192,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     def _sum_of(
         self, tensors: Any, reduction: Reduction
     ) -> tuple[HostTensors | DeviceTensors, list[Array], ReduceOp]:
-        """Return the arrays of tensors to sum in place, and the reduction operation."""
+        """Return a converter, its arrays to sum in place, and the operation."""
         held = self._arrays_of(tensors, reduction)
         op = ReduceOp.MEAN if reduction.divisor else ReduceOp.SUM
         return held, [held.write(tensor) for tensor in tensors], op
@@ -326,7 +327,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _scatter_sums(self, out: Any, parts: Sequence[Any], opts: Any) -> None:
-        """Reduce a list of one tensor per rank, or one tensor that contains them."""
+        """Reduce one tensor per rank, or one tensor that joins these, into ``out``."""
         reduction = Reduction(opts, out, self._size)
         held = self._arrays_of([out, *parts], reduction)
         arrays, array = [held.read(part) for part in parts], held.write(out)
@@ -422,7 +423,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("scatter")
     def scatter(self, outs: Any, ins: Any, opts: Any = 0, timeout: Any = None) -> Any:
-        """Send each rank its tensor from a list of one rank."""
+        """Send each rank its tensor from a list on the root rank."""
         if isinstance(outs, torch.Tensor):
             outs, ins = [outs], [ins]
         host, root = HostTensors(), _root(opts)
@@ -473,7 +474,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
         return list(whole.reshape(self._size, -1))
 
     def _cut(self, whole: Array, sizes: Any, what: str) -> list[Array]:
-        """Split an array along its first axis; into equal parts without ``sizes``."""
+        """Split an array along its first axis, into equal parts without ``sizes``."""
         length = len(whole) if whole.ndim else 0
         if not sizes:
             if length % self._size:
@@ -492,7 +493,7 @@ class HpcstratProcessGroup(dist.ProcessGroup):
 
     @_operation("barrier")
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Wait until all ranks have called it."""
+        """Wait until all ranks have called this method."""
         self.collectives.barrier("barrier")
         return done([])
 

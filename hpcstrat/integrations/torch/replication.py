@@ -160,7 +160,7 @@ def no_sync(module: torch.nn.Module) -> Iterator[None]:
     """Keep each replica's own gradients in this block, to add up several backwards.
 
     Logically collective over the strategy's replicas: all must enter the block. The
-    next backward outside of it combines the accumulated gradients.
+    next backward outside of the block combines the accumulated gradients.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ def strategy_of(module: torch.nn.Module) -> Strategy:
 
 
 def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
-    """Return the strategy and the reduction operation of all replicated modules."""
+    """Return the strategy and the reduction operation that replicated modules have."""
     strategy = strategy or get_strategy()
     strategies, ops = _candidates(strategy)
     if len(strategies) > 1 or len(ops) > 1:
@@ -233,7 +233,7 @@ def _in_use(strategy: Strategy | None) -> tuple[Strategy, ReduceOp]:
 
 
 def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
-    """Return strategies of the replicated modules, and the ops on the first one."""
+    """Return the strategies of replicated modules, and the ops on the first of them."""
     some, strategies = list(_replicated.values()), [strategy]
     if not strategy.distributes:
         found = {
@@ -246,7 +246,7 @@ def _candidates(strategy: Strategy) -> tuple[list[Strategy], set[ReduceOp]]:
 
 
 class _GlobalMean(torch.autograd.Function):
-    """A mean over all replicas, differentiable by this replica's sum of losses."""
+    """A mean over all replicas, whose backward reaches this replica's sum of losses."""
 
     @staticmethod
     def forward(ctx: Any, loss_sum: Any, value: float, scale: float) -> Any:
@@ -265,9 +265,10 @@ def global_mean(
 
     Collective over the strategy's replicas.
 
-    After the hooks of `replicate` have combined the gradient of this mean, it is the
-    gradient of the mean over the global batch, as in one process. A mean of the
-    replicas' own means would differ if their numbers of examples differ.
+    Each replica's backward computes only its own part of the gradient. When the hooks
+    of `replicate` have combined these parts, the result is the gradient that one
+    process would compute from the global batch. A mean of the replicas' own means would
+    be different if replicas have different numbers of examples.
 
     Parameters
     ----------
@@ -277,7 +278,7 @@ def global_mean(
     count : int, float or tensor of one element
         Number of these examples, or the sum of their weights.
     strategy : Strategy, optional
-        Default: the current strategy; outside of scopes, that of the replicated
+        Default: the current strategy; outside of scopes, the strategy of the replicated
         modules.
 
     Returns

@@ -1,4 +1,4 @@
-"""Global batches of PyTorch's datasets, of which each replica reads its part.
+"""Global batches of PyTorch's datasets; each replica reads its part of each batch.
 
 A loader with workers requests batches long before the program receives them. So the
 loader of `GlobalBatchSampler.loader` reports to the sampler which batches the program
@@ -36,8 +36,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
     `CheckpointManager`: the next ``iter()`` after a restore continues after the batches
     that the program had received, even on another number of replicas.
 
-    Iterate over `loader`. A ``DataLoader(dataset, batch_sampler=sampler)`` also works
-    if it has no workers and each global batch has a row for every replica.
+    Iterate over the result of `loader`, or over a plain
+    ``DataLoader(dataset, batch_sampler=sampler)`` if that has no workers and each
+    global batch has a row for every replica.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def epoch(self) -> int:
         """The epoch of the latest iteration; after its end, the next epoch.
 
-        Setting it makes the next iteration start this epoch at its beginning.
+        Setting the epoch makes the next iteration start this epoch at its beginning.
         """
         return self._epoch
 
@@ -186,7 +187,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     ) -> DataLoader[Any]:
         """Make a loader of the dataset's global batches.
 
-        Not collective; each ``iter()`` of it is collective over the strategy's
+        Not collective; each ``iter()`` of the loader is collective over the strategy's
         replicas.
 
         A batch without a row for this replica has the usual structure, with tensors
@@ -227,7 +228,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         Raises
         ------
         ValueError
-            If the iteration is by another DataLoader whose workers read ahead.
+            If a DataLoader other than `loader` iterates, with workers that read ahead.
         """
         if not self._is_known:
             raise ValueError(
@@ -272,7 +273,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._position = int(state["global_position"])
         self._is_known = True
         if self._position and int(state.get("order_version", 1)) < ORDER_VERSION:
-            # The rest of that epoch must use the old order in which the epoch began.
+            # The rest of the saved epoch must use the old order, in which it began.
             self._rows.keep_old_order(self._epoch)
 
     def __repr__(self) -> str:
@@ -337,7 +338,7 @@ def _without_rows(batch: Any) -> Any:
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(_without_rows, batch))
     if isinstance(batch, (list, tuple)):
-        # Values that are not tensors are in a list with one item per row.
+        # A list of values that are not tensors has one item per row.
         plain = all(not isinstance(p, (torch.Tensor, dict, list, tuple)) for p in batch)
         return type(batch)([] if plain else map(_without_rows, batch))
     raise ValueError(

@@ -1,7 +1,7 @@
 """Moves DDP's buckets to shared memory, where other ranks of the node sum them.
 
-DDP keeps a bucket of gradients for as long as it keeps the model. At the first call
-with a bucket, its storage is moved into shared memory, like a tensor in a queue of
+DDP keeps a bucket of gradients for as long as it keeps the model. The first call with a
+bucket moves the bucket's storage into shared memory, like a tensor in a queue of
 torch.multiprocessing; later calls copy nothing.
 """
 
@@ -21,10 +21,10 @@ _SPARE_BYTES = 64 << 20
 
 
 def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
-    """Move a tensor's storage to shared memory, and offer it to ranks; not collective.
+    """Move a tensor's storage to memory that other ranks can map; not collective.
 
     Does nothing if that is not possible. ``num_ranks`` is the number of ranks of the
-    node that do the same; /dev/shm must have room for all of them.
+    node that do the same; /dev/shm must have room for the storages of all these ranks.
     """
     storage = tensor.untyped_storage()
     address, nbytes = storage.data_ptr(), storage.nbytes()
@@ -46,7 +46,7 @@ def share_storage(tensor: Any, areas: MappedMemory, num_ranks: int) -> None:
 
 
 def _has_room(nbytes: int) -> bool:
-    """Return whether /dev/shm has ample room; a write without room kills the job."""
+    """Return whether /dev/shm has ample room; writes without room kill the process."""
     try:
         found = os.statvfs(_FOLDER)
     except OSError:

@@ -29,7 +29,7 @@ __all__ = [
 def torchs_stream() -> Iterator[None]:
     """Make calls of hpcstrat use torch's current stream of the GPU.
 
-    It can also be used as a decorator. Without this function, hpcstrat's kernels run on
+    The function can also be used as a decorator. Without it, hpcstrat's kernels run on
     CuPy's current stream, for which torch does not wait: torch's kernels would read
     results, and reuse memory, too early.
     """
@@ -43,7 +43,7 @@ def torchs_stream() -> Iterator[None]:
 
 @contextmanager
 def takes_hooks(parameter: torch.Tensor) -> Iterator[None]:
-    """Allow hooks on a frozen parameter; they run once it is unfrozen."""
+    """Allow hooks on a frozen parameter; the hooks run after it is unfrozen."""
     trained = parameter.requires_grad
     # torch raises an error for hooks on a tensor that needs no gradient.
     parameter.requires_grad_(True)
@@ -104,8 +104,8 @@ def rows_of(
 
 def gradient_of(rows: Any, parameter: torch.Tensor) -> torch.Tensor:
     """Return rows as a sparse gradient of a parameter."""
-    # Cloned: coalesce returns some tensors unchanged, such as a tensor without rows.
-    # The next backward enlarges that tensor, and NumPy's memory cannot be enlarged.
+    # Clone, because coalesce returns some tensors unchanged, such as a tensor without
+    # rows. The next backward enlarges such a tensor, but cannot enlarge NumPy's memory.
     made: torch.Tensor = torch.sparse_coo_tensor(
         as_tensor(rows.indices).to(parameter.device)[None].clone(),
         as_tensor(rows.values).to(parameter.device).clone(),

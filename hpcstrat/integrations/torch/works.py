@@ -22,12 +22,12 @@ __all__ = ["Postponed", "ReceivedWork", "TransferWork", "done"]
 _ENGINE = getattr(torch.autograd.graph, "_engine_run_backward", None)
 # Before torch 2.6, C++ drops the Python part of a ``Work`` that was made in Python.
 _KEEPS_WORK = hasattr(torch._C._distributed_c10d, "_register_work")
-# A function that waits for a started call and returns its work.
+# A function that waits for a started call and returns the call's ``Work`` object.
 _End = Callable[[], Any]
 
 
 def done(result: Any) -> Any:
-    """Return a ``Work`` object of a completed call; C++ handles it without Python."""
+    """Return a ``Work`` object of a completed call, which C++ uses without Python."""
     future = torch.futures.Future()
     future.set_result(result)
     return _create_work_from_future(future)
@@ -73,7 +73,7 @@ class ReceivedWork(dist.Work):
         self._source = source
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return at once, because the message was already received."""
+        """Return immediately, because the message was already received."""
         return True
 
     def is_completed(self) -> bool:
@@ -114,9 +114,9 @@ class Postponed:
 
     DDP makes a call whenever a bucket of gradients is complete. If each call waited for
     its result, all ranks would wait for the latest rank at every bucket, without
-    computing. So between workers each call is started at once, and continues during the
-    backward pass. Inside a worker calls cannot continue in the background, so all of
-    them are made at the end, in order.
+    computing. So between workers each call is started immediately, and continues during
+    the backward pass. Inside a worker calls cannot continue in the background, so all
+    calls are made at the end, in order.
     """
 
     def __init__(self) -> None:
@@ -132,8 +132,8 @@ class Postponed:
         Only calls from C++ can be postponed: Python may wait for its call inside the
         hook, but DDP's C++ waits in callbacks at the end. C++ and Python call the same
         methods with the same arguments, and torch has no flag that distinguishes them.
-        The stack does: if Python makes the call, a Python frame lies between the frame
-        of autograd's engine and this frame.
+        The stack shows it: if Python makes the call, a Python frame lies between the
+        frame of autograd's engine and this frame.
         """
         if not _KEEPS_WORK or torch._C._current_autograd_node() is None:
             return False
@@ -164,15 +164,15 @@ class Postponed:
         return work
 
     def end(self) -> None:
-        """Make the postponed calls one by one, as on ranks that have not postponed."""
+        """Make the postponed calls one by one, in the same order on all ranks."""
         self._making = True
         try:
             while self._calls:
                 call, work = self._calls.popleft()
                 work.future.set_result(call().get_future().wait())
         except BaseException as error:
-            # The other postponed calls are dropped. The next call's header then differs
-            # from the other ranks' headers, and the error names it.
+            # Drop the other postponed calls. The next call's header then differs from
+            # the other ranks' headers, which is an error that names the calls.
             self._calls.clear()
             work.future.set_exception(error)
             raise
@@ -180,7 +180,7 @@ class Postponed:
             self._making = False
 
     def give_way(self) -> None:
-        """Make the postponed calls before another call, unless it is one of them."""
+        """Make the postponed calls before another call; do nothing inside of `end`."""
         if not self._making:
             self.end()
 

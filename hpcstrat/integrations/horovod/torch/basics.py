@@ -43,7 +43,7 @@ _submissions: Submissions | None = None
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Start Horovod's calls on all ranks of the job, or on those of a communicator.
+    """Start hpcstrat for Horovod's calls, on all ranks of the job or of ``comm``.
 
     Collective over ``comm``.
 
@@ -87,7 +87,7 @@ def shutdown() -> None:
 
 
 def submissions() -> Submissions:
-    """Return the requests of this rank; ValueError before `init`."""
+    """Return the object that keeps this rank's requests; ValueError before `init`."""
     if _submissions is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
     return _submissions
@@ -133,12 +133,12 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all nodes have equally many ranks, as a strategy requires."""
+    """Return whether all nodes have equally many ranks, which a strategy requires."""
     return local_size() * cross_size() == size()
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI may be called by several threads at once."""
+    """Return whether several threads may call MPI at the same time."""
     mpi = _topology().mpi
     return mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
@@ -152,7 +152,7 @@ mpi_built = mpi_enabled
 
 
 def gloo_enabled() -> bool:
-    """Return False; none of the other libraries that Horovod may use is built in."""
+    """Return False, because Gloo, NCCL and Horovod's other libraries are not used."""
     return False
 
 
@@ -187,7 +187,7 @@ def _refuse_process_sets(ranks: Any) -> None:
 
 
 def add_process_set(process_set: Any) -> None:
-    """Raise NotImplementedError, with advice."""
+    """Raise NotImplementedError, because every call needs all ranks."""
     _refuse_process_sets(process_set)
 
 
@@ -201,7 +201,7 @@ def require_all_ranks(process_set: Any) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Raise NotImplementedError, with advice."""
+    """Raise NotImplementedError; ranks without rows can use empty batches instead."""
     raise NotImplementedError(
         "expected ranks that make equally many calls, found hvd.join; let ranks "
         "without rows go on with empty batches: the loader of "
@@ -210,7 +210,7 @@ def join(device: int = -1) -> int:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Raise NotImplementedError, with advice."""
+    """Raise NotImplementedError; set ``HPCSTRAT_TIMELINE`` to record a timeline."""
     raise NotImplementedError(
         f"expected no timeline of Horovod, found {file_path!r}; set "
         "HPCSTRAT_TIMELINE=FOLDER, and merge it by hpcstrat timeline merge FOLDER"

@@ -14,7 +14,7 @@ class _NoCompression:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor unchanged, and no context."""
+        """Return the tensor unchanged, and None as context."""
         return tensor, None
 
     @staticmethod
@@ -40,7 +40,7 @@ class _HalfCompression:
 
 
 class Compression:
-    """The choices for ``compression``; other classes with these methods also work."""
+    """Classes for ``compression``; another class with the same methods also works."""
 
     none = _NoCompression
     fp16 = _HalfCompression

@@ -28,7 +28,7 @@ __all__ = ["DistributedOptimizer"]
 
 
 class _DistributedOptimizer:
-    """Base class of distributed optimizers, which extends the optimizer's own class."""
+    """The methods that a distributed optimizer adds to the optimizer's own class."""
 
     # An attribute that the optimizer's own class defines.
     param_groups: list[dict[str, Any]]
@@ -40,8 +40,8 @@ class _DistributedOptimizer:
         **options: Any,
     ) -> None:
         """Copy the attributes of an optimizer, and add hooks to its parameters."""
-        # The attribute `step` is left out, because a scheduler may have replaced it by
-        # a function that calls the old optimizer.
+        # Do not copy the attribute `step`, because a scheduler may have replaced it
+        # with a function that calls the old optimizer.
         vars(self).update({k: v for k, v in vars(optimizer).items() if k != "step"})
         self.backward_passes_per_step = options["passes"]
         self._compression = options["compression"]
@@ -58,8 +58,8 @@ class _DistributedOptimizer:
 
     def _hook(self, names: dict[torch.Tensor, str] | None = None) -> None:
         """Add hooks to the parameters that have none yet."""
-        # Hooks have only weak references to this object, because the garbage collector
-        # does not see objects that torch's hooks hold.
+        # Hooks refer to this object weakly, because the garbage collector does not see
+        # references from torch's hooks and would never free the object.
         myself = weakref.ref(self)
 
         def reach(parameter: torch.Tensor) -> None:
@@ -79,17 +79,17 @@ class _DistributedOptimizer:
                         parameter.register_post_accumulate_grad_hook(reach)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add parameters, on all ranks."""
+        """Add a group of parameters, and hooks to them; every rank must do so."""
         super().add_param_group(group)  # type: ignore[misc]
         self._hook()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the number of backwards before a step."""
+        """Set the number of backwards that add to a gradient before it is reduced."""
         self.backward_passes_per_step = passes
         self._passes.clear()
 
     def _reach(self, parameter: torch.Tensor) -> None:
-        """Submit a gradient after the last backward of a step has added to it."""
+        """Count a backward; after the last one before a step, submit the gradient."""
         if parameter in self._finishes:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times "
@@ -150,7 +150,7 @@ class _DistributedOptimizer:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make steps in this block use the gradients without another `synchronize`."""
+        """Let `step` use the gradients as they are, without another `synchronize`."""
         self._synchronizes = False
         try:
             yield
@@ -184,7 +184,7 @@ class _DistributedOptimizer:
         super().zero_grad(*args, **options)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **options: Any) -> None:
-        """Load another state, and forget earlier backwards."""
+        """Load a state, and forget the backwards that were counted before."""
         self._finishes.clear()
         self._passes.clear()
         self._synchronized, self._synchronizes = False, True
@@ -192,7 +192,7 @@ class _DistributedOptimizer:
 
 
 def _checked_names(optimizer: torch.optim.Optimizer, named: Any) -> Any:
-    """Return parameters by name; ValueError if one of the optimizer's has no name."""
+    """Return ``named`` as a dict; ValueError if a parameter has no name in it."""
     named = list(named)
     if not all(isinstance(each, tuple) for each in named):
         raise ValueError(
@@ -236,9 +236,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
 
     Not collective; its ``step`` and ``synchronize`` are collective over all ranks.
 
-    All gradients are reduced together, when a step waits for them. A parameter that a
-    rank does not use counts as zeros. Parameters that require no gradients at a step
-    are not reduced.
+    All gradients are reduced together, when a step waits for them. A rank that does not
+    use a parameter contributes zeros as its gradient. Parameters that require no
+    gradients at a step are not reduced.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
         An optimizer; the new optimizer shares its parameters, options and state.
     named_parameters : iterable of tuple of str and tensor, optional
         Names for all parameters of the optimizer, the same on all ranks; default: their
-        positions. Names are required if two optimizers are used at a time.
+        positions. Names are required if two optimizers are used at the same time.
     compression : object
         ``hvd.Compression.none`` or ``fp16``, or a class with the same two methods.
     backward_passes_per_step : int
@@ -280,8 +280,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0917 - Horovod's name and order
     if named is not None:
         named = _checked_names(optimizer, named)
     kind = type(optimizer)
-    # A subclass, because schedulers require an Optimizer; it has the same name, as in
-    # Horovod.
+    # Schedulers require an Optimizer, so make a subclass of the optimizer's own class,
+    # with the same name as in Horovod.
     distributed: Any = type(kind.__name__, (_DistributedOptimizer, kind), {})
     return distributed(
         optimizer,

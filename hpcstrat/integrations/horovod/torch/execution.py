@@ -1,6 +1,7 @@
-"""Carries out requests that all ranks have submitted, several of a kind at a time.
+"""Functions that make the calls that all ranks have requested, several in one call.
 
 Each function is collective over the ranks, which have already compared the requests.
+``batch`` and the returned list have one element for each request.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 @dataclass
 class Reduced:
-    """A tensor to reduce, in place or into this rank's part of the result."""
+    """A tensor to reduce, and the factors to multiply it by before and afterwards."""
 
     tensor: torch.Tensor
     reduction: Reduction
@@ -43,7 +44,7 @@ class Reduced:
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers are multiplied in float64, half types in float32."""
+    """Multiply a tensor in place: integers in float64, 2-byte types in float32."""
     if factor == 1:
         return
     if not tensor.is_floating_point() and not tensor.is_complex():
@@ -55,7 +56,7 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
-    """Reduce tensors in place, in as few messages as possible."""
+    """Reduce tensors in place, with one call for all sums, and one for all averages."""
     everything = [one for some in batch for one in some]
     arrays: dict[ReduceOp, list[Array]] = {ReduceOp.SUM: [], ReduceOp.MEAN: []}
     for one in everything:
@@ -82,7 +83,7 @@ def all_reduce(job: Submissions, batch: list[list[Reduced]]) -> list[Any]:
 
 
 def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a tensor as bytes, which can be sent whatever the type is."""
+    """Return the rows of a tensor as bytes, so that rows of any type can be sent."""
     # torch may only mark a tensor as conjugate or negative; its bytes are then not the
     # values, so resolve these marks.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -93,13 +94,13 @@ def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_bytes(rows: torch.Tensor, like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return rows of bytes as numbers of another tensor's type."""
+    """Convert rows of bytes to a tensor of this shape and of the type of ``like``."""
     flat = rows.as_strided((rows.numel(),), (1,))
     return flat.view(like.dtype).view(shape)
 
 
 def all_gather(job: Submissions, batch: list[list[torch.Tensor]]) -> list[Any]:
-    """Concatenate the tensors of all ranks; their numbers of rows may differ."""
+    """Concatenate all ranks' rows; ranks may have different numbers of rows."""
     tensors = [tensor for one in batch for tensor in one]
     arrays = [memory_of(_rows_of_bytes(tensor)) for tensor in tensors]
     gathered = iter(job.collectives.all_gather(arrays, 0, "allgather"))
@@ -114,7 +115,7 @@ def all_gather(job: Submissions, batch: list[list[torch.Tensor]]) -> list[Any]:
 def broadcast(
     job: Submissions, batch: list[tuple[torch.Tensor, torch.Tensor, int]]
 ) -> list[Any]:
-    """Copy the root's tensors into all ranks' tensors, in few messages."""
+    """Copy the root's tensors into all ranks' tensors, in one call."""
     root = batch[0][2]
     arrays = [memory_of(_rows_of_bytes(tensor)) for tensor, _, _ in batch]
     received = job.collectives.broadcast(arrays, root, "broadcast")
@@ -133,7 +134,8 @@ def all_to_all(
     own = np.array([splits for _, splits in batch])
     size = job.collectives.size
     table = np.empty((size, *own.shape), own.dtype)
-    # Exchange the numbers of rows first, because a rank only knows how many it sends.
+    # Exchange the numbers of rows first, because a rank knows only how many rows it
+    # sends, not how many it receives.
     job.exchanges.all_gather(own, list(table), "splits of alltoall", table)
     counts = table[:, :, job.strategy.replica_id]
     results = []
@@ -183,7 +185,7 @@ def _scattered(job: Submissions, one: Reduced) -> torch.Tensor:
 
 
 def broadcast_objects(job: Submissions, batch: list[tuple[Any, int]]) -> list[Any]:
-    """Return the root's objects on all ranks."""
+    """Return for each request the root's object, on all ranks."""
     return [
         job.collectives.broadcast_object(value, root, "broadcast_object")
         for value, root in batch
@@ -198,5 +200,5 @@ def all_gather_objects(job: Submissions, batch: list[Any]) -> list[Any]:
 
 
 def meet(_job: Submissions, batch: list[None]) -> list[Any]:
-    """Do nothing; all ranks have submitted the barrier when this is called."""
+    """Do nothing: all ranks have submitted the barrier when this function is called."""
     return batch

@@ -2,8 +2,8 @@
 
 Calls whose name ends in ``async`` are not collective: they submit a request, and return
 a handle. All other calls, including `synchronize`, are collective over all ranks.
-`poll` is collective from the second poll of a handle on. Each rank may submit names in
-its own order.
+`poll` is collective from the second poll of a handle on. Ranks may submit requests in
+different orders, because requests are compared by name.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Operation(Enum):
 
 
 def require_known(op: Operation | None) -> Operation:
-    """Return the operation, or the average for None; refuse Adasum."""
+    """Return ``op``, or Average if it is None; NotImplementedError for Adasum."""
     if op is Operation.Adasum:
         raise NotImplementedError(
             "expected Average, Sum, Min, Max or Product, found Adasum; use Average, "
@@ -131,13 +131,13 @@ def poll(handle: Submission) -> bool:
     Returns
     -------
     bool
-        Whether `synchronize` would return its result at once.
+        Whether `synchronize` would return its result without waiting.
     """
     return submissions().poll(handle)
 
 
 class _Differentiable(torch.autograd.Function):
-    """A call on tensors whose gradient is computed by another call."""
+    """Makes a call on tensors, with the function ``gradient`` as its backward."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, gradient: Any, *tensors: Any) -> Any:
@@ -169,7 +169,7 @@ def _first(results: Sequence[Any]) -> Any:
 
 
 def _described(tensors: _Tensors, *, lengths: bool = True) -> str:
-    """Describe tensors as text, without numbers of rows if these differ by rank."""
+    """Describe tensors as text, with their numbers of rows if ``lengths`` is set."""
     return ", ".join(_words(tensor, lengths) for tensor in tensors)
 
 
@@ -203,7 +203,7 @@ def _submit_reduction(
     conclude: Any,
     in_place: bool = False,
 ) -> Submission:
-    """Submit a request to reduce tensors, in place, in copies, or by parts of rows."""
+    """Submit a request for an allreduce, also in place, or for a reduce-scatter."""
     require_all_ranks(process_set)
     op, scatters = require_known(op), kind.endswith("reducescatter")
     words = f"{op.name} of {_described(tensors)}"
@@ -315,7 +315,7 @@ def allreduce(  # noqa: PLR0917 - Horovod's order
     postscale_factor: float = 1.0,
     process_set: Any = _ALL,
 ) -> torch.Tensor:
-    """Return the average of all ranks' tensors, or another reduction by ``op``."""
+    """Return the average of all ranks' tensors, or the reduction that ``op`` names."""
     options = average, name, op, prescale_factor, postscale_factor, process_set
     return _allreduce("allreduce", [tensor], compression, *options)[0]
 
@@ -330,7 +330,7 @@ def grouped_allreduce(  # noqa: PLR0917
     postscale_factor: float = 1.0,
     process_set: Any = _ALL,
 ) -> list[torch.Tensor]:
-    """Return the reductions of several tensors, which are reduced together."""
+    """Reduce several tensors together, as `allreduce` does, and return the results."""
     options = average, name, op, prescale_factor, postscale_factor, process_set
     return _allreduce("grouped_allreduce", tensors, compression, *options)
 
@@ -372,8 +372,8 @@ def _allgather(
 
     def gradient(*gradients: Any) -> Any:
         means = grouped_allreduce(gradients)
-        # The rows of this rank begin after the rows of earlier ranks, whose numbers may
-        # differ.
+        # This rank's rows begin after the rows of earlier ranks, which may have
+        # different numbers of rows.
         lengths = allgather(torch.tensor([[len(tensor) for tensor in tensors]]))
         starts = lengths[: rank()].sum(0).tolist()
         return [
@@ -387,7 +387,7 @@ def _allgather(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = _ALL
 ) -> torch.Tensor:
-    """Return the concatenated rows of all ranks; their numbers of rows may differ."""
+    """Return all ranks' rows, concatenated; the numbers of rows may differ."""
     return _allgather("allgather", [tensor], name, process_set)[0]
 
 
@@ -504,7 +504,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: Any = _ALL,
 ) -> Submission:
-    """Submit `alltoall`; its result is always a pair: rows, and numbers of rows."""
+    """Submit `alltoall`; even without ``splits`` its result is a pair: rows, counts."""
     require_all_ranks(process_set)
     _require_rows([tensor])
     lengths, kind = _lengths(tensor, splits)
@@ -521,7 +521,7 @@ def alltoall_async(
 
 
 def _lengths(tensor: torch.Tensor, splits: Any) -> tuple[list[int], Any]:
-    """Return the number of rows for each rank, and the type of these numbers."""
+    """Return the number of rows to send to each rank, and the type of these numbers."""
     chosen = torch.as_tensor([] if splits is None else splits)
     kind = torch.int32 if splits is None or isinstance(splits, list) else chosen.dtype
     if not chosen.numel():
@@ -551,7 +551,7 @@ def alltoall(
     name: str | None = None,
     process_set: Any = _ALL,
 ) -> Any:
-    """Send rows to each rank; return received rows and, with ``splits``, counts."""
+    """Send rows to each rank; return the received rows and, with ``splits``, counts."""
 
     def call(own: Any) -> Any:
         [given] = own
@@ -653,7 +653,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def barrier(process_set: Any = _ALL) -> None:
-    """Wait until all ranks have called it."""
+    """Wait until all ranks have called this function."""
     require_all_ranks(process_set)
     job = submissions()
     job.wait(job.submit("barrier", None, "", execution.meet))

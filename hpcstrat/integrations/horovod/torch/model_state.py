@@ -17,7 +17,7 @@ __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
-    """Copy the root's tensors, such as ``model.state_dict()``, to all; collective."""
+    """Copy the root's tensors (such as a state dict) to all ranks; collective."""
     if isinstance(params, dict):
         params = sorted(params.items())
     elif isinstance(params, (str, torch.Tensor)) or not hasattr(params, "__iter__"):
@@ -38,8 +38,8 @@ def broadcast_optimizer_state(
 
     Collective over all ranks.
 
-    Unlike Horovod, it makes no step if there is no state yet, because with weight decay
-    a step would change weights.
+    Unlike Horovod's function, this function does not make a step if there is no state
+    yet, because with weight decay a step would change weights.
 
     Parameters
     ----------
@@ -54,8 +54,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     if not optimizer.state:
-        # Horovod makes a step with zero gradients, and keeps them: make such gradients,
-        # too.
+        # Horovod's function makes a step with zero gradients, and the program then
+        # finds these gradients: make zero gradients here, too.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:

@@ -1,8 +1,8 @@
-"""Requests for calls, which ranks submit by name, each rank in its own order.
+"""Requests for collective calls, which each rank may submit in its own order.
 
 Ranks that wait for a request join a collective call. In this call the ranks compare
-their requests, and make the calls that all ranks have submitted, in the same order. No
-call is made while the program computes.
+their requests by name, and make the calls that all ranks have submitted, in the same
+order. No call is made while the program computes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _DUPLICATE = (
     "tensor, use a different tensor name."
 )
 _SHUT_DOWN = "Horovod has been shut down before all ranks had submitted {!r}."
-# Report of a rank: the details of its requests, the name of the request that it waits
-# for, whether it only polls this request, and its number of calls without a name.
+# A rank's report to the other ranks: the details of its requests, the name of the
+# request that it waits for, whether it only polls, and its count of unnamed calls.
 _Told = tuple[dict[str, str], str, bool, Counter[str]]
 # Makes one combined call for some requests; returns the result of each request.
 _CarryOut = Callable[["Submissions", list[Any]], list[Any]]
@@ -44,15 +44,15 @@ _CarryOut = Callable[["Submissions", list[Any]], list[Any]]
 
 @dataclass(eq=False)
 class Submission:
-    """A request that this rank has submitted; also the handle of the program."""
+    """A request that this rank has submitted; the program gets it as a handle."""
 
     name: str
     # Description of the call, which must be equal on all ranks.
     details: str
     carry_out: _CarryOut
-    # Argument of `carry_out`.
+    # This request's element in the list that is passed to `carry_out`.
     payload: Any
-    # Requests with the same function and key are combined in one call.
+    # Requests with the same `carry_out` and the same key are combined in one call.
     key: str
     # Converts the call's result to the result for the program.
     conclude: Callable[[Any], Any]
@@ -64,16 +64,16 @@ class Submission:
 
     @property
     def order(self) -> tuple[str, str, str]:
-        """Sort key, equal on all ranks, by which requests of one call are adjacent."""
+        """Sort key: requests that are combined in one call get adjacent places."""
         return self.carry_out.__name__, self.key, self.name
 
     def finish(self, result: Any = None, error: Exception | None = None) -> None:
-        """Store the result or the error, and drop the argument."""
+        """Store the request's result or error, and drop its payload."""
         self.done, self.result, self.error, self.payload = True, result, error, None
 
 
 class Submissions:
-    """The requests of a rank whose calls have not been made yet."""
+    """The requests that this rank has submitted and that are not carried out yet."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -127,7 +127,7 @@ class Submissions:
         return request.done
 
     def close(self) -> None:
-        """End all requests with an error, which a later wait raises."""
+        """End all requests with errors that later waits raise; close the strategy."""
         for request in self._pending.values():
             request.finish(error=CollectiveError(_SHUT_DOWN.format(request.name)))
         self._pending.clear()
@@ -160,7 +160,7 @@ class Submissions:
             del self._pending[request.name]
 
     def _common(self, awaited: Submission, polls: bool) -> list[str]:
-        """Return the names that all ranks have; end requests that cannot be made."""
+        """Return the names of the requests that all ranks have, with equal details."""
         channel: Any = self.collectives.channel
         if channel is None:
             return list(self._pending)
@@ -174,8 +174,8 @@ class Submissions:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         # 62 bits fit into an int64, also with a minus sign.
         number = int.from_bytes(digest, "little") >> 2
-        # The maximum of both entries over ranks gives the largest and the smallest
-        # number, so one call shows whether all numbers are equal.
+        # The maxima over ranks of `number` and `-number` show the largest and the
+        # smallest number, so one call shows whether all numbers are equal.
         bounds = np.array([number, -number])
         self.exchanges.combine(np.maximum, bounds, _MEETING)
         if bounds[0] == -bounds[1]:
@@ -193,7 +193,7 @@ class Submissions:
         return time.monotonic() - (polled.polled_since or 0) > limit
 
     def _compared(self, told: list[_Told]) -> list[str]:
-        """Compare the requests of all ranks; the result is equal on all ranks."""
+        """Return names of requests that are equal on all ranks; end unequal ones."""
         everyone = [one[0] for one in told]
         common = [n for n in everyone[0] if all(n in one for one in everyone)]
         agreed = []
@@ -204,9 +204,9 @@ class Submissions:
                 self._end([self._pending[name]], _mismatch(name, everyone))
         awaited = {one[1] for one in told}
         if not awaited & {*common} and not any(one[2] for one in told):
-            # No rank's awaited request can be made, so none would submit more: a
-            # deadlock. From here on all ranks continue their numbering of unnamed calls
-            # from the same number.
+            # No rank can get the result for which it waits, and waiting ranks submit
+            # nothing more: a deadlock. From now on all ranks number unnamed calls from
+            # the same count.
             self._unnamed = functools.reduce(Counter.__or__, [one[3] for one in told])
             stuck = [self._pending[name] for name in awaited & {*self._pending}]
             self._end(stuck, _deadlock(told))
@@ -214,7 +214,7 @@ class Submissions:
 
 
 def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
-    """Return an error that shows how ranks differ in a call of one name."""
+    """Return an error that shows the different requests of ranks under one name."""
     ranks: dict[str, list[int]] = {}
     for rank, submitted in enumerate(everyone):
         ranks.setdefault(submitted[name], []).append(rank)
@@ -229,7 +229,7 @@ def _mismatch(name: str, everyone: list[dict[str, str]]) -> CollectiveError:
 
 
 def _deadlock(told: list[_Told]) -> CollectiveError:
-    """Return an error with the names that ranks wait for, and ranks without them."""
+    """Return an error with all awaited names, and the ranks that lack each name."""
     waiting: dict[str, list[int]] = {}
     for rank, one in enumerate(told):
         waiting.setdefault(one[1], []).append(rank)
