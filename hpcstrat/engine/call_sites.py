@@ -13,8 +13,8 @@ from types import FrameType
 
 __all__ = ["call_site", "is_of_program", "pass_over"]
 
-# Folders and files whose frames are not the program's. contextlib is one of them, since
-# it calls the functions of this library that are context managers or decorated by one.
+# Folders and files whose frames are not the program's. contextlib is among them,
+# because it calls this library's context managers, and functions that they decorate.
 _passed_over: tuple[str, ...] = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.abspath(contextlib.__file__),
@@ -22,7 +22,7 @@ _passed_over: tuple[str, ...] = (
 
 
 def pass_over(folder: str) -> None:
-    """Skip frames of files in ``folder``, a library that calls this one."""
+    """Skip frames of files in ``folder``, which is a library that calls hpcstrat."""
     global _passed_over  # noqa: PLW0603 - read in every search
     _passed_over = *_passed_over, os.path.abspath(folder) + os.sep
 
@@ -35,7 +35,7 @@ def is_of_program(file: str) -> bool:
 def call_site() -> str:
     """Return file and line of the innermost frame of the program.
 
-    The text is such as ``train.py:41``, or "" if no frame is the program's.
+    The text is, for example, ``train.py:41``; it is "" if no frame is the program's.
     """
     # Do not use inspect.stack(), which reads source files.
     frame: FrameType | None = sys._getframe(1)

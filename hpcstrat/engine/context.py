@@ -28,7 +28,7 @@ __all__ = [
 class CurrentStrategy(Replicas, Protocol):
     """The members of a strategy that values, variables and lower modules may use.
 
-    Those modules cannot import the class Strategy, because it imports them.
+    The lower modules cannot import the class Strategy, because its module imports them.
     `hpcstrat.strategies.Strategy` documents each member, and who must call it.
     """
 
@@ -63,7 +63,7 @@ class CurrentStrategy(Replicas, Protocol):
 
     def variable_class(self, options: VariableOptions) -> Any: ...
 
-    # `Any`, because the module of variables imports this one.
+    # `Any`, because the module of variables imports this module.
     def variable_made(self, variable: Any) -> None: ...
 
     def all_or_none(self, variable: Any, what: str) -> AbstractContextManager[None]: ...
@@ -84,7 +84,8 @@ class ContextEntry:
         index: int | None = None,
     ) -> None:
         self.strategy = strategy
-        # The index of the running replica among this rank's; None if all or none run.
+        # The running replica's index among this rank's; None if all replicas or none
+        # run.
         self.index = index
         # The replica context inside `run`; None in cross-replica context.
         self.replica_context = replica_context
@@ -118,7 +119,7 @@ def own_index() -> int | None:
 
 
 class AnnouncesInitErrors:
-    """Base class of objects that all replicas make: if one cannot, all raise.
+    """Base class of objects that all replicas make: if one replica fails, all raise.
 
     Every error of ``__init__``, such as a wrong argument, is reported to the other
     replicas, which then raise, too.

@@ -31,7 +31,8 @@ def _add_place(record: logging.LogRecord) -> bool:
 class _OwnHandler(logging.StreamHandler[TextIO]):
     """A handler for the warnings of every rank, and for lower levels of rank 0 only.
 
-    It drops records for which the program has a handler, even if that was added later.
+    The handler drops records for which the program has a handler, even if that handler
+    was added later.
     """
 
     def __init__(self) -> None:

@@ -207,7 +207,8 @@ class CommunicationOptions:
                 "expected wire_dtype 'float16', 'bfloat16' or None, found "
                 f"{self.wire_dtype!r}; pass None for full precision"
             )
-        # Check it now: the first sum is collective, and may come long after this.
+        # Check the package now: the first sum is collective, and may be made much
+        # later.
         if self.wire_dtype == "bfloat16" and find_spec("ml_dtypes") is None:
             raise ValueError(
                 "expected the package ml_dtypes for wire_dtype='bfloat16', found "
@@ -354,7 +355,7 @@ class InputOptions:
 
 @dataclass(frozen=True, slots=True)
 class InputContext:
-    """Argument of an input function: its index among all input pipelines.
+    """Argument of an input function: the index of its pipeline among all pipelines.
 
     Parameters
     ----------

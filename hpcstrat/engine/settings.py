@@ -21,8 +21,8 @@ __all__ = ["PREFIX", "Settings"]
 PREFIX = "HPCSTRAT_"
 """The names of all variables of the environment begin with this."""
 
-# Beginnings of variables that are not settings: those of the library's test suite, of
-# its stand-in for CuPy, and of hpcstrat.testing.
+# Beginnings of the names of variables that are not settings: variables of the test
+# suite, of its stand-in for CuPy, and of hpcstrat.testing.
 _NOT_SETTINGS = (f"{PREFIX}TEST", f"{PREFIX}STANDIN")
 
 _TRUE = ("1", "true", "yes", "on")
@@ -49,9 +49,9 @@ class Settings:
     limit_seconds : float, optional
         Seconds of waiting until the job ends. Default: 1800.
     stack_signal : int, optional
-        Number of a real-time signal, counted from SIGRTMIN. With it, another rank on
-        the same machine makes a rank that is stuck in C code print its stack. 0 uses no
-        signal. Default: 9.
+        Number of a real-time signal, counted from SIGRTMIN. By this signal, another
+        rank on the same machine makes a rank that is stuck in C code print its stack. 0
+        uses no signal. Default: 9.
     divergence : str, optional
         How the copies of mirrored variables, which must be equal, are compared at each
         entry into ``run``: ``"rolling"`` compares a thousandth of the bytes each time;
@@ -62,21 +62,21 @@ class Settings:
         Default: 1000.
     divergence_tolerance : float, optional
         Allowed difference of floating-point copies, relative to the largest absolute
-        value of the variable. 0 compares bits. With another value, which requires
-        messages, only full comparisons are made, and no rolling ones. Default: 0.
+        value of the variable. 0 compares bits. Any other value requires messages, so
+        that only full comparisons are made, no rolling comparisons. Default: 0.
     non_finite : str, optional
         Reaction of optimizers to combined gradients that are NaN or infinite:
         ``"off"`` does nothing; ``"warn"`` warns; ``"raise"`` raises a NonFiniteError on
         all replicas; ``"skip"`` skips the step on all replicas, with a warning.
         Default: ``"off"``.
     summary : str, optional
-        Whether replica 0 reports the late replicas at the end: ``"on"``; ``"auto"``, if
-        waiting for late replicas took more than a tenth of the time and more than 10 s;
-        ``"off"``. Default: ``"auto"``.
+        Whether replica 0 reports the late replicas when the program ends: ``"on"``;
+        ``"auto"``, if waiting for late replicas took more than a tenth of the time and
+        more than 10 s; ``"off"``. Default: ``"auto"``.
     summary_signal : str, optional
         Signal on which each worker's first replica reports the late replicas so far:
-        ``"usr1"``, ``"usr2"``, ``"none"``. If the program handles the signal itself, it
-        is not used. Default: ``"usr2"``.
+        ``"usr1"``, ``"usr2"``, ``"none"``. Not used if the program handles the signal
+        itself. Default: ``"usr2"``.
     timeline : str, optional
         Folder for a timeline of the whole program; empty for no timeline. Default:
         empty.
@@ -94,8 +94,8 @@ class Settings:
         ``"auto"`` keeps arrays in the library from which they come, and assigns a GPU
         to each rank if the program has imported CuPy. Default: ``"auto"``.
     share_gpus : bool, optional
-        Whether several ranks may use the same GPU; if not, that is an error.
-        Default: False.
+        Whether several ranks may use the same GPU; if not, a shared GPU raises an error
+        on every rank. Default: False.
     mpi_reads_gpu : str, optional
         Whether GPU memory may be passed to the MPI library: ``"auto"``, if a test has
         shown that this works, see ``hpcstrat doctor``; ``"yes"``, which ends the job by
@@ -105,7 +105,7 @@ class Settings:
     native : bool, optional
         Whether the compiled kernel sums in the memory that the ranks of a machine
         share, if all of them have the kernel. If not, NumPy sums, with the same bits.
-        With ``HPCSTRAT_NATIVE=0`` NumPy also does the update rules of optimizers.
+        With ``HPCSTRAT_NATIVE=0`` NumPy also computes the update rules of optimizers.
         Default: True.
     math_threads : int, optional
         With logical replicas, the number of threads of BLAS, OpenMP, PyTorch and XLA in
@@ -186,7 +186,7 @@ class Settings:
         return dataclasses.replace(self, **values)
 
     def differ_from(self, others: Self) -> bool:
-        """Return whether a value that is not None here differs from that of ``others``.
+        """Return whether a value that is not None here has another value in ``others``.
 
         Not collective. For the library's own modules.
         """

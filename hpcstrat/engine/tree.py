@@ -20,7 +20,7 @@ _NODES = (list, tuple, dict)
 
 
 def is_leaf(tree: Tree) -> bool:
-    """Return whether a value is a leaf."""
+    """Return whether a value is a leaf, not a node of a tree."""
     return not isinstance(tree, _NODES) and optree.tree_is_leaf(tree, none_is_leaf=True)
 
 

@@ -61,7 +61,7 @@ class Replicas(Protocol):
     @property
     def puts_on_gpu(self) -> bool: ...
 
-    # `Any`, because the modules of the next five members import this one.
+    # `Any`, because the modules of the next five members import this module.
     @property
     def replicas(self) -> Any: ...
 
@@ -96,9 +96,9 @@ class CopyCheck(Protocol):
     def mark(self, run_index: int, mark: int) -> int:
         """Return the fingerprint for headers of calls after an entry into ``run``.
 
-        It is from 0 to 2**63 - 1. It is equal on all replicas only if ``run_index`` and
-        the parts of the copies that were hashed are equal. ``mark`` is the previous
-        fingerprint.
+        The fingerprint is from 0 to 2**63 - 1. The fingerprint is equal on all replicas
+        only if ``run_index`` and the parts of the copies that were hashed are equal.
+        ``mark`` is the previous fingerprint.
         """
 
     def difference(self, comm: Any) -> CollectiveError | None:
@@ -135,10 +135,10 @@ class SupportsCheckpoint(Protocol):
 class SupportsDeferredCheckpoint(SupportsCheckpoint, Protocol):
     """An object that may make some of its variables only after a restore.
 
-    For example, an optimizer makes its momentum variables in the first step. Such an
-    object must be passed to the manager by itself, not in a dict or list of Variables.
-    If it has a method ``checkpoint_reset(names)``, it can also be restored from a
-    checkpoint that was saved before it made the variables ``names``.
+    For example, an optimizer makes its momentum variables in the first step. An object
+    of this kind must be passed to the manager by itself, not in a dict or list of
+    Variables. If it has a method ``checkpoint_reset(names)``, it can also be restored
+    from a checkpoint that was saved before it made the variables ``names``.
     """
 
     def checkpoint_spellings(self, name: str) -> list[str]:

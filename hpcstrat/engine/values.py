@@ -61,11 +61,11 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def _lasting(self) -> Array | None:
-        """Return the array if it exists as long as this object."""
+        """Return the array if it exists as long as this object; None if not."""
         return self._operand()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Convert to a NumPy array; TypeError for an array on a GPU."""
+        """Convert to a NumPy array; raise TypeError for an array on a GPU."""
         array = self._operand()
         if is_device(array):
             raise TypeError(
@@ -121,7 +121,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         return np.matmul(self, other)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a copy of part of the array."""
+        """Return an element of the array, or a copy of the part that ``key`` names."""
         part = self._operand()[key]
         is_array = isinstance(part, np.ndarray) or is_device(part)
         # Copy, because a view would change with the next update and would be writable.
@@ -151,7 +151,7 @@ class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):
         return operator.index(self._operand())
 
     def __format__(self, specification: str) -> str:
-        """Format the array by its own rules."""
+        """Format the array by ``specification``."""
         return format(self._operand(), specification)
 
 
@@ -178,9 +178,9 @@ def _operands(argument: Any) -> Any:
 class HostValue:
     """An initial value that stays in host memory, whatever the setting ``device`` says.
 
-    It is meant for counters, which the host reads in each step. With ``is_own``, each
-    replica keeps its own value in the memory where it is, even on a GPU, and nothing is
-    sent. Without ``is_own``, all replicas use replica 0's value.
+    A HostValue is meant for counters, which the host reads in each step. If ``is_own``,
+    each replica keeps its own value where this value is, even on a GPU, and nothing is
+    sent. If not, all replicas use replica 0's value.
     """
 
     array: Array
@@ -191,7 +191,7 @@ class HostValue:
 class Adopted:
     """An initial value whose memory becomes the variable's component, without a copy.
 
-    With ``is_equal``, the value must be equal on all replicas, and nothing is sent.
+    If ``is_equal``, the value must be equal on all replicas, and nothing is sent.
     """
 
     array: Array
@@ -199,7 +199,7 @@ class Adopted:
 
 
 class DistributedValues:
-    """A value with one component per replica; a process has those of its own replicas.
+    """A value of one component per replica; each process has its replicas' components.
 
     Parameters
     ----------
@@ -215,7 +215,7 @@ class DistributedValues:
 
     @property
     def _local(self) -> Any:
-        """The component of the running replica; ValueError if it is not known which."""
+        """The component of the running replica; ValueError if no replica runs alone."""
         parts = self._parts
         if len(parts) == 1:
             return parts[0]
@@ -322,7 +322,7 @@ def _own(leaf: Any) -> Any:
 def part_of(tree: Tree, index: int, *, variables: bool = False) -> Tree:
     """Replace each distributed value of a tree by the component of a local replica.
 
-    ``index`` is the index of the replica among those of this process. Variables are
+    ``index`` is the index of the replica among this process's replicas. Variables are
     returned unchanged, unless ``variables`` is true.
     """
 

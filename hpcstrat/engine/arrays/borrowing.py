@@ -17,7 +17,7 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["borrow"]
 
-# Released arrays, each with the event after which it may be freed.
+# Released arrays, each with the CUDA event after which its memory may be freed.
 _returned: deque[tuple[Any, Array]] = deque()
 _giving_back = threading.Lock()
 # Released arrays whose event could not be recorded, because the GPU has failed. These
@@ -37,9 +37,10 @@ class _Borrowed:
         self._event = cuda.Event(disable_timing=True)
 
     def __del__(self) -> None:
-        """Record an event in the stream; any thread may run this method."""
+        """Keep the array until the stream's work so far is done; runs in any thread."""
         try:
-            # The null stream belongs to the thread's current device.
+            # Set the device, because the null stream belongs to the thread's current
+            # device.
             with self._device:
                 self._event.record(self._stream)
         except Exception:
@@ -71,7 +72,7 @@ def borrow(array: Array) -> Array:
 
     Does not wait. The memory can be released when nothing refers to the result or its
     views, and the stream that was current in this call has done its work up to that
-    point. It is released then, or at a later call of `borrow`.
+    point. The memory is released at that time, or at a later call of `borrow`.
     """
     import cupy
 

@@ -1,6 +1,6 @@
 """Casts of values to a dtype, by one rule and without floating-point warnings.
 
-A value is cast only if it is a plain Python number, or the caller requested the dtype;
+A value is cast only if it is a plain Python number or the caller requested the dtype,
 and only if the dtype can hold the value. Integers stay integers of the same value, text
 stays text, finite numbers stay finite, and fractions do not become integers. Rounding
 is allowed.
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 PLAIN = (bool, int, float, complex)
-# NumPy numbers its own types below this; ml_dtypes' eight-bit floats lie above.
+# NumPy's own types have a ``dtype.num`` below this number; ml_dtypes' types do not.
 FIRST_FOREIGN_TYPE = 256
 # A number may be cast to a kind with the same or a higher value in this table.
 _KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
@@ -53,13 +53,13 @@ A sum that overflows to infinity is a value like any other: with warnings as err
 numpy.seterr, it would take one rank out of a call that the others are in. Do not call
 functions of the program inside: they keep the program's settings.
 """
-# Functions decorated by numpy.errstate are called from NumPy's frames, which are not
-# the program's call site.
+# Functions decorated by numpy.errstate are called from NumPy's frames, which must not
+# be reported as the program's call site.
 pass_over(os.path.dirname(np.__file__))
 
 
 def make_quiet() -> Callable[..., Any]:
-    """Return a three times faster `call_without_fp_warnings` for one thread only."""
+    """Return a 3 times faster `call_without_fp_warnings` for one thread only."""
     context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return context.run
@@ -83,7 +83,7 @@ def call_without_fp_warnings(
     The function must not call Python code, because the strategy's context variables are
     not set during this call.
     """
-    # This costs less than half of entering and leaving numpy.errstate.
+    # This call costs less than half as much as entering and leaving numpy.errstate.
     return _quiet.run(function, *args, **named)
 
 
@@ -95,7 +95,7 @@ def is_half(dtype: np.dtype[Any]) -> bool:
     """Return whether a type is a half-precision float: float16 or bfloat16."""
     if dtype.num < FIRST_FOREIGN_TYPE:
         return dtype.char == "e"
-    # Reading dtype.name is slow.
+    # Reading dtype.name is slow, so that NumPy's own types are tested first.
     return dtype.name == "bfloat16"
 
 
@@ -133,7 +133,7 @@ def rounded(array: Array, dtype: np.dtype[Any]) -> Array:
     if array.dtype == dtype:
         return array
     convert: Any = array.astype
-    # CuPy's astype calls Python code, and gives no warnings.
+    # Call CuPy's astype directly, because it calls Python code, and gives no warnings.
     on_host = isinstance(array, np.ndarray)
     result: Array = (
         call_without_fp_warnings(convert, dtype) if on_host else convert(dtype)
@@ -148,7 +148,7 @@ def _kind(dtype: np.dtype[Any]) -> str:
 def _holds(result: Array, array: Array, kind: str) -> bool:
     if kind in ("f", "c"):
         return bool((np.isfinite(result) == np.isfinite(array)).all())
-    # The limits of other libraries' dtypes are unknown.
+    # Do not check dtypes of other libraries, whose limits are unknown.
     foreign = result.dtype.num >= FIRST_FOREIGN_TYPE
     return foreign or bool((result == array).all())
 

@@ -1,10 +1,10 @@
 """Conversion from float32 to half precision and back, by vectorized arithmetic.
 
 NumPy converts one number at a time, which takes longer than half precision saves on a
-network of 1 Gbit/s. Here, a float32 is multiplied by a power of two, so that its
+network of 1 Gbit/s. This module multiplies a float32 by a power of two, so that its
 exponent has the bias of the narrow type. Its leading bits are then the bits of the
-narrow number, and its remaining bits round that number to nearest, ties to even. This
-is correct for subnormal numbers, too.
+narrow number, and its remaining bits round that number to nearest, ties to even. The
+result is correct for subnormal numbers, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversion of values to NumPy or CuPy arrays, and tests of which an array is.
+"""Conversion of values to NumPy or CuPy arrays, and tests for the kind of an array.
 
 Arrays in host memory are NumPy arrays, and arrays in GPU memory are CuPy arrays. Device
 arrays of other libraries become CuPy arrays without a copy.
@@ -37,7 +37,7 @@ __all__ = [
 
 # DLPack's device types whose memory CUDA kernels can read: kDLCUDA, kDLCUDAManaged.
 _DLPACK_GPU = (2, 13)
-# Errors that libraries raise for arrays that they cannot share, or unknown dtypes.
+# Errors that libraries raise for arrays or dtypes that they cannot convert.
 _REFUSALS = (BufferError, RuntimeError, TypeError)
 
 
@@ -58,7 +58,7 @@ def array_module(value: Any) -> Any:
 
 
 def place_of(array: Array) -> str:
-    """Return the name of the device whose memory has the array, such as ``GPU:0``.
+    """Return the name of the device whose memory holds the array, such as ``GPU:0``.
 
     A GPU's number is its CUDA device number in this process; the host is ``CPU:0``.
     """
@@ -123,7 +123,7 @@ def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
 def _from_list(value: Any) -> Array | None:
     """Convert a list that begins with a CuPy array to one array; None for other values.
 
-    Such a list has, for example, the rows of a dataset, read one by one.
+    An example is a list of the rows of a dataset that were read one by one.
     """
     first = value
     while isinstance(first, (list, tuple)) and first:
@@ -137,7 +137,7 @@ def _from_list(value: Any) -> Array | None:
 
 
 def as_array(value: ArrayLike, dtype: Any = None) -> Array:
-    """Return a value as an array, without a copy where that is possible.
+    """Return a value as an array, without a copy if possible.
 
     GPU arrays of any library become CuPy arrays; other values become plain NumPy arrays
     in native byte order. Arrays keep their dtype; Python floats become float32, and
@@ -170,7 +170,7 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
 
 
 def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
-    """Return a host value as a NumPy array; Python numbers get the wanted dtype."""
+    """Return a host value as a NumPy array; Python numbers are cast to ``wanted``."""
     if isinstance(value, np.ndarray):
         # Subclasses, such as numpy.matrix, become plain arrays.
         return np.asarray(unmasked(value))
@@ -191,7 +191,7 @@ def _on_host(value: Any, wanted: np.dtype[Any] | None) -> Array:
 
 
 def to_reducible(value: ArrayLike) -> Array:
-    """Return a value as an array that can be summed; ValueError for other dtypes."""
+    """Return a value as an array; raise ValueError if its dtype cannot be summed."""
     array = value if type(value) is np.ndarray else as_array(value)
     dtype = array.dtype
     # CUDA has no long double.

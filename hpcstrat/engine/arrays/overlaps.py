@@ -26,9 +26,10 @@ _Place = tuple[int, int, int]
 
 
 def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
-    """Return two outs that share memory, so that a result would be lost, or None.
+    """Return the indices of two ``outs`` that share memory, or None.
 
-    Two outs may be the same array if their inputs are also the same array.
+    In shared memory, one of the two results would be lost. Two outs may be the same
+    array if their inputs are also the same array.
     """
     places = [(*_extent(outs[index]), index) for index in _not_surely_apart(outs)]
     # The last place is a sentinel: it ends the last group of overlapping extents.
@@ -49,7 +50,7 @@ def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:
 def _shared(
     group: list[_Place], outs: list[Any], arrays: list[Array]
 ) -> tuple[int, int] | None:
-    """Return two outs that share memory, in a group with overlapping extents."""
+    """Return the indices of two outs of this group that share memory, or None."""
     single: dict[Any, _Place] = {}
     for place in group:
         index = place[2]
@@ -95,7 +96,7 @@ def _place(array: Any) -> tuple[Any, ...]:
 
 
 def _not_surely_apart(outs: list[Any]) -> list[int]:
-    """Return the outs that may share memory, without reading addresses (slow)."""
+    """Return indices of outs that may share memory, without slow reads of addresses."""
     owners: dict[int, list[int]] = {}
     for index, out in enumerate(outs if len(outs) > 1 else ()):
         # Two arrays never own the same memory, and a NumPy view refers to its owner.
@@ -111,13 +112,13 @@ def _not_surely_apart(outs: list[Any]) -> list[int]:
 
 def _share(one: Any, other: Any) -> bool:
     """Return whether two arrays share memory."""
-    # NumPy's type stub accepts only two values of max_work.
+    # `Any`, because NumPy's type stub accepts only two values of max_work.
     exactly: Any = np.shares_memory
     views = _in_host_terms(one), _in_host_terms(other)
     try:
         return bool(exactly(*views, max_work=_MOST_WORK))
     except TooHardError:
-        # Only strides from as_strided are too hard to analyze.
+        # Only arrays from as_strided have strides that are too hard to analyze.
         return True
 
 
@@ -139,7 +140,7 @@ def _in_host_terms(array: Any) -> Array:
 def lies_apart(array: Any) -> bool:
     """Return whether no two elements of an array share memory.
 
-    False only for arrays from functions such as ``as_strided``.
+    Returns False only for arrays from functions such as ``as_strided``.
     """
     if array.flags.c_contiguous or not array.size:
         return True
@@ -158,8 +159,8 @@ def copied_where_overwritten(arrays: list[Array], outs: list[Array]) -> list[Arr
     ``outs`` are the arrays for the results, in the same order as ``arrays``; they share
     no memory with each other.
     """
-    # Most calls reduce one array in place; finding its address takes longer than a
-    # small sum.
+    # Most calls reduce one array in place, and finding its address takes longer than
+    # a small sum.
     if len(arrays) == 1 and arrays[0] is outs[0]:
         return arrays
     extents = [_extent(array) for array in arrays]

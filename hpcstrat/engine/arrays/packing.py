@@ -1,4 +1,4 @@
-"""Plans that group arrays into buffers or pieces, and the copies by these plans.
+"""Plans that group arrays into buffers or pieces, and copies according to a plan.
 
 A broadcast packs all arrays of one dtype into one buffer. A reduction needs no such
 buffer: it treats the arrays as concatenated, and cuts them into pieces that fit a
@@ -41,9 +41,9 @@ class Bucket:
     """The arrays of one dtype, laid out one after the other."""
 
     dtype: np.dtype[Any]
-    # Indices of the arrays, in order.
+    # Indices of the bucket's arrays among all arrays, in order.
     indices: tuple[int, ...]
-    # Start and end of each array in the pack, in elements, and the array's shape.
+    # Start and end of each array in the bucket, in elements, and the array's shape.
     parts: tuple[tuple[int, int, tuple[int, ...]], ...]
     size: int
 
@@ -73,7 +73,8 @@ class Run:
     start: int
     size: int
     # For each array: its index; the first element and the end (exclusive) of the range,
-    # in C order; the position of the first element in the piece. All in elements.
+    # in C order; the position of the first element in the piece. All numbers count
+    # elements.
     spans: tuple[tuple[int, int, int, int], ...]
 
 
@@ -132,7 +133,7 @@ def spans_of(
 
 @functools.lru_cache(maxsize=1024)
 def plan(signatures: tuple[Signature, ...]) -> Pack:
-    """Plan which arrays share a buffer; equal on all ranks for equal signatures."""
+    """Return the plan of one buffer per dtype; equal signatures give equal plans."""
     # A dict keeps the order of first appearance, which is the same on all ranks; a
     # set's order would depend on hashes.
     by_dtype: dict[np.dtype[Any], list[int]] = {}
@@ -150,7 +151,7 @@ def plan(signatures: tuple[Signature, ...]) -> Pack:
 
 
 def pack(bucket: Bucket, arrays: Sequence[Array], flat: Array) -> Array:
-    """Copy a bucket's arrays into a flat, contiguous buffer, cast to its dtype.
+    """Copy a bucket's arrays into a flat, contiguous buffer of the bucket's dtype.
 
     ``arrays`` are all arrays of the plan, in any memory layout.
     """

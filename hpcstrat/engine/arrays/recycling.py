@@ -1,8 +1,8 @@
 """Arrays for results, in memory that is reused once nothing refers to the old result.
 
-The page faults of newly allocated memory take longer than the sum that is written into
-it, from a few pages on. A program that drops its gradients before the next step, as
-training loops do, gets the same memory in every step.
+If an array has more than a few pages, the page faults of newly allocated memory take
+longer than the sum that is written into it. A program that drops its gradients before
+the next step, as training loops do, gets the same memory in every step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Recycler:
 
     def __init__(self, limit_bytes: int = _LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        # Without the interpreter lock, reference counts do not show that memory is
-        # unused.
+        # Without the interpreter lock, keep no memory, because reference counts do not
+        # show that memory is unused.
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             self._limit_bytes = 0
         # Blocks by size; the most recently requested size is last.
@@ -89,7 +89,7 @@ class Recycler:
 
 
 def _holders(blocks: list[Array], index: int) -> int:
-    """Return the reference count of a block."""
+    """Return a block's reference count, which shows whether a view of it exists."""
     return sys.getrefcount(blocks[index])
 
 
@@ -107,7 +107,7 @@ class DeviceRecycler:
         self._limit_bytes = limit_bytes
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             self._limit_bytes = 0
-        # Arrays by call; the most recent call is last.
+        # Arrays by the key of their reduction; the most recent reduction is last.
         self._kept: OrderedDict[Hashable, list[Array]] = OrderedDict()
         # Reference counts of an array that only this object refers to; None until
         # measured.
@@ -119,13 +119,14 @@ class DeviceRecycler:
         kinds: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
         module: Any,
     ) -> list[Array]:
-        """Return uninitialized arrays, in C order, for the call with this key.
+        """Return arrays for the results of the reduction that ``key`` identifies.
 
-        The same key must always have the same kinds. The arrays are not reused while
-        the caller holds an array or a view. ``module`` is ``cupy``.
+        Returns the arrays of its last run if nothing else refers to them, and new
+        arrays if not; they are uninitialized, and in C order. The same key must always
+        have the same ``kinds``. ``module`` is ``cupy``.
         """
-        # Memory is only reused on the stream that used it before, so in that stream's
-        # order.
+        # Reuse memory only on the stream that used it before, so that this stream
+        # orders the old and the new work.
         key = key, module.cuda.get_current_stream().ptr
         kept = self._kept.get(key)
         if kept is not None:
@@ -143,7 +144,7 @@ class DeviceRecycler:
         with contextlib.suppress(MemoryError):
             made = [module.empty(shape, dtype) for shape, dtype in kinds]
         if len(made) < len(kinds):
-            # This object may hold the memory that is missing.
+            # The arrays that this object keeps may occupy the missing memory.
             kept = None
             self.clear()
             made = [module.empty(shape, dtype) for shape, dtype in kinds]

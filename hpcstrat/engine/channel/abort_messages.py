@@ -1,11 +1,12 @@
-"""Abort messages, by which a rank that left a call by an error notifies all ranks.
+"""Abort messages, which a rank sends to all ranks when an error ends one of its calls.
 
-Such a rank cannot report the error in a header, because it may have left during a
-header or during an exchange of data. It sends a short message to every other rank,
+The rank cannot report the error in a header, because the error may have occurred while
+headers or data were exchanged. The rank sends a short message to every other rank,
 without waiting. A rank that waits for anything looks for these messages. If it finds
 one, it raises, and also sends abort messages to all ranks, because a third rank may
-wait for it. A rank that was between two headers looks at all messages when it makes its
-next call: if all ranks have left the same call at the same point, they continue.
+wait for it. A rank that left its call between two headers looks at all messages when it
+makes its next call: if all ranks have left the same call at the same point, they
+continue.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from hpcstrat.engine.topology.topology import Topology
 __all__ = ["AbortMessages"]
 
 _TAG = 11
-# Far below the size up to which MPI libraries send before the receive is posted.
+# Size of a message. MPI libraries send messages this short before the receive is
+# posted.
 _MOST_BYTES = 600
-# How often the sender has resumed together with all ranks, and the sender's position.
+# The head of a message: how often the sender has resumed together with all ranks, and
+# the two numbers of the sender's ``point``, see `AbortMessages.tell`.
 _HEAD = struct.Struct("=qqq")
 _ON_THE_WAY_SECONDS = 2.0
 _Point = tuple[int, int]
@@ -34,7 +37,7 @@ _Came = dict[int, tuple[_Point, str]]
 
 
 class AbortMessages(Waitable):
-    """The abort messages of a channel on one rank; ``comm`` is the channel's own."""
+    """The abort messages that one rank sends and receives over ``comm``."""
 
     def __init__(self, topology: Topology, comm: Any) -> None:
         self._mpi = topology.mpi
@@ -53,14 +56,15 @@ class AbortMessages(Waitable):
     def tell(self, text: str, point: _Point = _NOWHERE) -> None:
         """Send an abort message to all other ranks, without waiting for them.
 
-        ``point`` is given if this rank is between two headers: the numbers of headers
-        when it began the entry that it has left, and when it left that entry.
+        ``point`` is given if this rank is between two headers: the number of headers
+        when it began the entry that it has left, and the number when it left that
+        entry.
         """
         self._text, self._point, self._untold = text, point, set(self._others)
         self._finish()
 
     def _finish(self) -> None:
-        """Send the message to ranks not yet notified, such as after an interrupt."""
+        """Send this rank's message to all ranks that it has not notified yet."""
         data = _HEAD.pack(self._turn, *self._point)
         data += self._text.encode(errors="replace")
         message = [data[:_MOST_BYTES], self._mpi.BYTE]
@@ -74,9 +78,9 @@ class AbortMessages(Waitable):
         """Return another rank's abort text, or "" if there is none.
 
         If there is one, this rank also sends abort messages to all ranks, because it
-        will not make its next call. ``call`` is the number of the call in which this
-        rank waits, for headers or ``for_data``: messages of ranks that have done their
-        part of this call are ignored. Drives MPI's progress.
+        will not make its next call. This rank waits in the call with number ``call``,
+        for headers or, if ``for_data``, for data. Messages of ranks that have done
+        their part of this call are ignored. Looking for messages drives MPI's progress.
         """
         comm = self._comm
         while comm.Iprobe(tag=_TAG):
@@ -99,11 +103,11 @@ class AbortMessages(Waitable):
         return ""
 
     def _ends(self, left: int, call: int, for_data: bool) -> bool:
-        """Return whether a rank that left after call ``left`` will not do ``call``."""
+        """Return whether a rank that left call ``left`` keeps ``call`` from ending."""
         if left != call or not for_data:
             return left < call
-        # The rank has posted the header of this call. Its data may still arrive: assume
-        # that it has not sent them if they do not arrive within some seconds.
+        # The rank has posted the header of this call, and may have sent its data, too.
+        # Assume that it has not if the data do not arrive within some seconds.
         now = time.monotonic()
         if self._awaited[0] != call:
             self._awaited = call, now
@@ -116,7 +120,7 @@ class AbortMessages(Waitable):
         return not self.missing() and points == {self._point} != {_NOWHERE}
 
     def missing(self) -> list[int]:
-        """Return the ranks without a message yet; ``[]`` once a rank cannot resume."""
+        """Return the ranks without a message; ``[]`` if some rank cannot resume."""
         self.look()
         if any(point == _NOWHERE for point, _ in self._came.values()):
             return []

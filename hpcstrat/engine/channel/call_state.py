@@ -1,8 +1,8 @@
 """The state of a channel's calls that the compiled kernel reads and writes itself.
 
-In an ordinary state, the kernel makes a repeated call alone. A failure, a signal, a
-started call or a timeline sets the flag ``attention``. Calls are then made by Python
-code, which handles all of these.
+In the ordinary state, the kernel makes a repeated call without Python code. A failure,
+a signal, a started call or a timeline sets the flag ``attention``. While the flag is
+set, Python code makes the calls, because the kernel cannot handle these cases.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ _Value = TypeVar("_Value")
 
 
 class CallState:
-    """The state of a channel without a kernel, with the kernel's attributes."""
+    """The state of a channel that has no kernel; has the kernel's attributes."""
 
     def __init__(self) -> None:
         # Whether calls are made by Python code, see `Channel.may_repeat`.
         self.attention = True
         # Number of headers so far; the same on all ranks at the same point.
         self.num_calls = 0
-        # The thread that is in a call, 0 for none, and the name of the outermost call,
-        # see hpcstrat.engine.channel.entries.
+        # The ID of the thread that is in a call, or 0, and the name of the outermost
+        # call, see hpcstrat.engine.channel.entries.
         self.thread = 0
         self.what: str | None = None
         # The last call for which the headers of all ranks have arrived.
         self.last_call: Any = None
         # Number in headers that represents the steps that the rank has made.
         self.run_fingerprint = 0
-        # Number of looks that the kernel makes before it returns.
+        # How often the kernel looks for the other ranks' headers before it returns.
         self.looks = 0
         # Offset in bytes at which the next place in the rings begins.
         self.next = 0

@@ -55,9 +55,9 @@ class Channel:
     """
 
     closed = Watched[bool]()
-    # A function that waits for calls which the program has made before, but which other
-    # threads, such as XLA's, still carry out; None if there are none. Each call of this
-    # channel waits for them first, so that the order of calls is the program's.
+    # A function that waits until other threads, such as XLA's, have carried out the
+    # calls that the program has made before; None if there are none. Each call of this
+    # channel first calls this function, so that calls are made in the program's order.
     elsewhere = Watched[Callable[[], None] | None]()
     # A text for the other ranks, such as a signal that this rank has received. The next
     # header of a blocking call reports it, and the call continues. After each call all
@@ -77,7 +77,7 @@ class Channel:
         self.position = Position(self.state)
         self.noticed: dict[int, str] = {}
         self.pending = PendingCalls(self)
-        # Made at the first call with arrays on GPUs.
+        # The `DeviceGroup`, made at the first call with arrays on GPUs.
         self.device_group: Any = None
         self._comm = topology.duplicate()
         self._interruptible: dict[int, InterruptibleComm] = {}
@@ -110,11 +110,12 @@ class Channel:
         return last
 
     def may_repeat(self) -> bool:
-        """Return whether the kernel may make calls alone, in an ordinary state.
+        """Return whether the kernel may make calls without Python code.
 
-        It may not after a failure, or with a notice, a timeline or pending calls. The
-        flag ``attention`` is cleared before these are tested, see `Watched`, so that a
-        change during the tests sets the flag again for the next call.
+        The kernel may not make them after a failure, or while there are a notice, a
+        timeline or pending calls. The flag ``attention`` is cleared before these
+        conditions are tested, see `Watched`. So a change during the tests sets the flag
+        again for the next call.
         """
         state, failures = self.state, self.failures
         state.attention = False
@@ -129,7 +130,7 @@ class Channel:
     def drive(
         self, steps: WaitSteps, call: Call, timeout_seconds: float | None = None
     ) -> None:
-        """Run an algorithm to its end; `PendingCall` does the same without waiting."""
+        """Run all steps of an algorithm; `PendingCall` runs them without waiting."""
         if self.pending:
             # End the started calls first: their headers were posted before, and their
             # data use the same rings.
@@ -150,9 +151,10 @@ class Channel:
         """Post a header, and return once every rank has posted the same header.
 
         ``timeout_seconds`` is the limit of the wait for late ranks. The values
-        ``carried`` are sent in the header between workers. CollectiveError on every
-        rank, if a rank announced another call or left the program. If a rank reported
-        an error, ReplicaError on all ranks without an error.
+        ``carried`` are sent in the header between workers. Raises CollectiveError on
+        every rank if a rank announced another call or left the program. If a rank
+        reported an error, raises ReplicaError on all ranks that have no error of their
+        own.
         """
         flags = NOTICE if self.notice else 0
         if active.recorder is None:
@@ -218,8 +220,9 @@ class Channel:
         """
         self.state.num_calls += 1
         if self.wire is None:
-            # Compare the rings' next places, too: they differ if an interrupt ended a
-            # call on one rank after it had taken a place and before its header.
+            # Include the next place of the ring in the hash. This place differs between
+            # ranks if an interrupt ended a call on one rank after the call's copy into
+            # a place, but before its header.
             self.steps.post(run, call.digest ^ self.rings.next, flags)
         else:
             # The rings of different workers may differ; `WireHeaders` compares them
@@ -244,15 +247,15 @@ class Channel:
         self.state.last_call = call
         return came
 
-    # Data.
+    # Exchanges of data.
 
     @contextlib.contextmanager
     def moving(self, call: Call) -> Iterator[InterruptibleComm]:
         """Return a context manager for the exchange of data that follows `agree`.
 
-        Not collective. ``with`` returns an InterruptibleComm of all replicas. After an
-        error inside the block no further call can be made, because the other ranks
-        still wait in this call, and the end of this rank ends the job. Only an
+        Not collective. The value of ``as`` is an InterruptibleComm of all replicas.
+        After an error inside the block no further call can be made, because the other
+        ranks still wait in this call, and the end of this rank ends the job. Only an
         EveryRankError does not end the calls, because all ranks raise it: it becomes a
         ValueError.
         """
@@ -276,7 +279,7 @@ class Channel:
                 recorder.leave_data(call.text)
 
     def interruptible(self, comm: Any) -> InterruptibleComm:
-        """Return an InterruptibleComm of ``comm``, whose calls other ranks can end.
+        """Return an InterruptibleComm of ``comm``: abort messages can end its calls.
 
         Not collective. Calls with the same ``comm`` return the same object.
         """
@@ -291,7 +294,7 @@ class Channel:
         self.waiter.wait_data(message, call)
 
     def step(self, call: Call) -> Waitable:
-        """Post this rank's arrival at the next step of a call, to its worker's ranks.
+        """Notify this worker's ranks that this rank has reached a call's next step.
 
         Collective over ``topology.worker_comm``. Returns a `Waitable` that waits until
         all ranks of the worker have arrived at this step.
@@ -301,9 +304,10 @@ class Channel:
         return self.steps
 
     def wait(self, awaited: Waitable, call: Call) -> None:
-        """Wait in a call for a step of the worker's ranks, or for a message.
+        """Wait in a call for ``awaited``, a step of the worker's ranks or a message.
 
-        CollectiveError if it does not arrive in time, or if a rank's process has died.
+        Raises CollectiveError if ``awaited`` does not arrive in time, or if a rank's
+        process has died.
         """
         agreed = awaited.agreed
         self.topology.moves += 1
@@ -338,8 +342,8 @@ class Channel:
         """Return a text on ranks that made another call instead of leaving the program.
 
         Returns "" if all ranks leave, and None while headers of ranks are missing. Not
-        collective, unless the ranks' headers differ: then collective over
-        ``replica_comm``. CollectiveError if ranks do not arrive in time.
+        collective if the ranks' headers are equal; if they differ, collective over
+        ``replica_comm``. Raises CollectiveError if ranks do not arrive in time.
         """
         late, waiting = self.headers.missing(), self.waiter.waiting
         if late:

@@ -37,14 +37,14 @@ class ClosedChannel:
     rings = topology
 
     def refuse(self, call: Call) -> NoReturn:
-        """Raise CollectiveError for a call."""
+        """Raise CollectiveError, because the strategy is closed."""
         raise CollectiveError(
             f"expected an open strategy for {call.text}, found one that is closed; "
             "create a new one"
         )
 
     def agree(self, call: Call, timeout_seconds: float | None = None) -> NoReturn:
-        """Raise CollectiveError for a call."""
+        """Raise CollectiveError, because the strategy is closed."""
         self.refuse(call)
 
     def forget_done(self) -> None:

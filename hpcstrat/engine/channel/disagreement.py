@@ -45,7 +45,7 @@ class Announcement:
     """One rank's description of its call, or of its failure, for the other ranks."""
 
     rank: int
-    # ``LEFT``, ``FAILED`` or 0.
+    # ``LEFT``, ``FAILED``, or 0 for a rank that makes a call.
     flags: int
     # The rank's call, or the code in which it failed.
     text: str
@@ -55,7 +55,7 @@ class Announcement:
     classes: tuple[str, ...] = ()
     # Whether the error only reports an error of another rank.
     secondary: bool = False
-    # File name and line number in the program.
+    # File name and line number of the call, or of the failure, in the program.
     site: str = ""
     # The rank's step counts, as in `Position.steps`.
     steps: tuple[int, int, int] = (0, 0, 0)
@@ -79,7 +79,8 @@ class Announcement:
 def announce_error(rank: int, what: str, error: BaseException) -> Announcement:
     """Return the announcement of a rank that failed.
 
-    It has only text and numbers, because other ranks may not have the error's class.
+    The announcement has only text and numbers, because other ranks may not have the
+    error's class.
     """
     try:
         reason = f"{type(error).__name__}: {error}"
@@ -109,13 +110,13 @@ def _class_names(error: BaseException) -> tuple[str, ...]:
 
 
 def _failed(announcements: Sequence[Announcement]) -> list[Announcement]:
-    """Return the ranks that failed by their own errors; if none, all that failed."""
+    """Return the failures that no other rank's error caused; if none, all failures."""
     failed = [a for a in announcements if a.flags & FAILED]
     return [a for a in failed if not a.secondary] or failed
 
 
 def same_call(announcements: Sequence[Announcement]) -> bool:
-    """Return whether all ranks are in the same call, regardless of their variables."""
+    """Return whether all ranks are in the same call, even if their variables differ."""
     calls = {(a.flags, a.text, a.digest, a.steps) for a in announcements}
     return len(calls) == 1 and not announcements[0].flags
 
@@ -185,8 +186,8 @@ class Failure:
         # If a rank has several started calls, the ranks do not know which of them the
         # other ranks have started: then the innermost common section ends, too.
         several = any(a.pending > 1 for a in announcements)
-        # All ranks leave the sections from this depth on. If no rank is in a section of
-        # this depth, only the call has failed, and the program may continue.
+        # All ranks leave the sections of this depth and deeper. If no rank is in a
+        # section of this depth, only the call has failed, and the program may continue.
         self.level = innermost + (0 if several and innermost else 1)
         self.loses_calls = any(
             a.pending > 1 and a.depth < self.level for a in announcements
@@ -195,8 +196,9 @@ class Failure:
     def instead_of(self, error: BaseException | None) -> BaseException:
         """Return the error that this rank raises, given its own ``error`` or None.
 
-        It is the rank's own error if that has the class of the first failed rank's
-        error, so that one ``except`` clause catches the errors of all ranks.
+        This is the rank's own error if its class is the class of the first failed
+        rank's error, so that one ``except`` clause catches the errors of all ranks. If
+        not, `error` is returned.
         """
         if error is None:
             return self.error
@@ -213,11 +215,12 @@ class Failure:
 
 
 def _common_class(names: Sequence[str]) -> tuple[Any, type[ReplicaError]]:
-    """Return the nearest class that other ranks' errors can have, and their class.
+    """Return a class that the errors of other ranks can have, and a subclass to raise.
 
-    The first is a common built-in class, or a class of the program that adds no
-    constructor to one; None if ``names`` has no such class. The second is ReplicaError,
-    or a subclass of both ReplicaError and the first class.
+    The first result is the first in ``names`` that is a common built-in class, or a
+    class of the program that adds no constructor to one; None if ``names`` has no such
+    class. The second result is ReplicaError, or a subclass of both ReplicaError and the
+    first result.
     """
     for name in names:
         module, _, path = name.partition(":")

@@ -5,7 +5,7 @@ match it with the failed rank's next call. To prevent that, the failed rank repo
 error. If it has not posted a header of the call, it posts a header that says so. If it
 has posted one, it ends all calls of all ranks, because it does not know how far the
 other ranks are. If two threads make calls at the same time, the second call is refused,
-because the order of the two may differ between ranks.
+because the order of the two calls may differ between ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def collective(method: _Method) -> _Method:
 
 
 def _refuse(channel: Any, other: int, what: str) -> NoReturn:
-    """End all calls, and raise an error that names this thread and the other one."""
+    """End all calls, and raise an error that names this thread and the other thread."""
     failures, state = channel.failures, channel.state
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     own = threading.current_thread().name
@@ -80,7 +80,7 @@ def _refuse(channel: Any, other: int, what: str) -> NoReturn:
         try:
             time.sleep(_NAP_SECONDS)
         except BaseException as error:
-            # Raise it later, after the other ranks have been notified.
+            # Raise the interrupt later, after the other ranks have been notified.
             interrupt = error
     failures.between_calls = False
     failures.aborts.tell(f"{text} on a rank")

@@ -3,8 +3,8 @@
 If a rank fails before it has posted the header of its next call, it reports the failure
 in this header, and all ranks raise there. If a rank fails after the header of a call,
 or dies, the other ranks still wait in this call. The failed rank can make no further
-call. It sends abort messages to the other ranks, which raise where they wait, see
-`hpcstrat.engine.channel.abort_messages`.
+call. Therefore it sends abort messages to the other ranks, which raise an error in the
+call in which they wait, see `hpcstrat.engine.channel.abort_messages`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class RankLoss:
     def found(self, error: BaseException, what: str) -> RankLostError | None:
         """Return a RankLostError if ``error`` was caused by the death of a rank.
 
-        None for other errors. If the topology survives a loss, interrupt the waits of
-        the other ranks. ``what`` is the call in which this rank was.
+        Returns None for other errors. If the topology survives a loss, this method also
+        interrupts the waits of the other ranks. ``what`` is the call in which this rank
+        was.
         """
         topology, known = self._topology, set[int]()
         if isinstance(error, RankLostError):
@@ -87,8 +88,8 @@ class RankLoss:
     def wake(self) -> None:
         """Make every MPI call fail on all ranks, if the topology survives a loss.
 
-        Without this, a rank that waits for a living rank would not notice the death of
-        another rank, and would wait forever.
+        Without this call, a rank that waits for a living rank would not notice the
+        death of another rank, and would wait forever.
         """
         if self._topology.survives:
             revoke([self._comm])
@@ -105,7 +106,7 @@ class RankLoss:
         )
 
     def _told(self, knows: bool) -> list[int]:
-        """Return the dead ranks that the launcher reports; wait if none are known."""
+        """Return the ranks that the launcher reports as dead; wait unless ``knows``."""
         deadline = time.monotonic() + _TOLD_SECONDS
         while True:
             found = lost_ranks(self._comm)
@@ -125,8 +126,8 @@ class Failures:
 
     # The reason why no call can be made any more; empty if calls can be made.
     broken = Watched[str]()
-    # The failure because of which this rank leaves sections; None if it leaves none. No
-    # call can be made meanwhile.
+    # The failure because of which this rank leaves sections; None if it leaves none.
+    # While it is set, no call can be made.
     leaving = Watched[Failure | None]()
 
     def __init__(self, channel: Any, comm: Any) -> None:
@@ -134,8 +135,8 @@ class Failures:
         self.state = channel.state
         self.broken, self.leaving = "", None
         self._rank: int = comm.rank
-        # Whether this rank was between two headers when it set ``broken``. Then it may
-        # resume together with the other ranks, see `resume`.
+        # Whether this rank was between two headers when it set ``broken``. If so, this
+        # rank may resume together with the other ranks, see `resume`.
         self.between_calls = False
         # The number of the last header by which all ranks have learned of an error.
         self.told_at = 0
@@ -143,8 +144,8 @@ class Failures:
         self.depth = 0
         self.aborts = AbortMessages(channel.topology, comm)
         self.rank_loss = RankLoss(channel.topology, comm)
-        # True while `resume` finds out whether all ranks have left the same call. Then
-        # `look` does not raise.
+        # True while `resume` finds out whether all ranks have left the same call. While
+        # it is true, `look` does not raise.
         self._resuming = False
         # Whether the ranks have announced different numbers of steps.
         self._apart = False
@@ -186,7 +187,7 @@ class Failures:
         announcement.run_fingerprint = channel.position.run_fingerprint
         announcements = self._gather(announcement)
         error, check = None, channel.position.copy_check
-        # A notice is a flag in the header, which may be the only difference.
+        # A notice sets a flag in the header; this flag may be the only difference.
         goes_on = any(a.notice for a in announcements) and same_call(announcements)
         if only_fingerprints_differ(announcements):
             goes_on = False
@@ -201,7 +202,7 @@ class Failures:
     def fail(
         self, what: str, error: BaseException, *, leaves: bool = False
     ) -> Failure | None:
-        """Tell the other ranks that this one failed; the caller then raises ``error``.
+        """Notify the other ranks of this rank's failure; the caller raises ``error``.
 
         The report is a header that is compared with the other ranks' next header.
         ``leaves`` says whether this rank leaves a section; if not, it leaves only a
@@ -218,8 +219,8 @@ class Failures:
         agreed = channel.announce(_FAILING, 0, FAILED)
         with contextlib.suppress(Exception):
             setattr(error, _ANNOUNCED, (id(self), channel.num_calls))
-        # Exchange even if all ranks have failed: they may have failed at different
-        # points of the program.
+        # Exchange announcements even if all ranks have failed: they may have failed at
+        # different points of the program.
         failure = self.exchange(announcement)
         if not agreed and not announcement.secondary:
             error.add_note(f"hpcstrat: on the other replicas: {failure.error}")
@@ -245,16 +246,16 @@ class Failures:
             raise
         if channel.notice is notice:
             # The notice was sent. If a signal handler has set another notice meanwhile,
-            # keep that one for the next header.
+            # keep the new notice for the next header.
             channel.notice = ""
         channel.noticed |= {a.rank: a.notice for a in announcements if a.notice}
-        # Below, the fingerprint is reset to that of the steps, on all ranks. The step
-        # counts stay, because ranks that have made different numbers of steps are not
-        # at the same point, even if the program catches the error.
+        # At the end, the fingerprint of the run is reset to the fingerprint of the
+        # steps. The step counts stay, because ranks that have made different numbers of
+        # steps are not at the same point, even if the program catches the error.
         if len({(a.flags, a.text) for a in announcements}) > 1:
             # The ranks were in different calls, and may continue after the error. If
-            # some were in a backward pass, count it on the others, too, so that the
-            # next backward passes of all ranks match.
+            # some ranks were in a backward pass, count this pass on the other ranks,
+            # too, so that the next backward passes of all ranks match.
             most = max(a.steps[2] for a in announcements)
             for one in announcements:
                 one.steps = (*one.steps[:2], most)
@@ -266,7 +267,7 @@ class Failures:
     def _conclude(
         self, announcements: list[Announcement], error: CollectiveError
     ) -> Failure:
-        """Store the failure that ends a call; no rank reads the call's data anymore."""
+        """Store and return the failure that ends a call, whose data no rank reads."""
         channel, failure = self._channel, Failure(error, announcements)
         channel.rings.restart()
         leavers = [a.rank for a in announcements if a.flags & LEFT]
@@ -302,7 +303,7 @@ class Failures:
     # Calls that this rank or another rank has left before their end; not collective.
 
     def leave(self, what: str, error: BaseException, entered: int) -> None:
-        """Report an error that leaves an entry on this rank to the other ranks.
+        """Report to the other ranks an error by which this rank leaves an entry.
 
         ``entered`` is the channel's ``num_calls`` when the entry began.
         """
@@ -322,8 +323,8 @@ class Failures:
         if isinstance(error, Exception) and channel.num_calls == entered:
             self.fail(what, error)
         elif not isinstance(error, HpcstratError):
-            # Errors of the library's own classes are raised on every rank. With pending
-            # calls the ranks cannot resume, because their rings may differ.
+            # Errors of the library's own classes are raised on every rank. If there are
+            # pending calls, the ranks cannot resume, because their rings may differ.
             point = None if channel.pending else entered
             self.break_off(f"{what} was left", error, point)
 
@@ -351,16 +352,16 @@ class Failures:
     ) -> None:
         """End all calls of this rank, and send abort messages; does not wait.
 
-        ``entered`` is given if the rank is between two headers: the ``num_calls`` when
-        it began the entry that the error has left.
+        If the rank is between two headers, ``entered`` is the ``num_calls`` at the
+        beginning of the entry that the error has left.
         """
         if self.broken:
             return
         self.between_calls = entered is not None
         self.broken = f"{what} by {type(error).__name__} on rank {self._rank}"
         if isinstance(error, CollectiveError):
-            # Include the message, such as which rank did not arrive in time: the other
-            # ranks wait for this rank, too.
+            # Include the error's message, such as which rank did not arrive in time:
+            # the other ranks wait for that rank, too.
             self.broken += f" ({error})"
         if entered is None:
             self.aborts.tell(self.broken)
@@ -370,7 +371,7 @@ class Failures:
     def look(self) -> None:
         """Raise CollectiveError if another rank has ended all calls.
 
-        It also raises if another thread of this rank has ended them. It drives MPI's
+        Also raises if another thread of this rank has ended all calls. Drives MPI's
         progress.
         """
         for_data = self._channel.exchanging is not None

@@ -7,16 +7,16 @@ check word: a hash of its integers, which is the same in every process. A half-w
 record, which a processor with weak memory ordering may show, fails this check.
 
 Records also order memory: if a rank has seen another rank's record, it also sees all
-that the other rank stored before the record. And values that a rank loaded before it
-wrote its record cannot be overwritten by ranks that have seen the record. On x86-64
-this needs no instruction: stores become visible in program order, and loads are not
-reordered after later stores (Intel 64 and IA-32 Architectures Software Developer's
-Manual, volume 3A, section 8.2.2; the C library ends its non-temporal copies with a
-fence). On other processors, a full memory barrier is executed before each record is
-written, and after the records of all ranks have been seen: ``MPI_Win_sync``, which has
-this meaning for shared memory (MPI-4.1, sections 12.4 and 12.5.3). The compiled kernel
-writes and reads the same records by C11 atomics: it stores the tick last, with release
-order, and loads it first, with acquire order.
+that the other rank stored before the record. And a rank loads values before it writes
+its record, so that ranks that have seen the record may overwrite these values. On
+x86-64 this order needs no extra instruction: stores become visible in program order,
+and loads are not reordered after later stores (Intel 64 and IA-32 Architectures
+Software Developer's Manual, volume 3A, section 8.2.2; the C library ends its
+non-temporal copies with a fence). On other processors, a full memory barrier is
+executed before each record is written, and after the records of all ranks have been
+seen: ``MPI_Win_sync``, which has this meaning for shared memory (MPI-4.1, sections 12.4
+and 12.5.3). The compiled kernel writes and reads the same records by C11 atomics: it
+stores the tick last, with release order, and loads it first, with acquire order.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SegmentHeaders:
         self._comm = topology.worker_comm
         self._size = self._comm.size
         self._replicas = topology.worker_replicas
-        # Keep only the processes that this rank can look up. It cannot look up those of
-        # other containers, where process IDs are different.
+        # Keep only the processes that this rank can look up. This rank cannot look up
+        # the processes of other containers, where process IDs are different.
         told = self._comm.allgather(_process_identity(os.getpid()))
         self._processes = {
             rank: (pid, start)
@@ -103,7 +103,7 @@ class SegmentHeaders:
         ]
 
     def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended, as far as can be looked up."""
+        """Return the ranks whose processes are known to have ended."""
         return [
             self._replicas[rank]
             for rank, (pid, start) in self._processes.items()
@@ -161,7 +161,7 @@ def make_kernel(topology: Topology) -> Any:
     if module is not None and comm.size > 1:
         ring_bytes = topology.slot_bytes * SLOTS_IN_RING
         sizes = segment.common_bytes, segment.part_bytes, ring_bytes
-        # The kernel refuses memory that is not aligned, such as an MPI window may be.
+        # The kernel refuses memory that is not aligned; an MPI window may be unaligned.
         with contextlib.suppress(ValueError):
             kernel = module.Kernel(segment.buffer, *sizes, comm.rank, comm.size)
     everywhere = all(comm.allgather(kernel is not None))
@@ -173,7 +173,7 @@ def make_kernel(topology: Topology) -> Any:
 def _memory_barrier(
     mpi: Any, machine: str = platform.machine()
 ) -> tuple[Any, Callable[[], None] | None]:
-    """Return a window and its method that orders memory; None on x86-64."""
+    """Return an MPI window and its memory barrier; ``(None, None)`` on x86-64."""
     if machine in ("x86_64", "AMD64"):
         return None, None
     window = mpi.Win.Allocate(8, 1, comm=mpi.COMM_SELF)
@@ -188,6 +188,6 @@ def _process_identity(pid: int) -> tuple[int, str]:
     except (FileNotFoundError, ProcessLookupError):
         return pid, ""
     except OSError:
-        # For example, this rank has no free file descriptor.
+        # The process cannot be looked up, for example without a free file descriptor.
         return pid, _UNKNOWN
     return pid, "" if fields[STATE] in "ZX" else fields[START]

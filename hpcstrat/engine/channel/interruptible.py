@@ -1,9 +1,9 @@
-"""MPI calls that end if another rank has failed, where MPI's own calls would deadlock.
+"""MPI calls that end if another rank has failed; MPI's own calls would deadlock.
 
 A blocking MPI call ends only when all ranks have made it, or when the process ends. The
 calls of this module have mpi4py's names and meanings, but they use nonblocking MPI
-calls. The channel waits for these: while it waits, it looks for abort messages of other
-ranks, and sleeps if the wait takes long.
+calls. While the channel waits for a nonblocking call, it looks for abort messages of
+other ranks, and sleeps if the wait takes long.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class InterruptibleComm:
     def exchange_objects(
         self, sent: Mapping[int, Any], sources: Iterable[int]
     ) -> dict[int, Any]:
-        """Send objects to ranks, and return objects of ``sources``; not collective."""
+        """Send objects to ranks; return the objects of ``sources``; not collective."""
         data = {r: np.frombuffer(pickle.dumps(v, 5), np.uint8) for r, v in sent.items()}
         sizes = {rank: np.empty(1, np.int64) for rank in sources}
         told = {rank: np.array([array.size]) for rank, array in data.items()}

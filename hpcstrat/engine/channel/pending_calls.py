@@ -16,17 +16,18 @@ from hpcstrat.errors import HpcstratError, RankLostError, TopologyError
 __all__ = ["PendingCall", "PendingCalls"]
 
 _PAUSE_SECONDS = 1e-4
-# The longer pause is for a thread that shares the core on which its rank computes. On
-# hosts with one core both pauses overlapped the same amount of communication, and each
-# look takes time from the computation.
+# Used if the progress thread shares a core with its rank's computation, because each
+# look takes time from the computation. On hosts with one core, both pauses overlapped
+# the same amount of communication.
 _SHARED_PAUSE_SECONDS = 1e-3
 
 
 class PendingCall:
     """A started reduction, which continues while the program computes.
 
-    Several may be under way, and they end in the order in which they were started.
-    Every call of the strategy advances them, and a call that waits ends them first.
+    Several reductions may be under way; they end in the order of their starts. Every
+    call of the strategy advances them, and a blocking call first waits until they have
+    ended.
 
     Parameters
     ----------
@@ -45,8 +46,8 @@ class PendingCall:
         current CUDA stream wait for the result.
     part : bool
         Whether this call is part of a larger call, such as a backward pass, which no
-        rank continues once a part has failed. Parts that have not posted their headers
-        are then dropped.
+        rank continues once a part has failed. After this failure, parts that have not
+        posted their headers are dropped.
     """
 
     def __init__(
@@ -220,7 +221,8 @@ class PendingCall:
 class PendingCalls(deque[PendingCall]):
     """The started calls of a channel that have not ended, in the order of their starts.
 
-    It is a deque, so that every call of the channel can test quickly if it is empty.
+    The class is a deque, so that every call of the channel can test quickly if there
+    are started calls.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -253,8 +255,8 @@ class PendingCalls(deque[PendingCall]):
     def drain(self, last: PendingCall | None = None, *, waits: bool = True) -> None:
         """End the started calls in order, up to and including ``last``.
 
-        Collective over ``topology.replica_comm``. With ``waits=False``, only advance
-        them. Errors are kept in the PendingCall objects, whose `wait` raises them.
+        Collective over ``topology.replica_comm``. If ``waits`` is false, only advance
+        the calls. Errors are kept in the PendingCall objects, whose `wait` raises them.
         """
         with self.lock:
             while self:
@@ -274,7 +276,7 @@ class PendingCalls(deque[PendingCall]):
         return sum(not one.part for one in self) + any(one.part for one in self)
 
     def lose(self, error: BaseException, *, all_of_them: bool) -> None:
-        """End parts without a posted header by ``error``, or all started calls."""
+        """End all started calls by ``error``, or only parts without posted headers."""
         lost = list(self) if all_of_them else [o for o in list(self)[1:] if o.part]
         for one in lost:
             one.end(error)
@@ -286,7 +288,7 @@ class PendingCalls(deque[PendingCall]):
         """Start a progress thread, which advances the started calls.
 
         Collective over ``topology.replica_comm``. The thread calls ``enter`` each time
-        before it works. TopologyError on every rank, if MPI was started without
+        before it works. Raises TopologyError on every rank if MPI was started without
         THREAD_MULTIPLE on any rank. A second call does not start another thread.
         """
         self._channel.agree(describe_call("use of a progress thread"))
@@ -311,8 +313,8 @@ class PendingCalls(deque[PendingCall]):
     def _progress_in_thread(self, enter: Callable[[], object], pause: float) -> None:
         """Advance started calls in a loop; make no MPI calls while there are none.
 
-        The main thread makes no exchange of its own meanwhile, because each call of the
-        strategy first ends the started calls.
+        While this thread advances calls, the main thread exchanges no data of its own,
+        because each call of the strategy first ends the started calls.
         """
         nap = threading.Event()
         while not self._ends:

@@ -55,8 +55,8 @@ class Position:
     def enter_run(self) -> None:
         """Count an entry of this rank into ``run``.
 
-        CollectiveError on every rank, if copies of variables are compared in this run
-        and differ.
+        Raises CollectiveError on every rank if copies of variables are compared in this
+        run and differ.
         """
         self.run_index = index = self.run_index + 1
         check, mark = self.copy_check, self.run_fingerprint

@@ -55,7 +55,7 @@ class SharedRings:
         return int(self._state.next)
 
     def place_bytes(self, nbytes: int) -> int:
-        """Return the size, a power of two, of a place for at most ``slot_bytes``."""
+        """Return a place's size for ``nbytes``: a power of two <= ``slot_bytes``."""
         wanted = max(_SMALLEST_PLACE_BYTES, 1 << (nbytes - 1).bit_length())
         return min(wanted, self.slot_bytes)
 
@@ -74,7 +74,7 @@ class SharedRings:
         """Set the next place to the start of the rings, when no place is in use.
 
         Logically collective over ``topology.worker_comm``. Needed after calls that
-        differed between ranks, because their next places may differ.
+        differed between ranks, because the ranks' next places may differ.
         """
         self._state.next = 0
 
@@ -85,9 +85,9 @@ class SharedRings:
         self._bytes = np.empty((0, 0), np.uint8)
 
     def of(self, dtype: np.dtype[Any]) -> Array:
-        """Return the rings as an array of a dtype whose size divides 64 bytes.
+        """Return the rings as an array of ``dtype``, whose size must divide 64 bytes.
 
-        Its shape is (ranks of the worker, elements of a ring).
+        The array's shape is (ranks of the worker, elements of a ring).
         """
         typed = self._typed.get(dtype)
         if typed is None:
@@ -95,7 +95,7 @@ class SharedRings:
         return typed
 
     def rows(self, run: Run, place: int) -> list[Array]:
-        """Return views of each rank's values of a `Run`, in the place at an offset."""
+        """Return each rank's values of ``run`` in the place at offset ``place``."""
         key = run.dtype, place, run.start, run.size
         rows = self._rows.get(key)
         if rows is None:

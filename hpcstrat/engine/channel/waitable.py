@@ -1,10 +1,10 @@
-"""Requests, steps and headers for which a collective call waits, with one interface.
+"""`Waitable`, the interface of headers, steps and requests for which a call waits.
 
 The code that moves the data of a call is a generator: it yields the `Waitable` for
-which it waits, and is resumed once this has arrived. `Channel.drive` runs such a
-generator to its end; a `PendingCall` runs it as far as possible without waiting. The
-generator of a whole call is called an algorithm, and yields `HEADER` first. An error of
-one rank before the header is reported to the other ranks by the header. After the
+which it waits, and is resumed when this `Waitable` has arrived. `Channel.drive` runs
+such a generator to its end; a `PendingCall` runs it as far as possible without waiting.
+The generator of a whole call is called an algorithm, and yields `HEADER` first. If a
+rank fails before the header, the header reports the error to the other ranks. After the
 header no rank may fail alone, because the other ranks would wait for its data.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Waitable(Protocol):
-    """A header, step or request of other ranks, or work of a GPU, to wait for."""
+    """Something to wait for: a header or step of other ranks, a request, or a GPU."""
 
     def agreed(self) -> bool:
         """Return whether the wait is over; False also if ranks made different calls.
@@ -102,8 +102,8 @@ class Exchange(Waitable):
     requests: Any = ()
 
     def __init__(self, *arrays: Any) -> None:
-        # The owner appends each request at once, so that an error between two calls
-        # loses none.
+        # The owner appends each request right after its MPI call, so that no request is
+        # lost if an error follows.
         self.requests, self._arrays = [], arrays
 
     def agreed(self) -> bool:

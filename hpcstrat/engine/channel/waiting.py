@@ -1,10 +1,10 @@
 """The loop in which a rank waits for other ranks.
 
-A waiting rank spins for a moment. Then it alternates short sleeps with looks that drive
-MPI's progress, so that signals are handled and the death of a process is noticed. The
-spin time is adapted, because with few cores the spinning rank may occupy the core that
-the awaited rank needs. The watchdog's thread reads for which call a rank waits, and
-reports the late ranks.
+A waiting rank spins for a moment. After that, the rank alternates short sleeps with
+looks that drive MPI's progress, so that signals are handled and the death of a process
+is noticed. The spin time is adapted, because with few cores the spinning rank may
+occupy the core that the awaited rank needs. The watchdog's thread reads for which call
+a rank waits, and reports the late ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _VERDICT_SECONDS = 10.0
 class Spin:
     """The time for which a rank spins before its first sleep.
 
-    It is adapted like the halt polling of the Linux kernel's KVM
+    The time is adapted like the halt polling of the Linux kernel's KVM
     (https://docs.kernel.org/virt/kvm/halt-polling.html): it grows after a wait that a
     longer spin would have covered, and shrinks after a wait longer than any spin.
     """
@@ -97,13 +97,14 @@ class Waiting:
     def begin(self, slow_until: float = -math.inf) -> float:
         """Return the time from which warnings and limits are counted.
 
-        It is not before the end of any slowness that late ranks have announced, nor
-        before ``slow_until``, the end of the slowness that the waiting rank announced.
+        The time is the latest of: the start of the wait, the end of the slowness that
+        late ranks announced, and ``slow_until``, the end of the slowness that the
+        waiting rank announced.
         """
         return max(self.start, self.patient_until, slow_until)
 
     def last_look(self, limit_seconds: float, slow_until: float = -math.inf) -> float:
-        """Return when the watchdog looks for the last time, just before the limit."""
+        """Return the time of the watchdog's last look before the limit."""
         lead = min(_LEAD_SECONDS, limit_seconds / 2)
         return self.begin(slow_until) + limit_seconds - lead
 
@@ -128,7 +129,7 @@ class Waiter:
         self._state = state
         # The time limit of waits in calls without a limit of their own.
         self.limit_seconds = _LIMIT_SECONDS
-        # The present wait, once it takes longer than the spin.
+        # The present wait, if it has taken longer than the spin.
         self.waiting: Waiting | None = None
         # Whether a watchdog observes ``waiting``.
         self.watched = False
@@ -141,7 +142,8 @@ class Waiter:
         self._look_seconds = 0.05 if topology.survives else 1.0
         self._spin = Spin()
         self._on_wire = topology.num_workers > 1
-        # If ranks share a core, a spinning rank keeps the awaited rank from running.
+        # Whether ranks share cores: then a spinning rank keeps the awaited rank from
+        # running.
         self._shares_cores = topology.worker_comm.size > topology.num_cores
         # Number of times a caller looks before it calls `wait`.
         self.quick_looks = 1 if self._shares_cores else _QUICK_LOOKS
@@ -177,9 +179,9 @@ class Waiter:
     ) -> bool:
         """Wait for other ranks, and return whether all have announced the same call.
 
-        Collective over ``topology.replica_comm``, or over the awaited ranks. Without
-        ``timeout_seconds``, the limit is ``limit_seconds``. CollectiveError if a rank
-        does not arrive in time, or if its process has died.
+        Collective over ``topology.replica_comm``, or over the awaited ranks. If
+        ``timeout_seconds`` is None, the limit is ``limit_seconds``. Raises
+        CollectiveError if a rank does not arrive in time, or if its process has died.
         """
         agreed, start = awaited.agreed, time.monotonic()
         traveling = 0.0

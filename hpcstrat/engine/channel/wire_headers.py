@@ -4,16 +4,16 @@ The ranks of a worker compare their records in its shared segment. The first ran
 each worker then exchanges headers with the other workers by the dissemination of Bruck
 et al. (doi:10.1109/71.642949). In step ``k`` it sends one header, on behalf of itself
 and the ``2**k - 1`` workers after it, to the worker ``2**k`` before it. So each of
-``p`` workers knows of all others after ``ceil(log2(p))`` messages. Then one more step
-in the segment reports the result to the worker's ranks. Both steps in the segment order
-memory, see `hpcstrat.engine.channel.headers`.
+``p`` workers knows the headers of all workers after ``ceil(log2(p))`` messages. Then
+one more step in the segment reports the result to the worker's ranks. Both steps in the
+segment order memory, see `hpcstrat.engine.channel.headers`.
 
 A message begins with the header. The values of a small reduction follow the header, so
-that they need no exchange of their own. Values beyond the size that MPI sends at once
-are sent in further messages, which are received after the header has arrived, because
-the header contains their size. If a rank receives a header that differs from its own,
-it ignores the values, and sends from then on a header that is equal to no other header.
-So all ranks learn of the difference in the same number of steps. Ranks that are in
+that they need no exchange of their own. Values that are larger than `EAGER_BYTES` are
+sent in further messages, which are received after the header has arrived, because the
+header contains their size. If a rank receives a header that differs from its own, it
+ignores the values, and sends from then on a header that is equal to no other header. So
+all ranks learn of the difference in the same number of steps. Ranks that are in
 different calls send messages of different lengths; each is received into a buffer for
 the longest message.
 """
@@ -58,8 +58,8 @@ _FLAG_BITS = 8
 _MOST_KEPT = 256
 
 # Requests of one step: the send of the header with the first values, the sends of
-# further values, and the receives of further values. They are persistent requests,
-# which take half of the time of new ones.
+# further values, and the receives of further values. The requests are persistent,
+# because making new requests takes twice as long.
 _Requests = tuple[Any, Sequence[Any], Sequence[Any]]
 
 # Objects with buffers to which MPI may still write; never freed.
@@ -69,11 +69,12 @@ _left: list[Any] = []
 def room_bytes(num_workers: int, *, narrows: bool = False) -> int:
     """Return the largest size in bytes of a worker's values that a header carries.
 
-    By headers, a rank receives ``p - 1`` times the bytes of the values. By parts, see
-    `collectives.exchanged`, it receives ``2 (p - 1) / p`` times the bytes, but in two
-    further exchanges, each of which takes the time of ``_DELAY_BYTES`` bytes. Up to the
-    returned size, headers are faster. ``narrows`` says that parts are sent in half as
-    many bytes, by ``wire_dtype``; values in headers never are.
+    If values are sent in headers, a rank receives ``p - 1`` times their bytes. If they
+    are sent in parts, see `collectives.exchanged`, it receives ``2 (p - 1) / p`` times
+    their bytes, but in two more exchanges, each of which takes as long as sending
+    ``_DELAY_BYTES``. Up to the returned size, headers are faster. ``narrows`` says that
+    parts are sent in half as many bytes, by ``wire_dtype``; values in headers are sent
+    in full.
     """
     delays = float(_MOST_DELAYS)
     if narrows:
@@ -164,8 +165,8 @@ class WireHeaders(Waitable):
         nbytes = 0 if load is None else load.nbytes
         own = _HEADER.pack(sequence, run, digest, flags | nbytes << _FLAG_BITS)
         self._done, self._same = False, True
-        # With a flag, the values are not added now (``finishes`` is false), because all
-        # ranks post the call's header again, with the same values.
+        # If the header has a flag, the values are not added now (``finishes`` is
+        # false): all ranks will post the call's header again, with the same values.
         if self.alone:
             self._steps = self._compare_across(own, load, finishes=not flags)
             next(self._steps, None)
@@ -200,7 +201,7 @@ class WireHeaders(Waitable):
     def _compare_across(
         self, own: bytes, load: HeaderPayload | None, *, finishes: bool
     ) -> Iterator[None]:
-        """Exchange headers with the other workers; yield whenever it has to wait."""
+        """Exchange headers with the other workers; yield while messages are missing."""
         if load is not None:
             load.gather()
         if len(self._kept) > _MOST_KEPT:
@@ -218,9 +219,9 @@ class WireHeaders(Waitable):
                 yield
             header = self._reads[step]()
             if not self._same or header != own:
-                # From now on this rank sends a header that reports the difference. It
-                # must still receive the values that follow the received header, because
-                # the receives of the next call would get them.
+                # From now on this rank sends a header that reports the difference. This
+                # rank must still receive the values that follow the received header,
+                # because the receives of the next call would get them.
                 self._same, load, requests = False, None, self._requests_for(0)
                 self._header[:] = _DIFFERENT
                 nbytes = max(0, _HEADER.unpack(header)[-1] >> _FLAG_BITS)

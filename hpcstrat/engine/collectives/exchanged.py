@@ -6,8 +6,8 @@ sends and receives ``2 (p - 1) / p`` times the bytes of its values, the minimum 
 ``p`` ranks (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002), in two messages to
 each other rank (the pairwise exchange of Thakur, Rabenseifner and Gropp,
 doi:10.1177/1094342005051521). The result has the same bits on all ranks. Several sums
-run at once, see `hpcstrat.engine.collectives.pipeline`, so that the network is busy
-while the ranks add.
+are under way at the same time, see `hpcstrat.engine.collectives.pipeline`, so that the
+network is busy while the ranks add.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ MOST_EXCHANGING = 64
 FEW_EXCHANGING = 4
 """Up to this number, ranks exchange parts of any size."""
 
-# Pairs of a number of ranks ``p`` and the smallest part, in bytes, for up to ``p``
-# ranks. MPI's allreduce sends ``2 log2(p)`` messages per rank instead of ``2 (p - 1)``,
-# but one after the other: each takes as long as five messages that are sent at once.
+# Pairs ``(p, nbytes)``: up to ``p`` ranks exchange parts of at least ``nbytes`` bytes.
+# MPI's allreduce sends ``2 log2(p)`` messages per rank instead of ``2 (p - 1)``, but
+# one after the other: each takes as long as five messages that are sent together.
 _LEAST_PART_BYTES = ((16, 4 << 10), (MOST_EXCHANGING, 16 << 10))
 _PARTS_TAG, _SUMS_TAG = 31, 37
 _EXPONENT_BYTES = 8
@@ -80,7 +80,7 @@ def reduce_by_mpi(work: Work, channel: Channel) -> WaitSteps:
 
 
 def reduce_by_exchange(work: Work, channel: Channel) -> WaitSteps:
-    """Sum by exchanges of parts, several pieces at once; for workers of one replica.
+    """Sum by exchanges of parts, several pieces at a time; for workers of one replica.
 
     Collective over ``topology.replica_comm``.
     """
@@ -185,12 +185,12 @@ def rounded_sum(
     """Sum arrays over the ranks in place by parts, sending half-precision numbers.
 
     Collective over ``comm``. The values of each message are scaled by a power of two,
-    so that the largest of them is just below 2**15. The sums are made in the dtype of
-    the values. Each value is rounded in two steps, for the message to the rank that
-    adds and for the message with the sum. In each step, the error of a value ``x`` of a
-    part whose largest value is ``M`` is at most ``u |x| + 2**-39 M``, where ``u`` is
-    2**-11 for float16 and 2**-8 for bfloat16: half a unit in the last place, or half of
-    float16's smallest subnormal number.
+    so that the largest of them is just below 2**15. The sums are computed in the dtype
+    of the values. Numbers are rounded twice: values in the message to the rank that
+    adds, and sums in the message that returns them. In each step, the error of a value
+    ``x`` of a part whose largest value is ``M`` is at most ``u |x| + 2**-39 M``, where
+    ``u`` is 2**-11 for float16 and 2**-8 for bfloat16: half a unit in the last place,
+    or half of float16's smallest subnormal number.
     """
     me, (spans, others) = comm.rank, _parts(values.size, comm)
     parts = [values[span] for span in spans]
@@ -212,7 +212,7 @@ def rounded_sum(
 
 
 def _encoded(values: Array, wire_dtype: np.dtype[Any]) -> Array:
-    """Return a message: exponent of the scale, flag, and the scaled values."""
+    """Return a message of ``values``: scale exponent, flag, and scaled values."""
     message = np.empty(_EXPONENT_BYTES + values.size * wire_dtype.itemsize, np.uint8)
     magnitudes = np.abs(values)
     largest = magnitudes.max(initial=0)

@@ -1,4 +1,4 @@
-"""Reduction of a few values between workers, which are sent in the header of the call.
+"""Reduction of a few values by sending them in the headers between workers.
 
 The first rank of each worker adds the values of its worker. Each worker receives the
 sums of all other workers, and adds them in the order of the workers. The result has the
@@ -24,7 +24,8 @@ __all__ = ["IN_HEADER", "HeaderSum", "fits_header", "header_bytes"]
 IN_HEADER = "in the header of the call"
 """Says in words how it is done, as `Choice.how`."""
 
-# The size of values in a header is a multiple of this, the alignment of long doubles.
+# The size of values in a header is a multiple of this number, the alignment of long
+# doubles.
 _ALIGNMENT_BYTES = 16
 
 # For each array: its index, a view for its values, a view of its sum, and whether it
@@ -48,7 +49,7 @@ def fits_header(piece: Piece, channel: Channel) -> bool:
 
 
 class HeaderSum(Plan):
-    """The plan of a sum of one piece, which contains all arrays as a whole.
+    """The plan of a sum in one header: one piece contains all arrays as a whole.
 
     `run` and `steps` are collective over ``topology.replica_comm``. The object is also
     the `HeaderPayload` of the headers between the workers.
@@ -73,8 +74,8 @@ class HeaderSum(Plan):
         # For each run: the values of the worker's ranks, and the sum of all workers.
         self._rows: list[list[Array]] = []
         self._totals: list[Array] = []
-        # Made only once for a worker of one rank, whose values are always at the same
-        # address; None for other workers.
+        # The views for a worker of one rank are made only once, because its values are
+        # always at the same address; None for other workers.
         self._views: _Views | None = None
         if channel.wire.alone:
             self._totals = [_part(channel.wire.total, run) for run in piece]
@@ -86,7 +87,7 @@ class HeaderSum(Plan):
         blocks = _cut(headers.out, largest, nbytes)
         steps = zip(headers.counts, headers.came, strict=True)
         for step, (count, came) in enumerate(steps):
-            # Later steps send on only the first of the received values.
+            # Later steps send only the first of the received values to other workers.
             used = nbytes * max(0, min(count, largest - (1 << step)))
             behind = headers.out[HEADER_BYTES + (nbytes << step) :]
             self._copies.append((behind[:used], came[HEADER_BYTES:][:used]))
@@ -109,7 +110,7 @@ class HeaderSum(Plan):
         return views
 
     def _in_next_place(self) -> _Views:
-        """Take the next place in the worker's memory, and return its views."""
+        """Take the next place in the rings; return views of the arrays in the place."""
         place = self._rings.take(self._rings.place_bytes(self.nbytes))
         self._rows = [self._rings.rows(run, place) for run in self._piece]
         # Write the sums into the first rank's place, whose values no other rank reads.
@@ -134,11 +135,11 @@ class HeaderSum(Plan):
             else:
                 call_without_fp_warnings(assign, results[index], ..., total)
 
-    # Methods that the header calls, on the first rank of a worker.
+    # `WireHeaders` calls the methods below, on the first rank of each worker.
 
     def gather(self) -> None:
         """Write the sum of this worker's values behind the header of its message."""
-        # For a worker of one rank there are no rows: its values are already there.
+        # A worker of one rank has no rows: its values are already behind the header.
         for rows, (own, _) in zip(self._rows, self._blocks, strict=False):
             add_in_order(rows, own)
 

@@ -4,7 +4,8 @@ The kernel adds in the same order as `hpcstrat.engine.collectives.shared_memory`
 that the results have the same bits. Each rank copies a piece of its values into its
 place, and adds the pieces of all ranks. With three or more ranks and large pieces, each
 rank adds only one segment of the piece, and all ranks copy the sums of all segments
-out. The kernel itself waits only for microseconds; the channel makes all longer waits.
+into their results. The kernel itself waits only for microseconds; the channel makes all
+longer waits.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _DONE, _HEADER_AWAITED, _STEP_AWAITED, _DIFFERS, _STEP_DIFFERS = range(5)
 def kernel_codes(request: Request, channel: Channel) -> bytes | None:
     """Return the kernel's codes for the arrays' dtypes, the same on every rank.
 
-    None if the kernel cannot sum the arrays, or if there is no kernel.
+    Returns None if the kernel cannot sum the arrays, or if there is no kernel.
     """
     if channel.kernel is None:
         return None
@@ -68,7 +69,7 @@ class KernelSum(Plan):
         self._sum = load().Sum(*made, *how, self._allocate if large else None)
 
     def keep(self, repeat: Any, request: Any, timeout_seconds: float | None) -> None:
-        """Let the kernel repeat calls of this kind alone, see `Plan.keep`."""
+        """Let the kernel make later calls of this kind itself, see `Plan.keep`."""
         channel: Any = self.channel
         op, what, structure = request
         # All forms in which callers pass the operation: "sum", ReduceOp.SUM, "SUM".

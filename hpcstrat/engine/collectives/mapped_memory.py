@@ -2,10 +2,11 @@
 
 Each rank sums one segment of all ranks' arrays, and writes the sums into all arrays.
 The result has the same bits as the sum through shared memory, which takes three times
-as long for large arrays, because it copies them into places and out of them. Only a
-rank itself knows whether its array lies in an area. It writes this into the shared
-segment before the header, so that all ranks read the same descriptions. They then map
-the areas that are new, or all use the sum through shared memory.
+as long for large arrays, because that sum copies the arrays into places and out of
+places. Only a rank itself knows whether its array lies in an area. So each rank
+describes its area in the shared segment before the header, and all ranks read the same
+descriptions. All ranks then map the new areas; if an array is in no area, or a rank
+cannot map one, all ranks use the sum through shared memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ _NONE, _MAPPED, _OFFERED = range(3)
 # area, lowest area number that the rank still has, then process, file descriptor, size,
 # device and inode of the area.
 _STATE, _NUMBER, _FIRST, _PROCESS, _DESCRIPTOR, _NBYTES, _DEVICE, _INODE = range(8)
-# A rank sums this many bytes in its cache before it writes the sums to the others.
+# A rank sums this many bytes in its cache before it writes the sums to the other
+# arrays.
 _PIECE_BYTES = 256 << 10
 
 
@@ -59,7 +61,7 @@ class _Area:
 class MappedMemory:
     """Areas that this rank offers to its worker, and other ranks' areas that it mapped.
 
-    The methods are not collective; they serve `reduce_in_mapped_memory`, which is.
+    The methods are not collective; the collective `reduce_in_mapped_memory` uses them.
     """
 
     def __init__(self) -> None:
@@ -117,7 +119,7 @@ class MappedMemory:
         return True
 
     def conclude(self, array: Array, *, all_mapped: bool) -> None:
-        """Mark this rank's area as mapped by all ranks, or give up areas for good."""
+        """Note that all ranks mapped this rank's area; if not, stop using all areas."""
         if all_mapped:
             self._own[array.ctypes.data].mapped = True
         else:

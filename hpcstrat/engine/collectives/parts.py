@@ -51,10 +51,10 @@ def hand_over(
     """Let each rank put pieces into its ring, and read the pieces of the other ranks.
 
     Collective over ``topology.worker_comm``. Each piece is put into its place before
-    the ranks read the piece before it, so that each piece needs only one step. ``put``
+    the ranks read the preceding piece, so that each piece needs only one step. ``put``
     and ``take`` are called with a piece and the byte offset of its place; ``take`` may
-    return further steps to wait for. With ``begins``, the first step is the header of
-    the call; without, the header of the call has been made before.
+    return further steps to wait for. If ``begins``, the first step is the header of the
+    call; if not, the header has been posted before.
     """
     rings, place = channel.rings, 0
     if pieces:
@@ -276,7 +276,7 @@ def broadcast(array: Array, root: int, call: Call, channel: Channel) -> WaitStep
         yield HEADER
         channel.interruptible(topology.replica_comm).cast_array(array, root)
         return
-    # Gather on all ranks; only the root's part has values.
+    # A broadcast is a gather on all ranks in which only the root's part has values.
     parts = [data if r == root else data[:0] for r in range(topology.num_replicas)]
     own = parts[topology.replica_id]
     yield from _gather_in_memory(own, parts, data.size, call, channel)

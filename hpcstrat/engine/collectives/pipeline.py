@@ -1,4 +1,4 @@
-"""A pipeline that runs several algorithms at once, so that the network stays busy."""
+"""A pipeline that runs several algorithms together, so that the network stays busy."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class _Flow(Waitable):
         self.num_begun += 1
 
     def agreed(self) -> bool:
-        """Advance all algorithms; return whether this one has ended."""
+        """Advance all algorithms; return whether this algorithm has ended."""
         self._pipeline.advance()
         return self.awaited is None
 
 
 class Pipeline:
-    """Algorithms under way, which make the same steps on all ranks.
+    """Runs several algorithms together, each with the same steps on all ranks.
 
     An algorithm begins its step ``n`` only after all earlier algorithms have begun
     their step ``n``. So messages of one kind are in the same order on all ranks, even

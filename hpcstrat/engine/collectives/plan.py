@@ -1,6 +1,6 @@
 """Plans of reductions: a plan is made once for each kind of call, and run many times.
 
-A `Plan` reduces by an algorithm, at once or step by step. Its subclasses reduce in
+A `Plan` reduces by an algorithm, in one call or step by step. Its subclasses reduce in
 fewer steps: `KernelSum` inside a worker, and `HeaderSum` between workers.
 """
 
@@ -60,8 +60,8 @@ class Plan:
 
     ``choice`` is None if no data are sent: for a single replica, whose ``channel`` is
     None, and for arrays without elements. `run` and `steps` are collective over
-    ``topology.replica_comm``. ``in_mapped_memory``, if given, wraps the algorithm for a
-    call that waits for its end.
+    ``topology.replica_comm``. ``in_mapped_memory``, if given, wraps the algorithm if
+    the caller waits for the end.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Plan:
         """Let the kernel's ``repeat`` make later calls of this kind; here do nothing.
 
         ``request`` is the operation, the name of the call, and the tree structure of
-        the arrays: that of a list, or None for a single array.
+        the arrays (the structure of a list, or None for a single array).
         """
 
     def repeat(self, arrays: Any, outs: Any, timeout_seconds: float | None) -> Any:

@@ -29,9 +29,10 @@ def reduce_to_one(
     Collective over ``topology.replica_comm``. The work must be a single piece, so that
     one call of ``accumulate`` sees all values of one dtype. ``accumulate`` is called
     with a list of one flat buffer per replica, in replica order, and returns their
-    element-wise combination, of shape (n,); default: their sum. For a sum the root
-    holds one received buffer at a time, for ``accumulate`` all buffers. ValueError on
-    every rank, if ``accumulate`` raises or returns another shape.
+    element-wise combination, of shape (n,); if it is None, the buffers are summed. To
+    sum, the root holds one received buffer at a time; for ``accumulate``, it holds all
+    buffers. Raises ValueError on every rank if ``accumulate`` raises or returns another
+    shape.
     """
     comm = channel.interruptible(channel.topology.replica_comm)
     (piece,) = work.pieces

@@ -45,21 +45,22 @@ __all__ = [
 # piece is small, and small enough for the cache.
 DIRECT_PIECE_BYTES = 512 << 10
 SCATTERED_PIECE_BYTES = 256 << 10
-# Up to this number of ranks, each rank adds all values of a small call itself. A call
-# is small up to half of a piece, and for three or more ranks only if the values of all
-# ranks together have at most SMALL_BYTES.
+# With at most this number of ranks, each rank adds all values of a small call itself. A
+# call is small if its values fill at most half of a piece and, for three or more ranks,
+# if the values of all ranks together have at most SMALL_BYTES.
 MOST_DIRECT_RANKS = 8
 SMALL_BYTES = 128 << 10
-# With more ranks, calls of at least this number of bytes times the number of ranks use
-# shared memory, and smaller calls use MPI's allreduce.
+# With more than MOST_DIRECT_RANKS ranks, calls of at least this number of bytes times
+# the number of ranks use shared memory, and smaller calls use MPI's allreduce.
 FROM_BYTES_PER_RANK = 1 << 10
-# Most bytes of a worker's replicas together that its first rank adds for the header.
+# The first rank of a worker adds values for the header only if the values of all the
+# worker's replicas together have at most this size.
 GATHERED_BYTES = 256 << 10
-# Size from which several workers reduce inside each worker first.
+# Calls of at least this size are reduced inside each worker, and then between workers.
 HIERARCHICAL_FROM_BYTES = 16 << 10
 _MOST_EXCHANGED_BYTES = 8 << 20
-# Least number of pieces of a call, and least size of a part, if the call has enough
-# bytes for them.
+# An exchange of parts has at least this number of pieces, with parts of at least this
+# size, if the call has enough bytes.
 _LEAST_EXCHANGED = 4
 _LEAST_PART_BYTES = 16 << 10
 _MEMORY = "shared memory"
@@ -80,7 +81,8 @@ def select(nbytes: int, topology: Topology, options: CommunicationOptions) -> Ch
         most = min(room, GATHERED_BYTES // each)
         return replace(choice, small=nbytes <= most)
     choice = shared_memory(nbytes, topology, options)
-    # Thus up to MOST_DIRECT_RANKS ranks, values are always added in replica order.
+    # The condition is always true for at most MOST_DIRECT_RANKS ranks, so that their
+    # values are always added in replica order.
     if choice.small or nbytes >= topology.worker_comm.size * FROM_BYTES_PER_RANK:
         return choice
     return by_mpi(nbytes, topology, options)
@@ -179,7 +181,7 @@ def imagined(num_workers: int, replicas_per_worker: int) -> Any:
 
 
 def schedule(num_workers: int, replicas_per_worker: int) -> list[tuple[int, str]]:
-    """Return pairs of a call size and the name of the algorithm used from there on.
+    """Return pairs ``(nbytes, name)``: the algorithm of calls from this size on.
 
     Not collective. The schedule is for calls with one array and a core per replica.
     """

@@ -1,9 +1,9 @@
 """Reduction through the memory that a worker's ranks share, in pieces.
 
 Each rank copies a piece of its values into its place, sums one segment of the piece
-over all ranks' places in rank order, and copies the sums of all segments out. The
-result has the same bits on every rank, and does not depend on the piece size. While the
-ranks add one piece, the next piece is already in its place.
+over all ranks' places in rank order, and copies the sums of all segments into its
+results. The result has the same bits on every rank, and does not depend on the piece
+size. While the ranks add one piece, the next piece is already in its place.
 `hpcstrat.engine.channel.shared_rings` explains when a place may be written, and
 `hpcstrat.engine.channel.headers` how stores become visible to the other ranks.
 
@@ -42,8 +42,8 @@ from hpcstrat.engine.typing import Array
 
 __all__ = ["reduce_in_memory"]
 
-# A piece, its place, this rank's segments of the piece, and the sums over the workers
-# to wait for.
+# A piece that has not been copied out, its place, this rank's segments of the piece,
+# and the unfinished sums over the workers.
 _Behind = tuple[Piece, int, list[Array], list[Waitable]]
 
 
@@ -52,11 +52,11 @@ def reduce_in_memory(
 ) -> WaitSteps:
     """Sum by segments: each rank sums one segment of a piece over all places.
 
-    Collective over ``topology.replica_comm``. With a ``wire_dtype``, ``float16`` or
-    ``bfloat16`` of ml_dtypes, float32 and float64 values are rounded to it for messages
-    between workers. With several workers, a piece is at most half of the largest place,
-    because four pieces are in use at the same time (one of them may still be copied out
-    by other ranks).
+    Collective over ``topology.replica_comm``. If ``wire_dtype`` is given (``float16``,
+    or ``bfloat16`` of ml_dtypes), float32 and float64 values are rounded to it in
+    messages between workers. With several workers, a piece is at most half of the
+    largest place, because four pieces are in use at the same time (one of them may
+    still be copied out by other ranks).
     """
     topology, places = channel.topology, channel.rings
     me, movers = topology.worker_comm.rank, topology.smallest_worker
@@ -82,8 +82,8 @@ def reduce_in_memory(
                 flows.append(pipeline.begin(steps))
         behind.append((piece, place, own, flows))
         # With several workers, a piece ends only after the next piece has begun, so
-        # that messages of both are on the network. With one worker, it ends at once,
-        # while its values are in the cache.
+        # that messages of both are on the network. With one worker, a piece ends
+        # immediately, while its values are in the cache.
         num_stay = int(crosses and bool(following))
         ended = [behind.popleft() for _ in range(len(behind) - num_stay)]
         for _, _, segments, its_flows in ended:
@@ -128,7 +128,7 @@ def _over_workers(
 ) -> WaitSteps:
     """Sum a segment in place over the ranks of the same position in all workers."""
     comm = channel.interruptible(channel.topology.cross_worker_comm)
-    # For a mean, integers are summed in float64: send them without rounding, too.
+    # For a mean, integers are summed in float64: send these sums without rounding, too.
     source = work.sources[run.spans[0][0]].dtype
     exact = source.kind in "iu" or segment.dtype.char not in "fd"
     if wire_dtype is None or exact:

@@ -1,8 +1,8 @@
-"""Algorithms for arrays that a worker's ranks share, each rank writing one slice.
+"""Algorithms for arrays that a worker's ranks share: each rank writes one slice.
 
-Each worker has one copy of such an array, in shared memory. The algorithms are
-generators, see `hpcstrat.engine.channel.waitable`. No rank of a worker writes before
-all its ranks have arrived, and no rank continues before all writes are visible.
+Each worker has one copy of each array, in shared memory. The algorithms are generators,
+see `hpcstrat.engine.channel.waitable`. No rank of a worker writes before all its ranks
+have arrived, and no rank continues before all writes are visible.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SlicedPiece = tuple[Piece, Array | None]
 def write_between(write: Callable[[], None], call: Call, channel: Channel) -> WaitSteps:
     """Call ``write`` after all ranks have arrived and before any rank continues.
 
-    Collective over ``topology.replica_comm``. No rank of the worker reads the memory
-    meanwhile. ``write`` must not raise.
+    Collective over ``topology.replica_comm``. Meanwhile no rank of the worker reads the
+    memory that ``write`` changes. ``write`` must not raise.
     """
     yield HEADER
     write()
@@ -46,11 +46,11 @@ def write_between(write: Callable[[], None], call: Call, channel: Channel) -> Wa
 
 
 class SegmentPool:
-    """Shared memory of a worker's ranks, allocated in the same order on all of them.
+    """Shared memory of a worker's ranks, allocated in the same order on all ranks.
 
-    Memory is freed with the last array that refers to it. Large arrays have a segment
-    of their own. Small arrays share segments, because each segment costs a file
-    descriptor.
+    Memory is freed when the last array that refers to it is deleted. Large arrays have
+    a segment of their own. Small arrays share segments, because each segment costs a
+    file descriptor.
     """
 
     def __init__(self) -> None:
@@ -92,8 +92,8 @@ def lay_out(
     """Allocate shared memory in each worker, and write replica 0's value there.
 
     Collective over ``topology.replica_comm``. The new array, of the value's shape, is
-    appended to ``made``. Without ``sends``, every replica must have the same value, and
-    nothing is sent.
+    appended to ``made``. If ``sends`` is false, nothing is sent, and every replica must
+    have the same value.
     """
     topology = channel.topology
     yield HEADER
@@ -107,7 +107,7 @@ def lay_out(
         call_without_fp_warnings(assign, made[-1], ..., value)
     yield channel.step(call)
     if sends and topology.num_workers > 1:
-        # Replica 0 is on worker 0, so that the root of the broadcast is 0.
+        # The root of the broadcast is 0, because replica 0 is on worker 0.
         if comm.rank < topology.smallest_worker:
             own = slice_of(target.size, comm.rank, topology.smallest_worker)
             channel.interruptible(topology.cross_worker_comm).cast_array(target[own], 0)

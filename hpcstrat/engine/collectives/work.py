@@ -1,7 +1,7 @@
 """The work of one reduction, with the copies and sums that all algorithms share.
 
-An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. It sums every
-element over the replicas, divides the sums for a mean, and writes them into the
+An algorithm is a generator, see `hpcstrat.engine.channel.waitable`. An algorithm sums
+every element over the replicas, divides the sums for a mean, and writes them into the
 results, which may be the memory of the sources.
 """
 
@@ -77,7 +77,7 @@ class Choice:
 
 
 def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
-    """Copy the values of a run from the sources into a buffer of its size and dtype."""
+    """Copy a run's values from the sources to a buffer of the run's size and dtype."""
     if len(run.spans) == 1:
         index, start, stop, _ = run.spans[0]
         call_without_fp_warnings(assign, buffer, ..., sources[index][start:stop])
@@ -89,7 +89,7 @@ def fill(run: Run, sources: Sequence[Array], buffer: Array) -> None:
 
 
 def drain(run: Run, results: Sequence[Array], buffer: Array) -> None:
-    """Copy the values of a run from a buffer of its size and dtype into the results."""
+    """Copy a run's values from a buffer of the run's size and dtype to the results."""
     for index, start, stop, at in run.spans:
         low = at - run.start
         part = buffer[low : low + stop - start]
@@ -104,8 +104,8 @@ def add_in_order(
 ) -> None:
     """Add arrays in their order into ``total``, or combine them by another ufunc.
 
-    ``total`` may be one of the first two terms. With a ``scratch`` array of at least
-    the same length, ``total`` may be any of the terms.
+    ``total`` may be one of the first two terms. If there is a ``scratch`` array of at
+    least the same length, ``total`` may be any of the terms.
     """
     if len(terms) == 1:
         if terms[0] is not total:

@@ -30,7 +30,7 @@ _SHARE = "Settings(share_gpus=True) or HPCSTRAT_SHARE_GPUS=1"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The GPUs that a rank sees, in the order of their CUDA numbers, and its choice."""
+    """The GPUs that a rank sees, in order of CUDA numbers, and its program's choice."""
 
     rank: int
     gpus: tuple[Gpu, ...] = ()
@@ -77,7 +77,7 @@ def worker_gpus(views: Sequence[View]) -> list[Gpu]:
 
 
 def choose(views: Sequence[View]) -> list[Gpu | None]:
-    """Choose a GPU for each rank of a host, with that rank's CUDA number.
+    """Return a GPU for each rank of a host; its ``index`` is that rank's CUDA number.
 
     A rank gets the GPU that the program has named or chosen, or else the GPU that the
     rank had earlier, if no other rank has it. The remaining ranks that see the same
@@ -88,7 +88,7 @@ def choose(views: Sequence[View]) -> list[Gpu | None]:
     everything = worker_gpus(views)
     result: list[Gpu | None] = [_fixed(view, everything) for view in views]
     taken = {gpu.identity for gpu in result if gpu is not None}
-    # The ranks whose GPU is neither named nor chosen.
+    # Indices of the ranks for which the program has neither named nor chosen a GPU.
     free = [
         place
         for place, view in enumerate(views)
@@ -291,7 +291,7 @@ def bind(
 
 
 def _any_wants(topology: Topology) -> bool:
-    """Return whether any rank has loaded CuPy and has a GPU, so that all need one."""
+    """Return whether a rank has CuPy loaded and a GPU: then all ranks need a GPU."""
     loaded = library.is_loaded()
     reason = library.why_no_gpu() if loaded else ""
     found = _lowest(topology, loaded and not reason) < topology.num_replicas

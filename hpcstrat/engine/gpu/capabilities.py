@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Ability", "Capabilities", "gather"]
 
 # Before this version, NCCL refuses two ranks on one GPU. From this version on, NCCL
-# refuses unless the variable is set (its user guide, section "Environment Variables").
+# refuses unless the variable below is set (its user guide, section "Environment
+# Variables").
 _NCCL_THAT_SHARES = (2, 30)
 _LET_NCCL_SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 

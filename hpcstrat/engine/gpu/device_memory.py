@@ -104,9 +104,9 @@ class Buffers:
         self._kept: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, nbytes: int) -> Any:
-        """Return a buffer of at least ``nbytes``; the same buffer until it must grow.
+        """Return the buffer that is kept for ``key``, of at least ``nbytes``.
 
-        If the buffer has to grow, its content is lost, and no work may be using it.
+        A smaller buffer is replaced: its content is lost, and no work may be using it.
         """
         kept = self._kept.get(key)
         if kept is None or kept.nbytes < nbytes:

@@ -2,9 +2,9 @@
 
 All arrays of a batch share one piece of GPU memory, which is reused when the program
 has deleted all of these arrays. CuPy's pool reuses memory only in the order of one
-stream, so that a copy would wait for all earlier work of the program. Here, a copy
-waits only for work of the program's stream before the first `put` that finds the memory
-returned.
+stream, so that a copy would wait for all earlier work of the program. In this module, a
+copy waits only for the work that was in the program's stream at the first `put` after
+the memory was returned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = ["Feeder", "fits_device"]
 
 # The same alignment as CuPy's own memory.
 _ALIGNED_BYTES = 512
-# Maximum number of copies in progress from page-locked memory; with more, `put` waits.
+# Maximum number of copies in progress from page-locked memory; `put` waits if there are
+# so many.
 _MOST_STAGED = 4
 # Maximum number of unused pieces of GPU memory that are kept.
 _MOST_READY = 4
@@ -65,7 +66,7 @@ class _BatchLoan:
 class Feeder:
     """Copies batches to this thread's current GPU, on its own stream.
 
-    As with arrays from CuPy's pool, the returned arrays are for use on the program's
+    Like arrays from CuPy's pool, the returned arrays are for use on the program's
     current stream. If a program uses an array on another stream, the program must keep
     the array until that stream has finished with it.
     """
@@ -74,12 +75,13 @@ class Feeder:
         self._lane = Lane()
         self._staged: deque[_BatchMemory] = deque()
         self._ready: list[_BatchMemory] = []
-        # Any thread may append to it, by deleting the last array of a batch.
+        # Memory of deleted batches; any thread may append to this queue, by deleting
+        # the last array of a batch.
         self._returned: deque[_BatchMemory] = deque()
 
     def __del__(self) -> None:
         """Wait for the copies in progress before the page-locked memory is freed."""
-        # Errors of the GPU are reported by other calls.
+        # Ignore errors of the GPU, because other calls report them.
         with contextlib.suppress(Exception):
             for staged in self._staged:
                 staged.free.synchronize()
@@ -150,12 +152,12 @@ class Feeder:
 
         fitting = [piece for piece in self._ready if piece.memory.size >= nbytes]
         while self._ready and (not fitting or len(self._ready) > _MOST_READY):
-            # Free a piece that is too small, or no longer needed.
+            # Free a piece of GPU memory that is too small, or no longer needed.
             self._ready.pop().free.synchronize()
         if self._returned:
-            # The program's work so far may use the returned memory. The memory is used
-            # for the batch after the next, so that its copy overlaps with the program's
-            # later work.
+            # The program's work so far may use the returned memory. Use the memory for
+            # the next batch, not for this batch, so that the copy of the next batch
+            # overlaps with the program's later work.
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(cupy.cuda.get_current_stream())
             while self._returned:

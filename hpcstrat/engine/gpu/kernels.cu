@@ -93,7 +93,7 @@ template <class T> struct Complex {
     T re, im;
 };
 
-// Numbers that are copied at once, as one word.
+// Numbers that are copied together, as one word.
 template <class T, int LANES> struct alignas(sizeof(T) * LANES) Group {
     enum { COUNT = LANES };
     T lane[LANES];
@@ -106,7 +106,8 @@ template <class T> struct Group<T, 0> {
     T lane[1];
 };
 
-// Returns how many numbers of its word precede an address; -1 if it is unaligned.
+// Returns how many numbers precede an address in its word, or -1 if the address is not
+// a multiple of the number's size.
 template <class T, int LANES> __device__ inline int place_of(Address address) {
     if (address % sizeof(T)) return -1;
     return (int)((address & (sizeof(T) * LANES - 1)) / sizeof(T));
@@ -395,7 +396,8 @@ __device__ void move(T* out, const Source& source, Index count,
 
 // ---- Copies of all spans of a launch
 
-// Returns the last span, from `low` on, that begins at or before an element.
+// Returns the last span that begins at or before an element; searches from span `low`
+// on.
 __device__ inline Index span_of(const Spans& spans, Index element, Index low) {
     Index high = spans.count;
     while (high - low > 1) {

@@ -4,9 +4,9 @@ NVRTC compiles `kernels.cu` for each pair of types at the first use, once per pr
 CuPy caches the compiled kernels on disk.
 
 A *span* is ``(index, start, stop, at)``, as in `hpcstrat.engine.arrays.packing`:
-elements ``start`` to ``stop`` of array ``index`` are in a buffer from element ``at``
-on. The spans of a call are consecutive, and the buffer argument of the call begins at
-the ``at`` of the first span.
+elements ``start`` to ``stop`` of array ``index`` are stored in a buffer, the first of
+them at element ``at`` of the buffer. The spans of a call are consecutive, and the
+buffer argument of the call begins at the ``at`` of the first span.
 
 The addresses of the arrays are an argument of each launch, because the addresses differ
 from step to step. No function in this module waits for the GPU.
@@ -177,12 +177,13 @@ def unpack(
     dtype: np.dtype[Any],
     divisor: int = 0,
 ) -> None:
-    """Copy spans of a buffer into arrays, divided and cast to their type.
+    """Copy spans of a buffer into arrays; divide the values, and cast them.
 
     ``address`` is the address of the buffer, and ``dtype`` the buffer's type. Results
     are contiguous, of one type, and do not overlap with the buffer, unless each element
-    is written to its own address. ``divisor`` 0 means no division. The quotient has the
-    bits of NumPy's quotient in ``dtype``. Integers and half types are not divided.
+    is written to its own address. If ``divisor`` is 0, the values are not divided. The
+    quotient has the bits of NumPy's quotient in ``dtype``. Integers and half types are
+    not divided.
     """
     size = dtype.itemsize
     for group in _span_groups(tuple(spans)):

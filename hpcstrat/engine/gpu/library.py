@@ -32,7 +32,7 @@ __all__ = [
 
 _EXTRAS = "hpcstrat's extra cuda12 or cuda13, whichever the driver's CUDA is"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# cudaErrorInsufficientDriver.
+# CUDA's error code cudaErrorInsufficientDriver.
 _INSUFFICIENT_DRIVER = 35
 
 
@@ -114,7 +114,7 @@ def _in_one_line(text: str, marks: str) -> str:
 
 
 def load() -> Any:
-    """Return the CuPy module; raise TopologyError without CuPy or without a GPU."""
+    """Return the CuPy module; raise TopologyError if CuPy or a GPU is missing."""
     module = _cupy()
     if reason := why_no_gpu():
         raise TopologyError(
@@ -203,7 +203,8 @@ def use(number: int) -> None:
     """
     module = _cupy()
     module.cuda.Device(number).use()
-    # Before CUDA 12, the context is only created by a call that needs it, such as this.
+    # Before CUDA 12, the context is only created by a call that needs it, such as
+    # ``free``.
     module.cuda.runtime.free(0)
 
 

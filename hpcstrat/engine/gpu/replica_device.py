@@ -1,7 +1,7 @@
 """Sets the GPU and the stream of a rank in the threads of its logical replicas.
 
-This is necessary because CUDA has a current device per thread, and CuPy a current
-stream per thread.
+Each thread must set both, because CUDA has a current device per thread, and CuPy has a
+current stream per thread.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ class Lane:
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-int(urgent))
         self._entered = Mark()
         self._left = Mark()
-        # Passed events are reused, because creating an event takes a driver call.
+        # Events that the GPU has passed are reused, because creating one takes a driver
+        # call.
         self._marks: list[Mark] = []
         self._kept: deque[tuple[Mark, Any]] = deque()
 

@@ -58,8 +58,8 @@ def lock_pages(owner: Any, memory: Array) -> Callable[[], Any] | None:
     """Lock the pages of host memory, so that a GPU can copy it asynchronously.
 
     Returns a function that unlocks the pages; the deletion of ``owner`` unlocks them,
-    too. Before that, the memory must not be freed or passed on to another user. Returns
-    None if the system refuses, which is logged once.
+    too. Before the pages are unlocked, the memory must not be freed or passed on to
+    another user. Returns None if the system refuses, which is logged once.
     """
     try:
         register_host(memory)
@@ -98,7 +98,7 @@ class Arrival:
         self._device = device
 
     def wait(self) -> None:
-        """Wait for the copies, not for other GPU work. For any thread."""
+        """Wait for the copies, not for other GPU work; may run in any thread."""
         event, self._event = self._event, None
         if event is not None:
             self._device.use()
@@ -116,9 +116,9 @@ class Downloads:
     def __init__(self) -> None:
         import cupy
 
-        # Each thread makes this device current before a copy. A thread would otherwise
-        # use CUDA's default GPU, number 0, and each process would allocate a context
-        # there.
+        # Each thread makes this device current before a copy. Without this step, a
+        # thread would use CUDA's default GPU, number 0, and each process would allocate
+        # a context there.
         self._device = cupy.cuda.Device()
         self._lane = Lane()
         self._lock = threading.Lock()

@@ -61,15 +61,15 @@ class EndedReduction:
 
 
 class Meetings:
-    """Collective calls of a rank's logical replicas, which the rank makes once for all.
+    """Collective calls of a rank's logical replicas: the rank makes one call for all.
 
     The class has the methods of `Collectives`, for code in replica context: each
-    replica of this rank makes the call, and gets a result of its own. ``ranks`` makes
+    replica of this rank makes the call, and receives its own result. ``ranks`` makes
     the calls between ranks, and ``cross_entry`` is the cross-replica context in which
     ``ranks`` makes them.
     """
 
-    # Channels belong to ranks, not to replicas.
+    # None, because channels belong to ranks, not to logical replicas.
     channel = None
     overlaps = False
 
@@ -158,7 +158,7 @@ class Meetings:
         argument: Any,
         then: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Make a call for the replica that runs now, in any thread, without waiting.
+        """Make a call for the running replica, without waiting; usable in any thread.
 
         The arguments are the same as for `meet`. ``then`` is called with the replica's
         result, or an error, when the replica runs again.
@@ -182,7 +182,7 @@ class Meetings:
             pop(token)
 
     def _all_get(self, what: str, make: Callable[[list[Any]], Tree]) -> tuple[str, Act]:
-        """Return the name and act of a call that copies one result to each replica."""
+        """Return the name and `Act` of a call that copies a result to each replica."""
 
         def act(arguments: list[Any]) -> list[Any]:
             result = self._ranks.call(what, make, arguments)
@@ -242,7 +242,7 @@ class Meetings:
     def reducing(
         self, op: ReduceOp, what: str, options: CommunicationOptions | None
     ) -> tuple[str, Act]:
-        """Return the name and act of a call that sums or averages arrays."""
+        """Return the name and `Act` of a call that sums or averages arrays."""
 
         def make(trees: list[Tree]) -> Tree:
             return self._sums.reduce(op, trees, what, options)
@@ -259,7 +259,7 @@ class Meetings:
         out: Tree = None,
         part: bool = False,
     ) -> EndedReduction:
-        """Reduce at once: as replicas run in turns, no computation could overlap."""
+        """Reduce before returning: replicas run in turns, so nothing can overlap."""
         return EndedReduction(self.reduce_in_call(op, trees, what, options, out=out))
 
     start_reduce = start_in_call
@@ -269,7 +269,7 @@ class Meetings:
         return self.meet(*self.gathering(axis, what), tree)
 
     def gathering(self, axis: int, what: str) -> tuple[str, Act]:
-        """Return the name and act of a call that concatenates arrays."""
+        """Return the name and `Act` of a call that concatenates arrays."""
 
         def make(trees: list[Tree]) -> Tree:
             return self._ranks.all_gather(
@@ -283,7 +283,7 @@ class Meetings:
         return self.meet(*self.broadcasting(root, what), tree)
 
     def broadcasting(self, root: int, what: str) -> tuple[str, Act]:
-        """Return the name and act of a call that broadcasts one replica's arrays."""
+        """Return the name and `Act` of a call that broadcasts one replica's arrays."""
 
         def make(trees: list[Tree]) -> Tree:
             rank = self._sums.order.owner(root)
@@ -318,7 +318,7 @@ class Meetings:
 
     @contextmanager
     def all_raise(self, what: str) -> Iterator[None]:
-        """Do nothing, for the same reason as `fail`."""
+        """Do nothing: `Turns` raises an error of the block in the other replicas."""
         yield
 
     def section(self, what: str) -> AbstractContextManager[None]:
@@ -344,7 +344,8 @@ def run_listened(
     """
     if not listeners and run is None:
         return [function() for function in functions]
-    # A replica may add a listener, which is notified of the replicas after this one.
+    # If a replica adds a listener, the listener is notified of the replicas that run
+    # later.
     told = [
         functools.partial(_listened, listeners, index, function)
         for index, function in enumerate(functions)
@@ -386,7 +387,7 @@ def joined(trees: Sequence[Tree], axis: int, what: str, block: range) -> Tree:
     results = []
     for leaves in zip(*(leaves for leaves, _ in flats), strict=True):
         if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-            # The gather that gets this value raises an error for IndexedSlices.
+            # Keep IndexedSlices: the gather of the result raises an error for them.
             results.append(leaves[0])
             continue
         arrays = [as_array(leaf) for leaf in leaves]

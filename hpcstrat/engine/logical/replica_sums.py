@@ -33,7 +33,7 @@ _PIECE_BYTES = 4 << 20
 # one NumPy call adds many arrays.
 _SMALL_BYTES = 32 << 10
 _PACK_BYTES = 256 << 10
-# For runs up to this size, every rank gathers all roots and adds them itself.
+# For a `Run` of at most this size, every rank gathers and adds all roots itself.
 _GATHERED_BYTES = 8 << 10
 
 
@@ -64,7 +64,7 @@ class ReplicaSums:
         """Sum or average trees of arrays over all replicas, given this rank's trees.
 
         Collective over ``topology.replica_comm``; the arguments are those of
-        ``Collectives.reduce_in_call``. With ``are_roots``, ``trees`` are partial sums,
+        ``Collectives.reduce_in_call``. If ``are_roots``, ``trees`` are partial sums,
         one for each of `TreeOrder.roots`, and may be overwritten. The results have the
         same bits on any number of ranks. Raises CollectiveError on all ranks if
         replicas disagree on structure, shape or dtype.
@@ -192,7 +192,7 @@ class ReplicaSums:
         return results
 
     def _totals(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
-        """Return the partial sums of all ranks, added up."""
+        """Return the sums of all ranks' partial sums, which are in ``roots``."""
         if self.order.num_ranks == 1:
             # With a single rank, its only root is the whole sum.
             return [found[0] for found in roots]
@@ -208,7 +208,7 @@ class ReplicaSums:
         return self._exchanged(roots, what)
 
     def _exchanged(self, roots: Sequence[list[Array]], what: str) -> list[Array]:
-        """Add partial sums: each rank adds one slice, then all exchange the sums."""
+        """Add partial sums: each rank adds one slice, then all ranks exchange sums."""
         firsts = [found[0] for found in roots]
         sources = [
             [found[k].reshape(-1) for found in roots]
@@ -232,7 +232,7 @@ class ReplicaSums:
         return totals
 
     def _added(self, comm: Any, run: Run, rows: Array) -> Array:
-        """Return the sum of a run; ``rows`` has one row for each root of this rank."""
+        """Return the sum over all ranks of a `Run`; ``rows`` are this rank's roots."""
         size, counts = run.size, self._num_roots
         if size * run.dtype.itemsize <= _GATHERED_BYTES:
             return self.order.sum_all(_given(comm, rows, [n * size for n in counts]))
@@ -265,7 +265,7 @@ def require_no_wire_dtype(options: CommunicationOptions) -> None:
 
 
 def _given(comm: Any, rows: Array, sizes: Sequence[int]) -> list[Array]:
-    """Gather the rows of all ranks."""
+    """Return the rows of all ranks; rank ``r`` sends ``sizes[r]`` elements."""
     whole = np.empty(sum(sizes), rows.dtype)
     counts = [size * rows.itemsize for size in sizes]
     byte = comm.mpi.BYTE
@@ -278,9 +278,9 @@ def _bytes(array: Array) -> Array:
 
 
 class _SumPack(NamedTuple):
-    """Arrays of one type that are added in one buffer; a large array has its own.
+    """Arrays of one type that are added in one buffer, or one large array alone.
 
-    ``wire`` is the type of the sums; with ``narrows`` the sums are cast back.
+    ``wire`` is the type of the sums. If ``narrows``, the sums are cast back at the end.
     """
 
     indices: list[int]

@@ -23,7 +23,7 @@ def fix_threads(count: int, num_replicas: int) -> Any:
     The sums of a matrix product are split over the threads, so that the bits of the
     results depend on the number of threads. Returns an object that keeps the limit.
     Raises RuntimeError if JAX or TensorFlow has already begun to compute with another
-    number of threads, because these libraries cannot change it afterwards.
+    number of threads, because these libraries cannot change this number afterwards.
     """
     from threadpoolctl import threadpool_limits
 
@@ -86,7 +86,7 @@ def let_xla_wait() -> None:
 
 
 def xla_problem(num_replicas: int) -> str:
-    """Return why this many replicas of a rank cannot wait in XLA, or an empty text."""
+    """Return why a rank's ``num_replicas`` replicas cannot wait in XLA, or ""."""
     jax: Any = sys.modules["jax"]
     found = len(jax.local_devices(backend="cpu"))
     if num_replicas == 1 or found > num_replicas:

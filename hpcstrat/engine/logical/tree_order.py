@@ -2,7 +2,7 @@
 
 The replicas are the leaves of a balanced binary tree, cut off after the last replica.
 Every sum is computed in the order of this tree, so that its bits depend only on the
-number of replicas. Each rank has a block of consecutive replicas. It adds up the
+number of replicas. Each rank has a block of consecutive replicas. The rank adds up the
 largest complete subtrees of its block, and sends only the sums at their roots to the
 other ranks.
 """
@@ -119,7 +119,7 @@ class TreeOrder:
         return [self._added(node, leaves, empty) for node in self.roots(rank)]
 
     def sum_all(self, roots: Sequence[Array]) -> Array:
-        """Add the values at the roots of all ranks, given in rank order."""
+        """Add the values at the roots of all ranks; ``roots`` is in rank order."""
         nodes = [n for rank in range(self.num_ranks) for n in self.roots(rank)]
         known = dict(zip(nodes, roots, strict=True))
         return self._added(self.top, known, np.empty)
@@ -146,7 +146,7 @@ class TreeOrder:
         return total
 
     def _add(self, node: _Node, known: dict[_Node, Array], out: Array) -> Array:
-        """Add a node's leaves into ``out``, or return the node's value if known."""
+        """Return a node's value if it is known; if not, add its leaves into ``out``."""
         if node in known:
             return known[node]
         level, number = node

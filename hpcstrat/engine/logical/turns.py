@@ -36,7 +36,7 @@ class _Seat:
     """The thread of a replica, and the state of that thread."""
 
     def __init__(self) -> None:
-        # Held while another replica runs.
+        # A lock that is held while another replica runs.
         self.turn = allocate_lock()
         self.turn.acquire()
         self.thread = 0
@@ -92,8 +92,8 @@ class Turns:
                 self._answer(seats)
                 self._go_round([seat for seat in seats if seat.job is not None])
         except BaseException:
-            # After an interrupt such as Ctrl-C, the results of the replicas are not
-            # needed.
+            # After an interrupt such as Ctrl-C, end the replicas' threads, because
+            # their results are not needed.
             self.close()
             raise
         answers = [seat.answer for seat in seats]
@@ -109,9 +109,9 @@ class Turns:
     def meet(self, number: int, what: str, act: Act, argument: Any) -> Any:
         """Wait in the replica's thread for a call of all replicas; return its result.
 
-        ``number`` is the index of the replica, and ``argument`` is its argument of the
-        call. Only the ``act`` of the first replica is called, in the thread that called
-        `run`.
+        ``number`` is the index of the replica, and ``argument`` is the replica's
+        argument of the call. Only the ``act`` of the first replica is called, in the
+        thread that called `run`.
         """
         seat = self._seats[number]
         if seat.thread != get_ident():
@@ -136,9 +136,9 @@ class Turns:
         argument: Any,
         then: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Make a call for the replica that runs now, in any thread, without waiting.
+        """Make a call for the running replica, without waiting; usable in any thread.
 
-        This is for a replica whose own thread is blocked, such as in a compiled
+        The method is for a replica whose own thread is blocked, such as in a compiled
         function. ``then`` is called with the result, or an error, when the replica runs
         again.
         """
@@ -227,7 +227,7 @@ class Turns:
             seat.error = error
 
     def _disagreement(self, seats: Sequence[_Seat]) -> BaseException:
-        """Return the error for replicas whose call the other replicas do not make."""
+        """Return the error for waiting replicas, because not all make the same call."""
         doing = []
         for name, seat in zip(self._names, seats, strict=True):
             if seat.failure is not None:
@@ -244,7 +244,7 @@ class Turns:
         )
 
     def close(self) -> None:
-        """Stop the threads: waiting ones now, the running one at its next call."""
+        """Stop the threads that wait now, and the running thread at its next call."""
         seats, self._seats = self._seats, []
         self._ended = allocate_lock()
         self._ended.acquire()

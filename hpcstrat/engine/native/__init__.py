@@ -1,9 +1,9 @@
 """Compiled C modules of the library, and functions that load them if they were built.
 
 ``kernel.c`` sums inside a worker, ``reader.c`` reads rows of files, ``update_rules.c``
-has the update rules of optimizers. They are built when the package is installed, see
-``packaging/build_kernel.py``. Without a compiler they are missing. NumPy and Python
-then do the same work, slower, and with the same bits.
+has the update rules of optimizers. The modules are built when the package is installed,
+see ``packaging/build_kernel.py``. If there was no compiler, NumPy and Python do the
+same work more slowly, with the same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEAN_CODES |= {"i4": 14, "u4": 15, "i8": 16, "u8": 17}
 
 @functools.cache
 def load() -> Any:
-    """Return the kernel's module; None if it was not built, or from another version.
+    """Return the kernel's module; None if not built, or built from another version.
 
     Not collective.
     """
@@ -69,7 +69,7 @@ def _load(name: str, version: int) -> ModuleType | None:
 
 
 def type_codes(dtypes: Sequence[np.dtype[Any]], *, means: bool) -> bytes | None:
-    """Return the kernel's codes of dtypes; None if it does not support one of them.
+    """Return the kernel's codes of dtypes; None if the kernel lacks one of the dtypes.
 
     ``means`` says whether the sums are divided for a mean.
     """

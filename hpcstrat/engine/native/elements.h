@@ -27,7 +27,7 @@ typedef void (*scale)(void *, size_t, double);
     }
 ADDER(add_float, float)
 ADDER(add_double, double)
-/* Signed integers are added as unsigned ones: in two's complement the sums have the same bits. */
+/* Add signed integers as unsigned integers: in two's complement the sums have the same bits. */
 ADDER(add_uint8, uint8_t)
 ADDER(add_uint16, uint16_t)
 ADDER(add_uint32, uint32_t)
@@ -141,9 +141,9 @@ LOOPS static void float_to_bfloat16(void *out, const void *in, size_t count) {
     }
 }
 
-/* How values of a type are added. `size` is the size of a value, `wide` of a value as it is added,
- * `result` of a result. `widen` converts values before the addition and `narrow` converts sums
- * after it; they are NULL if no conversion is needed. */
+/* How values of a type are added. Sizes in bytes: `size` of a value, `wide` of a value while it is
+ * added, `result` of a result. `widen` converts values before the addition and `narrow` converts
+ * sums after it; they are NULL if no conversion is needed. */
 typedef struct {
     size_t size, wide, result;
     binary add;
@@ -177,8 +177,8 @@ enum { NUM_TYPES = sizeof TYPES / sizeof *TYPES };
 
 enum { LINE = 64 };
 
-/* Copy bytes. With `past_cache`, the stores bypass the cache if the processor supports that, and
- * the caller must execute FENCE afterwards. */
+/* Copy bytes. If `past_cache` is true, the stores bypass the cache if the processor supports that,
+ * and the caller must execute FENCE afterwards. */
 static void copy(char *to, const char *from, size_t nbytes, int past_cache) {
 #if defined(__x86_64__)
     size_t head = -(uintptr_t)to & (LINE - 1);

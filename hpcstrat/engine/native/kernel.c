@@ -1,13 +1,13 @@
 /* Sums over the ranks of one worker, through memory that they share.
  *
  * A `Kernel` refers to the shared segment: two records per rank, used in turn, and after the
- * records a ring for each rank. A `Sum` is one kind of call: it copies this rank's values into
- * the ring, posts the header, adds the values of all ranks in rank order, and writes the results,
- * piece by piece. The next piece is copied into the ring while the present one is added.
+ * records a ring for each rank. A `Sum` is one kind of call: it copies this rank's values into the
+ * ring, posts the header, adds the values of all ranks in rank order, and writes the results, piece
+ * by piece. The next piece is copied into the ring while the present piece is added.
  *
- * Every wait is bounded. The return code of a call says for what it waits. Python then waits by
- * its own loop, which handles signals and notices dead processes, and calls `go_on`. Places and
- * records are those of hpcstrat/engine/channel/shared_rings.py and
+ * Every wait in this file is bounded. The return code of a call says for what the call still waits.
+ * Python code then waits in its own loop, which handles signals and notices dead processes, and
+ * calls `go_on`. Places and records are those of hpcstrat/engine/channel/shared_rings.py and
  * hpcstrat/engine/channel/headers.py. This file does not use MPI.
  */
 #define Py_LIMITED_API 0x030b0000
@@ -40,14 +40,15 @@ enum { BETWEEN_TRIALS = 64, ODD_CALLS = 6, MOST_PATIENCE = 6, LONG_FROM = 8 << 2
 
 typedef struct {
     double seconds[NUM_FORMS];
-    /* Number of calls, and of odd calls in a row; how often this has requested new trials. */
+    /* Number of calls; of successive calls with an odd time; of requests for new trials. */
     unsigned calls, odd, patience;
     int last;
 } trials;
 
 /* Return the number of calls in which all forms are tried at first. A trial of a form takes two
- * calls, because the time of the first depends on where the form before left the cache lines; for
- * a `lengthy` call this effect is small, and one call is enough. Short calls have two trials. */
+ * calls, because the time of the first call depends on where the previous form left the cache
+ * lines; for a `lengthy` call this effect is small, and one call is enough. Short calls try each
+ * form twice. */
 static unsigned first_trials(int lengthy) { return lengthy ? NUM_FORMS : 4 * NUM_FORMS; }
 
 static int next_form(trials *of, int lengthy) {
@@ -188,7 +189,7 @@ typedef struct {
     size_t done, left;
 } cursor;
 
-/* An array of a call: its index, its number of elements, its memory, and that of its result. */
+/* An array of a call: its index, its number of elements, its memory, and its result's memory. */
 typedef struct {
     int array;
     size_t count;
@@ -275,8 +276,8 @@ static size_t span(const sum *s, cursor *c, size_t most, int *array, size_t *fir
 }
 
 /* Return the number of elements of the next run of a piece, all of one type; 0 at the end of the
- * piece. `used` is the offset in bytes at which the run begins in the piece. Runs are the same as
- * those of hpcstrat/engine/arrays/packing.py. */
+ * piece. `used` is the offset in bytes at which the run begins in the piece. The runs are the same
+ * as in hpcstrat/engine/arrays/packing.py. */
 static size_t run_of(const sum *s, cursor *c, size_t *used, const type **of) {
     *used = (*used + LINE - 1) & ~(size_t)(LINE - 1);
     while (c->bucket < s->num_buckets && !c->left) {
@@ -320,8 +321,8 @@ static void add_span(const sum *s, const type *of, const char *near, size_t offs
         part = count - i < most ? count - i : most;
         char *into = straight ? out + i * of->wide : total;
         const char *first = s->place + offset, *second = at(s, 1, first);
-        /* Read own values from their source, which is more likely in this core's cache. The result
-         * may overwrite them. */
+        /* Read this rank's values from their source, which is more likely in this core's cache. The
+         * result may overwrite the source. */
         if (near && k->rank)
             second = near + i * of->wide;
         else if (near)
@@ -375,8 +376,8 @@ static void add_segments(sum *s) {
         char *own = at(s, rank, s->place + offset);
         type plain = *of;
         plain.narrow = NULL;
-        /* The sums may overwrite own values: `add_span` reads all terms of a chunk before it writes
-         * the sums of this chunk. */
+        /* The sums may overwrite this rank's values: `add_span` reads all terms of a chunk before
+         * it writes the sums of this chunk. */
         if (low < high) add_span(s, &plain, NULL, offset, own, 0, high - low);
         used += size * of->wide;
         for (size_t left = size; left; left -= span(s, &s->added, left, &array, &first)) {
@@ -511,7 +512,7 @@ static PyObject *item(PyObject *value, int i) {
     return PyList_CheckExact(value) ? PyList_GetItem(value, i) : value;
 }
 
-/* Store the addresses of arrays, or of results (`writes`); return 0 if an array has not the
+/* Store the addresses of arrays, or of results (`writes`); return 0 if an array does not have the
  * expected shape or dtype, or is not contiguous. */
 static int find(sum *s, PyObject *values, int writes) {
     if (PyList_CheckExact(values) ? PyList_Size(values) != s->num_arrays : s->num_arrays != 1)
@@ -569,7 +570,7 @@ static int lie_apart(const sum *s) {
         }
     }
     qsort(extents, found, sizeof *extents, compare_extents);
-    /* The end of all extents before this one, and of the written ones among them. */
+    /* The highest end of the extents before this one, and of the written extents among them. */
     uintptr_t end = 0, written = 0;
     int apart = 1;
     for (size_t i = 0; i < found; i++) {
@@ -599,8 +600,8 @@ static PyObject *make_results(const sum *s, int listed) {
 /* Begin a call for arrays that `find` has accepted, if the results are as expected. A `whole` call
  * also requires that no arrays overlap, and that a call may begin. Return 1 if the call has begun,
  * 0 if not, or -1 with an error. While the results are allocated, Python may run other threads,
- * which may use this sum: so their possible changes are checked afterwards. From then to the header
- * no Python code runs. */
+ * which may use this sum: so the function checks afterwards whether they did. From this check to
+ * the header no Python code runs. */
 static int start(sum *s, PyObject *arrays, PyObject *results, int whole) {
     kernel *k = s->kernel;
     if (!is_open(k)) return -1;
@@ -868,8 +869,8 @@ static int sum_init(PyObject *self, PyObject *args, PyObject *Py_UNUSED(names)) 
     s->likes = Py_NewRef(likes), s->result_likes = Py_NewRef(result_likes);
     s->call = Py_NewRef(call), s->allocate = Py_NewRef(allocate), s->digest = digest;
     sort(s, codes);
-    /* For a call of a single piece, take only as much as it needs; the end of each run may leave a
-     * part of a cache line unused. */
+    /* If a call has a single piece, its place is only as large as it needs; the end of each run may
+     * leave a part of a cache line unused. */
     size_t used = s->nbytes + LINE * (size_t)s->num_buckets;
     s->place_bytes = power_of_two(used) < place ? power_of_two(used) : place;
     s->stride = k->room;

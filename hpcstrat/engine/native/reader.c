@@ -103,8 +103,8 @@ static int is_sound(const request *r, Py_ssize_t out_bytes) {
 
 /* read_rows(fd, offsets, row_bytes, out, places, announces) -> number of rows before the end of the
  * file. ``offsets`` (in the file) and ``places`` (indices of rows in ``out``; None for the order of
- * the offsets) are int64 arrays. With ``announces``, the operating system is advised of all rows
- * before the first row is read. */
+ * the offsets) are int64 arrays. If ``announces``, the operating system is first advised to read
+ * all rows ahead. */
 static PyObject *read_rows(PyObject *Py_UNUSED(self), PyObject *args) {
     int fd, announces;
     long long row_bytes;

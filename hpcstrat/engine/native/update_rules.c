@@ -17,8 +17,8 @@
 enum { MOST_ARRAYS = 4, UNLOCKED_FROM = 16 << 10 };
 
 /* Factors of Adam: beta1, 1 - beta1, beta2, 1 - beta2, the square root of the second moment's bias
- * correction, epsilon, the first moment's bias correction, the learning rate, and the factor of
- * the variable that weight decay leaves. */
+ * correction, epsilon, the first moment's bias correction, the learning rate, and the factor by
+ * which weight decay multiplies the variable. */
 enum { B1, REST1, B2, REST2, ROOT, EPSILON, BIAS, RATE, KEPT, ADAM_FACTORS };
 enum { NEGATIVE_RATE, MOMENTUM, SGD_FACTORS };
 

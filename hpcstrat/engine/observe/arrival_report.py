@@ -158,7 +158,7 @@ class ArrivalReport:
         return self.waited_seconds / elapsed if elapsed else 0.0
 
     def behind_seconds(self, replica: ReplicaArrivals) -> float:
-        """Return how much later a replica arrived than the quickest, over all calls.
+        """Return by how much a replica was later than the quickest, summed over calls.
 
         Not collective.
 
@@ -191,7 +191,8 @@ class ArrivalReport:
         if worst < max(_NOTABLE * most, _NOTABLE_SECONDS):
             return ()
         late = [r for r in ordered if self.behind_seconds(r) > worst / 2]
-        # If more than half of the replicas look late, a few replicas are early instead.
+        # If more than half of the replicas look late, a few replicas are early instead:
+        # return only the latest replica.
         return tuple(late) if 2 * len(late) <= len(ordered) else tuple(late[:1])
 
     def awaited(self) -> dict[int, float]:
@@ -265,7 +266,8 @@ class ArrivalReport:
             f"{'replica':>7}  {'host':<{width}} {'calls':>9} {'waits':>9} "
             f"{'waited s':>9} {'behind s':>9} {'longest s':>9} {'data s':>9}",
         ]
-        # The replica that waits least is listed first, because the others wait for it.
+        # The replica that waits least is listed first, because the other replicas wait
+        # for it.
         ordered = sorted(self.replicas, key=lambda r: r.waited_seconds)
         for row in ordered[:_MOST_ROWS]:
             lines.append(

@@ -61,15 +61,17 @@ class Arrivals:
     def __init__(self, topology: Topology, comm: Any, count: Callable[[], int]) -> None:
         self.comm = comm
         self.topology = topology
-        # Identifies the channel. Broadcast, because ranks may have created different
-        # numbers of channels, so that a local counter would differ between ranks.
+        # Identifies the channel. The number is broadcast, because ranks may have
+        # created different numbers of channels, so that a local counter would differ
+        # between ranks.
         self.number: int = comm.bcast(secrets.randbits(31))
         self._count = count
         self._start = time.perf_counter()
         self._header, self._data = _Waits(), _Waits()
         replicas, own = topology.worker_replicas, topology.worker_comm.rank
         self._awaited = dict.fromkeys(replicas, 0.0)
-        # Whether late ranks can be identified at all, and whether in short waits, too.
+        # Whether late ranks can be identified, and whether they are identified even in
+        # short waits.
         self._knows = topology.num_workers == 1 < topology.worker_comm.size
         self.looks_early = self._knows and len(replicas) <= _MOST_LOOKED_AT
         self._host = platform.node()
@@ -105,7 +107,7 @@ class Arrivals:
         self._data.add(time.perf_counter() - start, call)
 
     def own(self) -> ReplicaArrivals:
-        """Return this replica's numbers up to now, including a wait in progress."""
+        """Return this replica's wait statistics, including a wait in progress."""
         header, data, now = self._header, self._data, time.perf_counter()
         waited, longest, text = header.seconds, header.longest, header.longest_call
         if self._waiting is not None:
@@ -131,13 +133,13 @@ class Arrivals:
         )
 
     def publish(self) -> None:
-        """Write this replica's numbers to the worker's shared memory."""
+        """Write this replica's wait statistics to the worker's shared memory."""
         self._page[:] = self.own().packed()
 
     def of_worker(self) -> ArrivalReport:
-        """Return the numbers that the worker's replicas have published.
+        """Return the wait statistics that the worker's replicas have published.
 
-        A replica that was killed while it wrote its numbers is omitted.
+        A replica that was killed while it wrote its statistics is omitted.
         """
         rows = []
         for page in self._pages:
@@ -149,7 +151,7 @@ class Arrivals:
         return ArrivalReport(tuple(rows))
 
     def at_end(self) -> ArrivalReport | None:
-        """Gather the numbers of all replicas on replica 0 at the end of the program.
+        """Gather all replicas' `ReplicaArrivals` on replica 0, at the program's end.
 
         Collective over ``topology.replica_comm``, after all ranks have announced their
         end. Returns None on the other replicas, and after a timeout of 5 seconds, such

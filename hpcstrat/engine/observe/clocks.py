@@ -52,7 +52,7 @@ def measure_clock(
     own.Free()
     every.Free()
     # Serve one worker after the other, because a worker that waited behind another
-    # would measure a longer round trip.
+    # worker would measure a longer round trip.
     for leader in leaders[1:]:
         if not _answer(comm, clock, leader, deadline):
             break
@@ -75,7 +75,8 @@ def _ask(comm: Any, clock: Callable[[], int], deadline: float) -> Sample | None:
 def _answer(comm: Any, clock: Callable[[], int], leader: int, deadline: float) -> bool:
     """Reply to another worker's time requests; return whether all finished in time."""
     received = np.zeros(1, np.int64)
-    # Each reply has its own buffer, because MPI may still be sending the one before.
+    # Each reply has its own buffer, because MPI may still be sending the previous
+    # reply.
     sent = np.zeros((_ROUNDS, 1), np.int64)
     requests = list[Any]()
     for number in range(_ROUNDS):

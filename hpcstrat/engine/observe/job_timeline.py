@@ -136,7 +136,7 @@ def stop(
 ) -> None:
     """Stop the active timeline; with ``topology``, only if it belongs to this topology.
 
-    With ``together``, the call is collective over the replicas of the timeline, and
+    If ``together``, the call is collective over the replicas of the timeline, and
     measures the clocks again, for at most ``limit_seconds``.
     """
     recorder = active.recorder

@@ -1,11 +1,11 @@
 """Reductions of buckets of arrays, which start while a program still computes.
 
 A backward pass computes the gradients of the last layers first. Between workers, the
-sums of these gradients can be sent while the pass continues. They are sent in buckets:
-large enough to be worth a call, small enough that the first bucket is soon full. Ranks
-may compute the arrays in different orders, and may lack some arrays. So buckets are
-started in the order of a plan that is the same on all ranks, and buckets that are still
-incomplete at the end of the pass are started then.
+sums of these gradients can be sent while the pass continues. The sums are sent in
+buckets: large enough to be worth a call, small enough that the first bucket is soon
+full. Ranks may compute the arrays in different orders, and may lack some arrays. So
+buckets are started in the order of a plan that is the same on all ranks, and buckets
+that are still incomplete at the end of the pass are started then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def plan_buckets(
 
 
 class Buckets:
-    """The buckets of one pass over a program's arrays.
+    """The buckets of one pass over a program's arrays, such as a backward pass.
 
     ``plan`` is the same on all ranks; ``start`` starts the reduction of one bucket,
     with ``part=True``. The whole pass is collective over ``topology.replica_comm``. If
@@ -60,7 +60,7 @@ class Buckets:
         return index in self._numbers
 
     def ready(self, index: int) -> None:
-        """Mark an array as ready, start complete buckets, and advance the started ones.
+        """Mark an array as ready; start complete buckets, and advance started buckets.
 
         If the array is in no bucket, only advance the started buckets.
         """
@@ -96,7 +96,7 @@ class Buckets:
         """Wait for the buckets, one after the other; yield each when it has ended."""
         for bucket, started in zip(self._plan, self._started, strict=True):
             started.wait()
-            # Announce the next bucket before the caller works on this one.
+            # Advance the next buckets before the caller works on this bucket.
             self.drive()
             yield bucket
 

@@ -38,8 +38,8 @@ Pairs = Sequence[tuple[Any, Any]]
 class CrossDeviceOps:
     """The library's own choice of an algorithm, by message size and topology.
 
-    A subclass can override `choose` to select another algorithm of the library. Or it
-    can do the work itself: strategies call its ``reduce_implementation`` and
+    A subclass can override `choose` to select another algorithm of the library. Or a
+    subclass can do the work itself: strategies call its ``reduce_implementation`` and
     ``batch_reduce_implementation`` for all of their sums, and its
     ``broadcast_implementation`` for ``extended.broadcast_to``, as strategies of
     tf.distribute do. In tf.distribute a PerReplica has the values of all replicas; in
@@ -64,7 +64,7 @@ class CrossDeviceOps:
     def overrides(self, *names: str) -> bool:
         """Return whether a subclass overrides one of the methods ``names``.
 
-        Without names: one of the methods that reduce. For the library's own modules.
+        If none is given, test the methods that reduce. For the library's own modules.
         """
         return any(
             getattr(type(self), name) is not getattr(CrossDeviceOps, name)
@@ -383,7 +383,7 @@ class MpiAllReduce(CrossDeviceOps):
 
     ``CommunicationOptions.bytes_per_pack`` is the size of a message. The allreduce of
     MPI libraries is often slow or wrong for GPU memory. So MPI only sends arrays on
-    GPUs from rank to rank, if it can send GPU memory, and CUDA kernels add them.
+    GPUs from rank to rank, if it can send GPU memory, and CUDA kernels add the arrays.
     """
 
     def _on_gpu(
@@ -455,9 +455,9 @@ class ReductionToOneDevice(CrossDeviceOps):
         The replica that adds: its number, or a device name such as ``"CPU:1"``, which
         stands for replica 1. Default: replica 0.
     accumulation_fn : callable, optional
-        A function of a list with one flat array per replica, which returns their
-        element-wise combination. Default: the sum. ``MEAN`` divides the function's
-        result by the number of replicas.
+        A function that is called with a list of one flat array per replica, and returns
+        their element-wise combination. Default: the sum. ``MEAN`` divides the
+        function's result by the number of replicas.
     """
 
     def __init__(
@@ -493,7 +493,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         algorithm = functools.partial(
             reduce_to_one, root=self._root, accumulate=self._accumulate
         )
-        # Add 64 KiB: each run of another dtype begins at a multiple of 64 bytes.
+        # Use one piece for all arrays. The 64 KiB are for gaps, because the values of
+        # each dtype begin at a multiple of 64 bytes.
         return Choice(algorithm, nbytes + (64 << 10), starts=False)
 
 
@@ -503,7 +504,7 @@ def _check_num_packs(num_packs: int) -> None:
 
 
 def _current() -> Any:
-    """Return the strategy of the current scope; RuntimeError if there is none."""
+    """Return the current scope's strategy; raise RuntimeError if there is no scope."""
     entry = current()
     if entry is None:
         raise RuntimeError(

@@ -1,8 +1,8 @@
 """Collective calls that copy parts of arrays between replicas into existing arrays.
 
-They serve the integration of libraries with such calls, like ``torch.distributed``. All
-arrays must be contiguous and in host memory. Calls that only move data accept any
-fixed-size dtype.
+Integrations of libraries with the same calls, like ``torch.distributed``, use this
+module. All arrays must be contiguous and in host memory. Calls that only move data
+accept any fixed-size dtype.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Exchanges:
     """Calls in which replicas exchange parts of arrays.
 
     All calls are collective over ``topology.replica_comm``. ``what`` names the call in
-    errors. CollectiveError on every replica, if they disagree on the call, its root,
-    or on shapes and dtypes, unless a method allows these to differ. ValueError if the
-    arrays of a replica do not fit each other: the other replicas raise ReplicaError.
-    Reductions combine the values in replica order.
+    errors. Raises CollectiveError on every replica if the replicas disagree on the
+    call, its root, or on shapes and dtypes, unless a method allows these to differ.
+    Raises ValueError if the arrays of a replica do not fit each other; the other
+    replicas raise ReplicaError. Reductions combine the values in replica order.
     """
 
     def __init__(self, collectives: ObjectCollectives) -> None:
@@ -57,7 +57,7 @@ class Exchanges:
         channel: Any = self.collectives.channel
         own = parts[self._rank]
         yield from algorithms.reduce_scatter(parts, own, function, call, channel)
-        # This step needs no header of its own: each rank computes the part sizes from
+        # The gather needs no header of its own: each rank computes the part sizes from
         # the length of the whole array.
         yield from algorithms.all_gather(own, parts, flat, call, channel, begins=False)
 
@@ -286,7 +286,7 @@ class Exchanges:
         yield from steps
 
     def _alone(self, own: Array | None = None, result: Array | None = None) -> bool:
-        """Return whether there is only one replica; then copy ``own`` to ``result``."""
+        """Return whether only one replica exists; if so, copy ``own`` to ``result``."""
         if self.collectives.channel is not None:
             return False
         if own is not None and result is not None:
@@ -323,7 +323,7 @@ class Exchanges:
 
 
 def _check_function(function: np.ufunc, array: Array, what: str) -> None:
-    """Raise TypeError for a dtype that a ufunc does not accept, before the header."""
+    """Before the header, raise TypeError if the ufunc does not accept the dtype."""
     nothing = array.reshape(-1)[:0]
     try:
         function(nothing, nothing)
@@ -340,7 +340,7 @@ def _both(first: WaitSteps, second: WaitSteps) -> Iterator[Any]:
 
 
 def _flat(array: Array) -> Array:
-    """Return a flat view of a contiguous array; ValueError for other arrays."""
+    """Return a flat view of a contiguous array; raise ValueError for other arrays."""
     if not array.flags.c_contiguous:
         raise ValueError(
             f"expected a contiguous array, found shape {array.shape} with strides "
@@ -350,7 +350,7 @@ def _flat(array: Array) -> Array:
 
 
 def _overlaps(own: Array, parts: Sequence[Array], rank: int) -> bool:
-    """Return whether ``own`` overlaps with a part, other than being part ``rank``."""
+    """Return whether ``own`` overlaps with a part; it may be part ``rank`` itself."""
     return any(
         np.may_share_memory(own, part)
         for number, part in enumerate(parts)

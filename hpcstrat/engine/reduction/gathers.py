@@ -37,10 +37,10 @@ class Gathers:
 
         Collective over ``topology.replica_comm``. Arrays may have any fixed-size dtype;
         their lengths along ``axis`` may differ between replicas. Results are new
-        arrays, concatenated in replica order. ValueError for scalars or an axis out of
-        range, NotImplementedError for IndexedSlices: the other replicas raise
-        ReplicaError. CollectiveError on every replica, if they disagree on dtype,
-        number of dimensions, or a dimension other than ``axis``.
+        arrays, concatenated in replica order. Raises ValueError for scalars or an axis
+        out of range, and NotImplementedError for IndexedSlices; the other replicas
+        raise ReplicaError. Raises CollectiveError on every replica if the replicas
+        disagree on dtype, number of dimensions, or a dimension other than ``axis``.
         """
         leaves, structure = flatten(tree)
         arrays = [_gatherable(leaf, axis) for leaf in leaves]
@@ -96,7 +96,8 @@ class Gathers:
         channel.agree(call, self.collectives.timeout_seconds)
         with channel.moving(call) as comm:
             lengths = comm.lengths([len(row) for row in rows])
-        # Allocate between two headers: the second one reports a rank without memory.
+        # Allocate between two headers: the second header reports a rank that lacks
+        # memory.
         wholes, results = self._room(rows, lengths, axis)
         channel.agree(
             describe_call(f"data of {call.text}"), self.collectives.timeout_seconds
@@ -114,13 +115,14 @@ class Gathers:
     ) -> tuple[list[Array], list[Array]]:
         """Allocate memory for the rows of all replicas, and for the results.
 
-        If it exhausts the memory of one rank, all ranks raise. It also replaces this
-        replica's entries of ``rows`` by contiguous arrays.
+        If one rank has too little memory, all ranks raise. The method also replaces
+        this replica's entries of ``rows`` by contiguous arrays.
         """
         wholes, results = list[Array](), list[Array]()
         for index, row in enumerate(rows):
             rows[index] = np.ascontiguousarray(row)
-            # MPI concatenates along the first axis; the caller moves another axis back.
+            # MPI concatenates along the first axis; the caller moves this axis to
+            # ``axis``.
             shape = int(lengths[:, index].sum()), *row.shape[1:]
             whole = np.empty(shape, row.dtype)
             wholes.append(whole)
@@ -133,8 +135,8 @@ class Gathers:
     def broadcast(self, tree: Tree, root: int, what: str) -> Tree:
         """Return the root's arrays on every replica, as new arrays.
 
-        Collective over ``topology.replica_comm``. CollectiveError on every replica, if
-        they disagree on root, structure, shape or dtype.
+        Collective over ``topology.replica_comm``. Raises CollectiveError on every
+        replica if the replicas disagree on root, structure, shape or dtype.
         """
         leaves, structure = flatten(tree)
         arrays = [as_array(leaf) for leaf in leaves]

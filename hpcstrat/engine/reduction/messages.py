@@ -2,7 +2,7 @@
 
 Only two ranks take part, so that the channel's headers of all ranks cannot compare the
 send with the receive. Instead the sender sends size and dtype ahead of the data, and
-the receiver compares them with its own array before it uses the data.
+the receiver compares this size and dtype with its own array before it uses the data.
 
 The receives of the data are started before the header has arrived, because the sender
 may wait until all of its data is received. Each receive buffer must be large enough for
@@ -33,8 +33,9 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["Messages", "Transfer"]
 
 _HEADER_BYTES = 256
-# Sizes of the first six parts of a message; later parts are as long as the sixth. A
-# short message needs little extra memory, and a long message has few parts.
+# Sizes of the first six parts of a message; later parts are as long as the sixth. With
+# these sizes, a short message needs little extra memory, and a long message has few
+# parts.
 _PART_BYTES = tuple((32 << 10) * 2**number for number in range(6))
 # MPI tags for each tag of the program: one for the header, one for each part length.
 _NUM_TAGS = 1 + len(_PART_BYTES)
@@ -73,8 +74,9 @@ class Transfer:
     def wait(self) -> None:
         """Wait until the message is complete; not collective.
 
-        CollectiveError if the other rank's message has another size or dtype, which
-        ends all calls of all ranks, or if another rank has ended all calls.
+        Raises CollectiveError if the other rank's message has another size or dtype
+        (this error ends all calls of all ranks), or if another rank has ended all
+        calls.
         """
         if self._awaited is None:
             return
@@ -96,7 +98,7 @@ class _Expected:
         self.compared = False
 
     def compare(self) -> None:
-        """Compare the received header with the array; CollectiveError if different."""
+        """Raise CollectiveError if the received header does not describe the array."""
         self.compared = True
         # The sender may have cut its text within a multi-byte character.
         found = self.memory.tobytes().decode(errors="replace").rstrip()
@@ -152,7 +154,7 @@ class Messages:
 
     @collective
     def receive(self, array: Array, source: int, tag: int, what: str) -> Transfer:
-        """Start to receive into a contiguous array."""
+        """Start to receive a message into a contiguous array."""
         call = self._call(f"{what}(source={source}, tag={tag})", array, tag)
         expected = _Expected(array, f"from rank {source} in {call.text}{_at_site()}")
         if self._comm is None:
@@ -224,9 +226,9 @@ def _received(
     rest: Array,
     room: Array,
 ) -> WaitSteps:
-    """Wait for a header and its data; ``room`` is the buffer of the last part."""
+    """Wait for a header and its data; copy the last part from ``room`` to ``rest``."""
     # Compare earlier headers first: parts of an earlier, longer message may have been
-    # received into the buffers of this one.
+    # received into the buffers of this message.
     while not expected.compared:
         first = queue[0]
         yield first.message
@@ -255,7 +257,7 @@ class _Probe:
 
 
 def _kind(array: Array) -> str:
-    """Return the size and dtype of an array as text, to compare both ends."""
+    """Return an array's size and dtype as a text that both ends compare."""
     return f"{array.size} elements of {array.dtype}"
 
 

@@ -43,7 +43,7 @@ class ObjectCollectives:
         return function(*args)
 
     def close(self) -> None:
-        """Refuse all later calls."""
+        """Make all later calls raise CollectiveError."""
         self.channel = ClosedChannel()
 
     @collective
@@ -56,7 +56,7 @@ class ObjectCollectives:
         """Return a context manager for a section, which all replicas leave together.
 
         The end of the section is collective over ``topology.replica_comm``: an error of
-        one replica is raised on all. See `hpcstrat.engine.channel.sections`.
+        one replica is raised on all replicas. See `hpcstrat.engine.channel.sections`.
         """
         if isinstance(self.channel, Channel):
             return Section(self.channel, what, self.timeout_seconds)
@@ -65,9 +65,9 @@ class ObjectCollectives:
     def moving(self, what: str) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager for an exchange of data that follows a barrier.
 
-        ``with`` returns an InterruptibleComm of all replicas, or None for a single
-        replica. After an error inside the block no further call can be made, because
-        the other replicas still wait in this call.
+        The value of ``as`` is an InterruptibleComm of all replicas, or None for a
+        single replica. After an error inside the block no further call can be made,
+        because the other replicas still wait in this call.
         """
         if isinstance(self.channel, Channel):
             return self.channel.moving(describe_call(what))
@@ -99,7 +99,8 @@ class ObjectCollectives:
         """Return the Python objects of all replicas, in replica order, on each replica.
 
         Collective over ``topology.replica_comm``. If a rank cannot pickle or unpickle
-        an object, this rank raises the error of pickle, and the others ReplicaError.
+        an object, it raises the error of pickle, and the other ranks raise
+        ReplicaError.
         """
         if self.channel is None:
             return [value]
@@ -113,14 +114,14 @@ class ObjectCollectives:
 
     @collective
     def _loaded(self, parts: list[Any], call: Call) -> list[Any]:
-        """Unpickle on all ranks, or raise on all: one may lack a class or memory."""
+        """Unpickle on all ranks, or raise on all if a rank lacks a class or memory."""
         values = [pickle.loads(part) if part else None for part in parts]
         channel: Any = self.channel
         channel.agree(describe_call(f"end of {call.text}"), self.timeout_seconds)
         return values
 
     def fail(self, what: str, error: BaseException) -> None:
-        """Make the other replicas raise at their next call; this one raises ``error``.
+        """Let the other replicas raise at their next call; the caller raises ``error``.
 
         Collective over ``topology.replica_comm``: the other ranks' next call is matched
         with this report.

@@ -28,7 +28,7 @@ _DLPACK_CPU = 1
 def all_plain(leaves: list[Any]) -> bool:
     """Return whether all leaves are NumPy arrays that can be summed without a copy.
 
-    False for subclasses of ndarray, and for byte orders that are not native.
+    Returns False for subclasses of ndarray, and for byte orders that are not native.
     """
     for leaf in leaves:
         if type(leaf) is not np.ndarray or not leaf.dtype.isnative:
@@ -45,8 +45,8 @@ def list_structure(length: int) -> Any:
 def by_memory(arrays: list[Array]) -> list[list[int]]:
     """Return the indices of the arrays in host memory, then of the arrays on GPUs.
 
-    Each list is reduced in a call of its own. If all arrays are in the same kind of
-    memory, or there are none, only one list is returned.
+    Each list of arrays is reduced in a separate call. If all arrays are in the same
+    kind of memory, or there are none, only one list is returned.
     """
     there = [index for index, array in enumerate(arrays) if is_device(array)]
     if not there or len(there) == len(arrays):
@@ -60,9 +60,9 @@ def checked_outs(
     """Return the leaves of ``out``, which must have the structure of the value.
 
     Host arrays of other libraries are returned as NumPy arrays on the same memory.
-    ``sparse`` are the indices of the value's leaves that are IndexedSlices. ValueError
-    for another structure, for IndexedSlices, for arrays that cannot be shared, or if
-    leaves of ``out`` overlap with each other.
+    ``sparse`` are the indices of the value's leaves that are IndexedSlices. Raises
+    ValueError for another structure, for IndexedSlices, for arrays that cannot be
+    shared, or if leaves of ``out`` overlap with each other.
     """
     if sparse:
         raise ValueError(

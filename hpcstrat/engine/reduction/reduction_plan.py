@@ -50,9 +50,10 @@ def plan_reduction(
     """Return the plan of a reduction, which is the same on every rank.
 
     ``kind`` is the operation, the name of the call, and the tree structure of the
-    arrays: None for a single array. ``recycler`` allocates the results. ``group`` moves
-    arrays between the GPUs of several replicas. A single array may lie in ``areas``.
-    ValueError on every rank, if the algorithm does not support the topology.
+    arrays (None for a single array). ``recycler`` allocates the results. ``group``
+    moves arrays between the GPUs of several replicas. If there is a single array, it
+    may lie in one of ``areas``. Raises ValueError on every rank if the algorithm does
+    not support the topology.
     """
     op, what, structure = kind
     means = op is ReduceOp.MEAN
@@ -95,7 +96,7 @@ def _details(
     *,
     on_gpu: bool,
 ) -> str:
-    """Return all that changes the bytes sent, as text that headers compare."""
+    """Return a text of everything that changes the bytes sent; headers compare it."""
     details = signature_text(structure, arrays)
     if ops.describe():
         details += f" by {ops.describe()}"
@@ -135,12 +136,12 @@ def result_dtype(dtype: np.dtype[Any], means: bool) -> np.dtype[Any]:
 def marked(
     planned: Plan, arrays: list[Array], results: list[Array]
 ) -> tuple[Plan, list[Array], Callable[[], None]]:
-    """Order a started call on a GPU after the current stream of this thread.
+    """Order a started call on GPUs after the work in this thread's current stream.
 
     Other threads, with their own current streams, may carry out the steps of the call.
-    Returns a plan for this call alone, the arrays as contiguous ones, and a function
-    that makes the caller's current stream wait for the results. ValueError if a result
-    is not contiguous.
+    Returns a plan for this call alone, the arrays (copies if they are not contiguous),
+    and a function that makes the caller's current stream wait for the results. Raises
+    ValueError if a result is not contiguous.
     """
     from hpcstrat.engine.gpu.streams import Mark
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Reductions", "repeat_nothing"]
 
 _MOST_PLANS = 1024
-# A size in bytes at which no header contains the values of a call.
+# The size in bytes of a call whose values are too large for a header.
 _LARGE_BYTES = 1 << 20
 
 # Operation, name of the call, and tree structure; structure None for a single array.
@@ -64,7 +64,8 @@ class Reductions:
         self._ops = ops
         self._options = options
         kernel = getattr(self.collectives.channel, "kernel", None)
-        # Repeats an earlier call entirely in the compiled kernel, or returns None.
+        # A function that repeats an earlier call in the compiled kernel, or returns
+        # None.
         self.repeat = repeat_nothing if kernel is None else kernel.repeater()
         self._plans: dict[Any, Plan] = {}
         # Memory for arrays that all ranks of the worker have mapped.
@@ -78,7 +79,7 @@ class Reductions:
         self._device_recycler.clear()
 
     def use_mapped_memory(self, areas: MappedMemory) -> None:
-        """Sum later arrays in ``areas`` directly; all ranks call at the same point."""
+        """Use ``areas`` in later sums; all ranks must call this at the same point."""
         self._areas = areas
         self._plans.clear()
 
@@ -99,10 +100,10 @@ class Reductions:
         float64. Rows of IndexedSlices are concatenated in replica order. ``trees`` must
         have the same structure, shapes and dtypes on every replica, and are modified
         only if they are passed as ``out``, too, see `Strategy.reduce`. The results
-        belong to the caller, and are equal bit for bit on every replica.
-        CollectiveError on every replica, if they disagree on structure, shape or dtype.
-        ValueError on a replica of which an array cannot be summed or ``out`` does not
-        fit: the other replicas raise ReplicaError.
+        belong to the caller, and are equal bit for bit on every replica. Raises
+        CollectiveError on every replica if the replicas disagree on structure, shape or
+        dtype. Raises ValueError on a replica if one of its arrays cannot be summed, or
+        ``out`` does not fit; the other replicas raise ReplicaError.
         """
         if options is None:
             result = self.repeat(what, op, trees, out)
@@ -164,7 +165,7 @@ class Reductions:
         """Start the reduction of `reduce_in_call`, and return without waiting for it.
 
         Collective over ``topology.replica_comm``. Until the reduction has ended,
-        ``trees`` and ``out`` must not be written, and ``out`` must not be read.
+        ``trees`` and ``out`` must not be written, and ``out`` must not be read. Raises
         ValueError for IndexedSlices. `PendingCall.wait` returns the result. For
         ``part``, see `PendingCall`.
         """
@@ -237,8 +238,8 @@ class Reductions:
             group = self._group(request[1], options) if on_gpu else None
             plan: Any = self._plan
             if group is not None:
-                # `_group` may have made collective calls, so errors of the planning
-                # must be reported by an entry of its own.
+                # `_group` may have made collective calls, so that a new entry must
+                # report errors of the planning.
                 plan = functools.partial(self.collectives.call, request[1], plan)
             planned = self._plans[key] = plan(request, arrays, options, group)
             structure = request[2]
@@ -252,8 +253,8 @@ class Reductions:
     ) -> list[Array]:
         """Return arrays for the results of a call, new arrays if there are no ``outs``.
 
-        They are allocated before the header, because a rank that runs out of memory
-        after the header cannot report that to the other ranks in time.
+        New arrays are allocated before the header, because a rank that runs out of
+        memory after the header cannot report that to the other ranks in time.
         """
         on_gpu = bool(arrays) and is_device(arrays[0])
         if outs is not None:
@@ -325,7 +326,7 @@ class Reductions:
             to_reducible(array)
             if group is not None:
                 group.require_own(array)
-        # Limit the memory of a program with ever new shapes; later calls plan anew.
+        # Limit the memory of the plans if a program uses new shapes all the time.
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
         channel = cast("Channel | None", self.collectives.channel)

@@ -16,9 +16,9 @@ __all__ = ["Collectives"]
 class Collectives(ObjectCollectives):
     """All collective calls that move data between replicas, each with its header.
 
-    The methods of ObjectCollectives, and those of `Gathers` and `Reductions` for
-    arrays. ``channel`` is None for a single replica, which sends nothing. ``ops`` and
-    ``options`` are the defaults of every call.
+    The class has the methods of ObjectCollectives, and the methods of `Gathers` and
+    `Reductions` for arrays. ``channel`` is None for a single replica, which sends
+    nothing. ``ops`` and ``options`` are the defaults of every call.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class Collectives(ObjectCollectives):
         self._gathers = gathers = Gathers(self)
         self.ops = ops or CrossDeviceOps()
         self._reductions = Reductions(gathers, self.ops, options)
-        # Reductions by other algorithms, for programs that call a CrossDeviceOps.
+        # Reductions by other algorithms than ``ops``, if a program calls a
+        # CrossDeviceOps itself.
         self._by_others: dict[CrossDeviceOps, Reductions] = {}
         # Methods of other objects, bound here so that a call needs no extra lookup.
         self.all_gather = gathers.all_gather
@@ -44,7 +45,7 @@ class Collectives(ObjectCollectives):
         self.start_in_call = self._reductions.start_in_call
 
     def reductions_by(self, ops: CrossDeviceOps) -> Reductions:
-        """Return these replicas' Reductions by algorithm ``ops``; not collective."""
+        """Return the Reductions of these replicas that use ``ops``; not collective."""
         if ops is self.ops:
             return self._reductions
         if ops not in self._by_others:
@@ -53,7 +54,7 @@ class Collectives(ObjectCollectives):
         return self._by_others[ops]
 
     def use_mapped_memory(self, areas: MappedMemory) -> None:
-        """Sum later arrays in ``areas`` directly; all ranks call at the same point."""
+        """Use ``areas`` in later sums; all ranks must call this at the same point."""
         self._reductions.use_mapped_memory(areas)
 
     @property
@@ -62,7 +63,7 @@ class Collectives(ObjectCollectives):
         return self._reductions.overlaps
 
     def close(self) -> None:
-        """Refuse all later calls."""
+        """Make all later calls raise CollectiveError."""
         super().close()
         for reductions in (self._reductions, *self._by_others.values()):
             reductions.close()

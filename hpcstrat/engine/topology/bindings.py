@@ -43,17 +43,17 @@ def own_masks() -> CoreMasks:
     # os.cpu_count() would also count cores that the launcher has not assigned.
     own = frozenset(os.sched_getaffinity(0))
     try:
-        # The launcher's mask includes the cores that the binding excludes.
+        # The launcher's process may use the cores that the binding excludes.
         return CoreMasks(own, frozenset(os.sched_getaffinity(os.getppid())))
     except OSError:
         return CoreMasks(own, own)
 
 
 def crowded_ranks(masks: Sequence[CoreMasks]) -> Iterator[CrowdedRanks]:
-    """Yield groups of ranks that share too few cores; ``masks`` has one per rank."""
+    """Yield groups of ranks that share too few cores; ``masks`` is in rank order."""
     every = set().union(*(mask.launcher for mask in masks))
     for cores in dict.fromkeys(mask.own for mask in masks):
         ranks = tuple(rank for rank, mask in enumerate(masks) if mask.own <= cores)
-        # If the launcher has no other cores, the binding is not the cause.
+        # If the launcher has no other cores, the binding does not cause the sharing.
         if len(ranks) > len(cores) and every - cores:
             yield CrowdedRanks(ranks, cores, len(every - cores))

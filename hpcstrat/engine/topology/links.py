@@ -1,10 +1,10 @@
 """Measures latency and bandwidth of messages within hosts and between hosts.
 
 Two ranks send messages back and forth: after each long message, several messages of 8
-bytes. The latency is half of the round-trip time of a short message, and the bandwidth
-follows from the additional time of a long message. The result is the median, over all
-long messages, and over the fastest short message after each long message. The pairs of
-hosts are scheduled like the games of a round-robin tournament, by the circle method (E.
+bytes. The latency is half of the round-trip time of a short message: the median over
+the fastest short message after each long message. The bandwidth follows from the
+additional time of a long message: the median over all long messages. The pairs of hosts
+are scheduled like the games of a round-robin tournament, by the circle method (E.
 Lucas, "Recreations mathematiques" 2, 1883, "Les jeux de demoiselles"). In each round, a
 host exchanges messages with at most one other host, so that two measurements share only
 the network between the hosts.
@@ -35,21 +35,21 @@ MOST_IN_FULL = 64
 
 _MIB = 1 << 20
 _NBYTES = 4 * _MIB
-# Size of the first round trip. Its time determines the number and size of the timed
-# round trips.
+# Size of the messages of the first round trip. Its time determines the number and size
+# of the timed round trips.
 _PROBE_BYTES = _MIB
 _LONG_TRIP_SECONDS = 1.0
 _PAIR_SECONDS = 0.3
 _FEWEST_TRIPS, _MOST_TRIPS = 3, 15
-# Short round trips after each long one. Only the fastest is used, because slower round
-# trips may have waited for a core.
+# Number of short round trips after each long round trip. Only the fastest is used,
+# because slower round trips may have waited for a core.
 _SHORT_TRIPS = 7
 # Least share of a long message's time that is attributed to its bytes, because noise
 # may make a short message as slow as a long message.
 _LEAST_SHARE = 0.1
 _MOST_SUSPECTS = 8
-# A link is an outlier above these ratios. Links across different levels of a network,
-# and noise, differ by smaller ratios.
+# A link is an outlier if it is slower than the other links by more than these ratios.
+# Noise, and the levels of a network, cause smaller ratios.
 _SLOW_BANDWIDTH, _SLOW_LATENCY = 2.0, 3.0
 _LATENCY_NOISE_SECONDS = 2e-5
 _LIMIT_SECONDS = 60.0
@@ -152,8 +152,8 @@ def measure_links(
 
     Collective over ``topology.replica_comm``. Slow links are measured once more, one at
     a time, and the better result is used, because other traffic may have disturbed the
-    first measurement. The function takes at most ``limit_seconds``, and half as long
-    again if there are slow links. Raises CollectiveError if some ranks do not make this
+    first measurement. The function takes at most ``limit_seconds``, or 1.5 times as
+    long if there are slow links. Raises CollectiveError if some ranks do not make this
     call, or do not finish, in time.
     """
     deadline = time.monotonic() + limit_seconds
@@ -182,8 +182,8 @@ def partner(place: int, count: int, turn: int) -> int | None:
     # even, and the other players rotate.
     circle = count - 1 + count % 2
     if place == circle:
-        # The last player meets the player who would otherwise meet itself: 2 * other ==
-        # turn, modulo the circle.
+        # The last player meets the player that the rule below would match with itself:
+        # 2 * other == turn, modulo the circle.
         return turn * ((circle + 1) // 2) % circle
     other = (turn - place) % circle
     if other == place:
@@ -318,8 +318,8 @@ class _LinkPairs:
                 return [(self._comm.rank, peer, *self._lead(peer, deadline))]
             self._follow(peer, deadline)
         except TimeoutError:
-            # Use new buffers, because MPI may still write a late message into the old
-            # one.
+            # Use new buffers, because MPI may still write a late message into an old
+            # buffer.
             self._memory = self._memory.copy()
             if leads:
                 return [(self._comm.rank, peer, math.nan, math.nan)]

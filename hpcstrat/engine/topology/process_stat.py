@@ -14,8 +14,8 @@ def process_stat(pid: int, proc: str = "/proc") -> tuple[str, list[str]]:
     """Return a process's name, truncated by the kernel, and the fields after the name.
 
     Raises OSError if the process does not exist. State Z or X means that the process
-    has ended. The start time, in clock ticks, distinguishes processes with a reused
-    number.
+    has ended. The start time, in clock ticks, distinguishes processes that have had the
+    same number.
     """
     with open(f"{proc}/{pid}/stat", encoding="utf-8", errors="replace") as file:
         # The name may contain spaces and parentheses.

@@ -22,7 +22,7 @@ _FOLDER = "/dev/shm"
 class Segment:
     """Shared memory of a worker, initialized to zero.
 
-    Collective over ``comm``, which is also used when `close` frees a window. ``buffer``
+    The constructor and `close` are collective over ``comm``. ``buffer``
     has ``common_bytes``, rounded up to whole pages, and then ``part_bytes`` for each
     rank, in rank order. All sizes are the same on every rank; ``part_bytes`` is halved,
     down to one page, until the file fits the file system. The memory stays readable
@@ -72,7 +72,8 @@ class Segment:
                 mapped = _map(handle, nbytes, first, own + self.part_bytes)
             everywhere = all(comm.allgather(mapped is not None))
         except BaseException:
-            # Rank 0, which would unlink the file below, may have died.
+            # Unlink the file here, because rank 0, which would unlink it below, may
+            # have died.
             _unlink(path)
             raise
         if comm.rank == 0:

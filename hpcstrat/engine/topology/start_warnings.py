@@ -31,7 +31,7 @@ def warn_of_bindings(rank: int, masks: Sequence[CoreMasks]) -> None:
 def warn_of_memory(comm: Any, asked_bytes: int, found_bytes: int) -> None:
     """Warn, on the first rank of a worker, if its /dev/shm is too small.
 
-    Both sizes are bytes for each rank of ``comm``.
+    ``asked_bytes`` and ``found_bytes`` are sizes for each rank of ``comm``.
     """
     if comm.rank or "memory" in _said or found_bytes >= asked_bytes:
         return

@@ -55,7 +55,8 @@ def start_mpi(threads: bool = False) -> Any:
         _check_protocol(MPI)
         _warn_of_settings(MPI)
         prepare_environment()
-        # Hooks of frameworks call MPI from the frameworks' threads, one at a time.
+        # THREAD_SERIALIZED, because hooks of frameworks call MPI from the frameworks'
+        # threads, one at a time.
         _initialize(MPI, MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
         _Ending.ours = True
         atexit.register(_finalize, os.getpid())
@@ -101,8 +102,8 @@ def _initialize(mpi: Any, level: int) -> None:
 def _share_cores() -> None:
     """Make waiting MPICH ranks yield the core if there are more ranks than cores.
 
-    Without this setting, a waiting rank spins for its whole time slice while the rank
-    that it waits for cannot run. Training then took 5 to 20 times as long.
+    Without this setting, a waiting rank spins for its whole time slice while the
+    awaited rank cannot run. Without the setting, training took 5 to 20 times as long.
     """
     ranks = os.environ.get("MPI_LOCALNRANKS", "")
     if ranks.isdecimal() and int(ranks) > len(os.sched_getaffinity(0)):
@@ -143,8 +144,8 @@ class _Ending:
 def abandon_mpi() -> bool:
     """Skip MPI_Finalize when the process ends, because it may wait for dead ranks.
 
-    Returns whether this has an effect. It has no effect if the program itself has
-    initialized MPI.
+    Returns whether the call has an effect: none if the program itself has initialized
+    MPI.
     """
     _Ending.abandoned = True
     return _Ending.ours

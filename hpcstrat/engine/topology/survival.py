@@ -2,8 +2,8 @@
 
 A communicator with a dead process raises errors of three classes (MPI Forum, ULFM
 chapter; Open MPI 5.0 manual, "User-Level Fault Mitigation"). The first rank that gets
-such an error revokes the communicators. This wakes ranks that wait for a rank that is
-alive but has left the call.
+such an error revokes the communicators. The revocation wakes ranks that wait for a rank
+that is alive but has left the call.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class TransportError(CollectiveError):
 
 _FT_ENABLED = "OMPI_MCA_mpi_ft_enable"
 _COLL = "OMPI_MCA_coll"
-# When a rank of another host died, the component han returned wrong sums on survivors,
-# and hung. Open MPI's own parameters for ULFM exclude the other two components.
+# When a rank of another host died, Open MPI's component han returned wrong sums on
+# survivors, and hung. Open MPI's own parameters for ULFM exclude the other two
+# components.
 _UNFIT = ("hcoll", "portals4", "han")
 _NAP_SECONDS = 0.002
 # Seconds to wait, after an error of MPI, for the launcher to report the dead rank.
@@ -164,7 +165,7 @@ def revoke(comms: Sequence[Any]) -> None:
     Null communicators and revoked communicators are skipped.
     """
     for comm in comms:
-        # A single rank wakes no other rank, and MPI may not support these calls.
+        # A single rank has no other rank to wake, and MPI may not support these calls.
         if comm and comm.size > 1 and not comm.Is_revoked():
             comm.Revoke()
 
@@ -184,9 +185,9 @@ def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> An
     """Create a communicator, on all ranks or on none.
 
     Collective over ``parent``. If a process has died, ``parent`` is revoked and
-    RankLostError is raised on every rank. With ``survives`` the ranks agree that all
-    have the new communicator. Without this agreement, a rank that has the communicator
-    could wait in it for a rank whose creation failed.
+    RankLostError is raised on every rank. If ``survives`` is true, the ranks agree that
+    all have the new communicator. Without this agreement, a rank that has the
+    communicator could wait in it for a rank whose creation failed.
     """
     if not survives or parent.size == 1:
         return make()

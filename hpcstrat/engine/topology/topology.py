@@ -182,12 +182,13 @@ class Topology:
         self.slot_bytes: int = self.replica_comm.allreduce(
             self.segment.part_bytes // SLOTS_IN_RING, op=mpi.MIN
         )
-        # Ranks that are bound to cores see different sets of cores.
+        # Combine the ranks' sets of cores, which differ if the launcher binds ranks to
+        # cores.
         cores = self.worker_comm.allgather(os.sched_getaffinity(0))
         self.num_cores = len(set().union(*cores))
 
     def _made(self, parent: Any, make: Callable[..., Any], *args: Any) -> Any:
-        """Create a communicator that `revoke` revokes, too."""
+        """Create a communicator, and note it, so that `revoke` revokes it, too."""
         comm = create(self.mpi, parent, functools.partial(make, *args), self.survives)
         self._comms.append(comm)
         return comm
@@ -298,7 +299,7 @@ class Topology:
         return self._made(self.replica_comm, self.replica_comm.Dup)
 
     def revoke(self) -> None:
-        """Revoke this topology's communicators, which wakes all ranks that wait in one.
+        """Revoke this topology's communicators; this wakes ranks that wait in a call.
 
         Not collective. Does nothing unless ``survives`` is True. For the library's own
         modules.

@@ -46,7 +46,8 @@ def scrubbed(
 ) -> dict[str, str]:
     """Return an environment without the job's variables, but with settings of MPI.
 
-    ``allocation`` keeps the scheduler's variables, which its own launcher needs.
+    If ``allocation``, the scheduler's variables are kept, because the scheduler's own
+    launcher needs them.
     """
     dropped = _JOB if allocation else (*_JOB, *_SCHEDULER)
     return {
@@ -66,7 +67,8 @@ def kept_settings(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(_SETTINGS) and not name.startswith(_OURS)
     }
-    # Ignore the folder of mpirun's own libraries, which mpirun puts first.
+    # Ignore the folder of mpirun's own libraries, which mpirun puts first in the
+    # variable.
     own = {str(path) for path in _library_folders()}
     folders = environment.get(_PATHS, "").split(os.pathsep)
     others = [name for name in folders if name and os.path.realpath(name) not in own]
@@ -119,7 +121,7 @@ def find_launcher(
     """Return the command that starts two ranks of an MPI library on this host.
 
     The caller appends the program to the command. If there is no launcher, the command
-    is empty, and the text is the reason.
+    is empty, and the second result is the reason.
     """
     folders = [p / "bin" for lib in _library_folders() for p in lib.parents]
     # Do not resolve links: python in a virtual environment is a link to the system's.

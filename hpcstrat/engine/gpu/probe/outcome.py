@@ -73,7 +73,7 @@ class TrialOutcome:
 
 
 def read_outcome(folder: Path, ended: LauncherEnd) -> TrialOutcome:
-    """Read the files of a trial's processes in a folder.
+    """Return the outcome of a trial from the files that its processes wrote.
 
     The operation in which a process crashed has an answer, too.
     """
@@ -158,8 +158,8 @@ def _answer(
         if own and "ok" not in own[-1]:
             begun.append((rank, int(own[-1]["bytes"])))
     if begun:
-        # Prefer a rank whose fault is known: the launcher ended the others because of
-        # it.
+        # Prefer a rank whose fault is known: the launcher ended the other ranks because
+        # of that fault.
         rank, size_bytes = max(begun, key=lambda pair: bool(faults[pair[0]]))
         words = faults[rank] or "the process ended without a word"
         return Answer(False, f"{words} in {_CALLS[name]} of {_size(size_bytes)}")

@@ -73,8 +73,8 @@ class ProbeReport:
     how: str
     # Answers by operation; empty if the trial could not run.
     answers: dict[str, Answer] = field(default_factory=dict)
-    # Whether a single process sent messages to itself. Such a trial can prove that an
-    # operation fails, but not that it works between two processes.
+    # Whether a single process sent messages to itself. A trial of one process can prove
+    # that an operation fails, but not that it works between two processes.
     weak: bool = False
     output: str = ""
 
@@ -120,7 +120,7 @@ def cache_path(kind: Mapping[str, str]) -> Path:
 def known(library_version: str) -> ProbeReport | None:
     """Return the cached report on this kind of node, or None. Loads CuPy.
 
-    Returns None if the file is damaged, too; the next trial replaces the file.
+    Also returns None if the file is damaged; the next trial replaces the file.
     """
     kind = node_kind(library_version)
     try:
@@ -226,7 +226,8 @@ def _tried(
         answers |= outcome.answers
         # An operation that crashed the program is skipped in the next start.
         _leave_out(answers)
-        # Stop after a start without a new answer, which would be repeated forever.
+        # Stop if a start gave no new answer, because the next start would give none
+        # either.
         if outcome.complete or not outcome.answers:
             break
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,8 +1,8 @@
 """The trial program of `hpcstrat.engine.gpu.probe.probe`, which may crash.
 
 ``python -m hpcstrat.engine.gpu.probe.probe_program --skip OPERATIONS FOLDER`` runs on
-two ranks, or on one rank that sends to itself. It never runs in the process of a user's
-program.
+two ranks, or on one rank that sends to itself. The trial program never runs in the
+process of a user's program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _TrialRank:
         self._out.flush()
 
     def greet(self, gpu: Gpu | None, problem: str) -> bool:
-        """Write this rank's MPI version and GPU; return whether all ranks have one."""
+        """Write this rank's MPI version and GPU; return whether each rank has a GPU."""
         version = self._mpi.Get_library_version().strip("\0 \n")
         if gpu is None:
             self.say(hello=version, problem=problem)

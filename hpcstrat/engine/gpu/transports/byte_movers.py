@@ -64,7 +64,8 @@ class StagedMover:
         self._mpi = topology.mpi
         self._comm: Any = topology.replica_comm
         self._chunk_bytes = chunk_bytes
-        # One extra byte per rank, because the ranks' parts of a chunk are rounded.
+        # One extra byte per rank, because rounding may lengthen a rank's part of a
+        # chunk.
         nbytes = chunk_bytes + self._comm.size
         self._buffers = Buffers(pinned_memory)
         self._passed = [self._buffers.get(("passed", n), nbytes) for n in range(2)]

@@ -98,7 +98,7 @@ class DeviceGroup:
     def transport(self, name: str, make: Callable[[], _Made]) -> _Made:
         """Return the transport or mover with this name; not collective.
 
-        ``make`` creates it at its first use.
+        ``make`` creates the transport or mover at its first use.
         """
         if name not in self._transports:
             self._transports[name] = make()

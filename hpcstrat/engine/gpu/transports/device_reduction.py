@@ -45,7 +45,8 @@ class Transport(Protocol):
     def prepare(self, nbytes: int, count: int = 1) -> None:
         """Allocate the buffers for ``count`` pieces of at most ``nbytes`` each.
 
-        Called before the header; may raise. Both numbers are the same on every rank.
+        Called before the header; may raise. ``nbytes`` and ``count`` are the same on
+        every rank.
         """
         ...
 
@@ -77,13 +78,13 @@ def reduce_on_device(
     *,
     in_half: bool = False,
 ) -> WaitSteps:
-    """Reduce contiguous arrays of this rank's GPU with those of the other ranks.
+    """Reduce contiguous arrays on the GPUs of all ranks.
 
     Collective over ``topology.replica_comm``. A pending call, which other threads may
     advance, has two marks: the program has recorded ``begin`` after its work on sources
-    and results, and joins ``end`` when it waits for the call. Without marks, the call
-    is ordered with this thread's current stream. With ``in_half``, arrays of half types
-    are added in half precision.
+    and results, and joins ``end`` when it waits for the call. If there are no marks,
+    the call is ordered with this thread's current stream. If ``in_half``, arrays of
+    half types are added in half precision.
     """
     pieces = tuple(work.pieces)
     if in_half:
@@ -121,10 +122,10 @@ def _piece_bytes(piece: Piece) -> int:
 def straight(run: Run, work: Work) -> tuple[list[tuple[Any, Any]], Run | None]:
     """Return the arrays of a run to reduce in place, and a run of the other arrays.
 
-    The arrays are pairs of a source and its result, which may be the same memory. Their
-    dtype is the type in which they are added, and each is large, or the only array of
-    the run. The choice is the same on every rank. The arrays may start at any multiple
-    of their item size.
+    The arrays are pairs of a source and its result, which may be the same memory. Each
+    array has the dtype in which it is added, and is large or the only array of the run.
+    The choice is the same on every rank. The arrays may start at any multiple of their
+    item size.
     """
     # All arrays of a run have the same type.
     index = run.spans[0][0]

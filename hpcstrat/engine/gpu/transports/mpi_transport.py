@@ -12,8 +12,9 @@ doi:10.1016/j.jpdc.2008.09.002). The array is cut into chunks, so that one chunk
 added while the next chunks are sent.
 
 All ranks get the same bits. In a ring, each element is summed on one rank, which sends
-the sum to the others. In recursive doubling, two ranks compute the same sum at the same
-time: both add the values of the lower ranks and of the higher ranks in the same order.
+the sum to the other ranks. In recursive doubling, two ranks compute the same sum at the
+same time: both add the values of the lower ranks and of the higher ranks in the same
+order.
 
 MPI does not follow the order of a CUDA stream. The host waits for the lane before MPI
 reads memory that a kernel writes, and before MPI writes memory that a kernel reads. A
@@ -126,9 +127,9 @@ class MpiTransport:
     def _by_doubling(self, values: Any) -> WaitSteps:
         """Sum by recursive doubling: exchange sums with ranks at distance 1, 2, 4, ...
 
-        The largest power of two of ranks takes part. Each surplus rank, an even rank
-        among the first ranks, first sends its values to the next rank, and finally
-        receives the sums from that rank.
+        The number of ranks that take part is the largest power of two. Each surplus
+        rank, an even rank among the first ranks, first sends its values to the next
+        rank, and finally receives the sums from that rank.
         """
         active = 1 << (self._size.bit_length() - 1)
         pairs = self._size - active
@@ -160,12 +161,12 @@ class MpiTransport:
 
         In step ``t`` rank ``r`` sends segment ``r - t`` and receives ``r - t - 1``. In
         the first ``p - 1`` steps, the rank adds the received values to its own values.
-        In the other steps, it receives sums directly into ``values``. A flight is one
-        chunk of one step. Flights begin in order, and ``window`` flights are in
-        progress, at most as many as a step has chunks. Therefore, two flights have
-        ended before a flight begins: the flight one step before, which received the
-        values to send, and the flight ``p - 1`` steps before, which sent the old values
-        of the chunk to receive into.
+        In the other steps, it receives sums directly into ``values``. A flight is the
+        transfer of one chunk in one step. Flights begin in order; ``window`` flights
+        are in progress, at most as many as a step has chunks. Therefore, two flights
+        have ended before a flight begins: the flight one step before, which received
+        the values to send, and the flight ``p - 1`` steps before, which sent the old
+        values of the chunk to receive into.
         """
         size, rank = self._size, self._rank
         chunks = self._chunks(values)

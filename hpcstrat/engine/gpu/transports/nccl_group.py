@@ -1,6 +1,6 @@
 """Sums and copies of GPU memory by NCCL, with one GPU for each rank.
 
-Calls are enqueued on a lane's stream, and return at once. The host waits only while
+Calls are enqueued on a lane's stream, and return immediately. The host waits only while
 NCCL creates its communicator, which needs every rank: the ranks agree first that all
 can create it, and afterwards that it exists and has computed correct sums
 (`nccl_trial`).
@@ -108,7 +108,7 @@ class NcclGroup:
         self.survives = survives
         self._nccl: Any = None
         self._comm: Any = None
-        # Recorded after each call; `look_at_kernels` moves it to ``_watched``.
+        # The mark after the last call; `look_at_kernels` moves it to ``_watched``.
         self._last: Mark | None = None
         self._watched: Mark | None = None
         self.waits_since = math.inf
@@ -171,10 +171,10 @@ class NcclGroup:
     def all_reduce(self, sums: Sequence[tuple[Any, Any, bool]], lane: Lane) -> None:
         """Sum or average contiguous arrays over the ranks, on a lane.
 
-        Collective over ``comm``; does not wait. ``sums`` has tuples of an array, its
-        result, which may be the same memory, and whether to average. Raises
-        CollectiveError on this rank if NCCL reports an error, as do all calls of this
-        class.
+        Collective over ``comm``; does not wait. Each tuple in ``sums`` is: the array to
+        reduce, the array for the result (may be the same memory), and whether to
+        average instead of sum. Raises CollectiveError on this rank if NCCL reports an
+        error, like all calls of this class.
         """
 
         def call() -> None:
@@ -256,8 +256,7 @@ class NcclGroup:
 
     def failure(self) -> str:
         """Return the error of earlier calls as text; never blocks, in any thread."""
-        # Another thread frees the communicator, or checks it already: do not wait for
-        # it.
+        # Do not wait for another thread that frees or checks the communicator.
         if not self._lock.acquire(blocking=False):
             return ""
         try:
@@ -270,7 +269,7 @@ class NcclGroup:
         return ""
 
     def look_at_kernels(self) -> None:
-        """Set `waits_since` to the time since which calls have not ended; may block."""
+        """Store in `waits_since` since when calls have been unfinished; may block."""
         while True:
             if self._watched is None:
                 with self._lock:
@@ -286,7 +285,7 @@ class NcclGroup:
     def ended(self) -> WaitSteps:
         """Wait until all earlier calls have ended, if the group survives lost ranks.
 
-        Without ``survives``, it does nothing: only streams wait, not the host.
+        If ``survives`` is false, it does nothing: only streams wait, not the host.
         """
         if self.survives:
             yield NcclEnding(self._lane.done(), self._check)
@@ -312,8 +311,8 @@ def nccl_failure() -> str:
     """Return the error of a failed communicator, whose kernels will never end.
 
     Never blocks; any thread may call this function. Returns an empty string if nothing
-    has failed, or if the program itself gets the error, as in groups that wait for the
-    end of their calls.
+    has failed, or if the program itself receives the error, because its groups wait for
+    the end of their calls.
     """
     return next(filter(None, (group.failure() for group in _unaware())), "")
 
@@ -331,7 +330,7 @@ def look_at_kernels() -> None:
 
 
 def kernels_wait_since() -> float:
-    """Return the time since which calls have not ended, or infinity if all have."""
+    """Return since when NCCL calls have been unfinished; infinity if all have ended."""
     return min((group.waits_since for group in _unaware()), default=math.inf)
 
 
@@ -344,7 +343,7 @@ def _unaware() -> list[NcclGroup]:
 def _error_on_any_rank(
     mpi: Any, comm: Any, problem: str
 ) -> Generator[Waitable, None, str]:
-    """Return, on all ranks, the problem of the highest rank that has one.
+    """Return, on all ranks, the problem of the highest rank that has a problem.
 
     Collective over ``comm``. ``problem`` is this rank's error text; empty if there is
     no error.

@@ -100,7 +100,8 @@ class Joining:
         import cupy
 
         nccl, stream = self._nccl, cupy.cuda.Stream(non_blocking=True)
-        # The values are small integers, whose float32 sums are exact for 66,000 ranks.
+        # The values are small integers, whose float32 sums are exact for up to 66,000
+        # ranks.
         values = np.resize(np.arange(251, dtype=np.float32), nbytes // 4)
         own = values + np.float32(self._rank % 7)
         ranks = np.float32(sum(rank % 7 for rank in range(self._size)))
@@ -134,7 +135,7 @@ class Joining:
     def problems(self) -> tuple[str, str]:
         """Return the error and the timeout of this rank as texts, after `agreed`.
 
-        A text is empty without an error or timeout. The ranks compare errors first,
+        A text is empty if there is no such problem. The ranks compare errors first,
         because an error of one rank causes timeouts on other ranks.
         """
         if self._ended.is_set():
@@ -175,8 +176,9 @@ def abort_quietly(comm: Any) -> None:
 def abort_beside(comm: Any) -> None:
     """Call `abort_quietly` in a new thread, without waiting for it.
 
-    An abort may need the other ranks. It also waits for kernels of other communicators
-    on this device, which may have to be aborted, too (github.com/NVIDIA/nccl/pull/564).
+    An abort may wait for the other ranks. It also waits for kernels of other
+    communicators on this device, which may have to be aborted, too
+    (github.com/NVIDIA/nccl/pull/564).
     """
     threading.Thread(
         target=abort_quietly, args=(comm,), name="hpcstrat-nccl-abort", daemon=True

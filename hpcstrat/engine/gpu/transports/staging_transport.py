@@ -2,10 +2,10 @@
 
 A piece is packed on the GPU. Parts of the piece are copied to page-locked host memory,
 summed there by an algorithm for host arrays, and copied back. While one part is summed,
-the next part is copied to the host, and the previous part back to the GPU. Two host
-buffers are enough: all copies are on one lane, so that a copy into a buffer runs after
-the earlier copy from the buffer back to the GPU. The host writes to a buffer only after
-the copy to the host, for which it waits, and before the copy to the GPU.
+the next part is copied to the host, and the previous part is copied back to the GPU.
+Two host buffers are enough: all copies are on one lane, so that a copy into a buffer
+runs after the earlier copy from the buffer back to the GPU. The host writes to a buffer
+only after the copy to the host, for which it waits, and before the copy to the GPU.
 
 **Shared memory.** The algorithms of `hpcstrat.engine.collectives.shared_memory` write
 this rank's values to shared memory before their first step, the header of the call:
@@ -19,10 +19,10 @@ memory, and the algorithm makes another step of its own.
 So each rank makes a sequence of calls, one for each part, and every rank ends a part
 before it begins the next part. `hpcstrat.engine.channel.shared_rings` has two
 requirements. First, a rank must reach step ``n - 1`` only after its last read of the
-memory of step ``n - 3``. This holds because each piece of memory is used for one step,
-and a rank writes for a step only after all its work that follows the step before the
-last. Second, all ranks must use memory of equal sizes in equal order. This holds
-because the parts depend on the plan only.
+memory of step ``n - 3``. Ranks meet this requirement, because each piece of memory is
+used for one step, and a rank writes for step ``n - 1`` only after all its work that
+follows step ``n - 3``. Second, all ranks must use memory of equal sizes in equal order.
+Ranks meet this requirement, because the parts depend on the plan only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class StagingTransport:
         self._values = self._buffers.get("values", nbytes)
         nbytes = max(1, min(nbytes, self._part_bytes))
         if self._places and self._places[0].size < nbytes:
-            # The last part of the previous call may still be copied from this memory.
+            # Keep the old buffers: the previous call may still copy its last part from
+            # them.
             self.lane.keep(self._places)
         self._places = tuple(self._pinned.get(n, nbytes) for n in range(2))
 
@@ -129,7 +130,8 @@ class StagingTransport:
 
     def _sum(self, run: Run, host: Array, work: Work, channel: Channel) -> WaitSteps:
         """Sum a host array over the ranks, in place."""
-        # Means of integers are summed in float64, which must not be rounded either.
+        # Means of integers are summed in float64; these sums must not be rounded
+        # either.
         exact = work.sources[run.spans[0][0]].dtype.kind in "iu"
         algorithm, piece_bytes = self._choose(host.nbytes, exact)
         pieces = tuple(cut([(host.dtype, host.shape)], False, piece_bytes))

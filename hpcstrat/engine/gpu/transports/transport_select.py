@@ -60,9 +60,9 @@ def select_on_gpu(
 def nccl(
     group: DeviceGroup, options: CommunicationOptions, *, in_half: bool = False
 ) -> Choice:
-    """Return the all-reduce of NCCL; raise ValueError if the ranks cannot use it.
+    """Return the all-reduce of NCCL; raise ValueError if the ranks cannot use NCCL.
 
-    With ``in_half``, arrays of half types are added in half precision.
+    If ``in_half``, arrays of half types are added in half precision.
     """
     reason = group.capabilities.nccl.reason
     if group.nccl is None:
@@ -119,7 +119,7 @@ def staged(
 def mover(group: DeviceGroup) -> Mover:
     """Return the mover of arrays between GPUs: by NCCL, or through host memory.
 
-    The mover is ready for a call. The function may raise on this rank only.
+    The mover is ready for a call. An error may be raised on this rank only.
     """
     if group.nccl is not None:
         return NcclMover(group.nccl.group, group.lane)

@@ -1,10 +1,11 @@
 """Conversion of clock times of several hosts to one reference clock.
 
 A host requests the time of the reference clock, and reads its own clock before and
-after the request. The reference replied between the two readings, so that the error is
-at most half of the round-trip time. Of many round trips, the shortest is used: F.
-Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989) 146-158,
-doi:10.1007/BF01784024. Between two measurements, the offset is interpolated linearly.
+after the request. The reference clock's host replied between the two readings, so that
+the error is at most half of the round-trip time. The shortest of many round trips is
+used: F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3 (1989)
+146-158, doi:10.1007/BF01784024. Between two measurements, the offset is interpolated
+linearly.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def best_sample(trips: Iterable[tuple[int, int, int]]) -> Sample:
 
 
 class Alignment:
-    """Converts times of one clock to the reference clock; unchanged without samples."""
+    """Converts one clock's times to reference times; no samples mean no offset."""
 
     def __init__(self, samples: Iterable[Sample] = ()) -> None:
         kept: dict[int, Sample] = {}
@@ -57,7 +58,7 @@ class Alignment:
         return (last.offset_ns - first.offset_ns) / (last.local_ns - first.local_ns)
 
     def offset_ns(self, local_ns: int) -> int:
-        """Return the nanoseconds to add to a time of this clock for the reference time.
+        """Return the nanoseconds to add to a time of this clock to get reference time.
 
         The offset is interpolated between two samples. Outside of the samples, it is
         extrapolated with the drift between the first and the last sample, because

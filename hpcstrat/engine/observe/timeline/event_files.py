@@ -84,7 +84,8 @@ class EventFile:
     def flush(self, limit_seconds: float = 2.0) -> None:
         """Wait until the thread has written the queued events.
 
-        Because of the limit, the program does not hang if the file system hangs.
+        Because of ``limit_seconds``, the program does not hang if the file system
+        hangs.
         """
         deadline = time.monotonic() + limit_seconds
         while self._queue or self._lock.locked():

@@ -2,7 +2,7 @@
 
 "Trace Event Format", Google, 2016: times and durations are in microseconds. ``X`` is a
 complete event, ``b`` and ``e`` are the begin and the end of an asynchronous event, and
-``M`` is metadata. The array's closing bracket may be missing.
+``M`` is metadata. The closing bracket of the JSON array may be missing.
 
 A file has one event per line.
 """

@@ -21,8 +21,8 @@ class RankWaits:
     calls: int = 0
     # waited_seconds: the time that the replica waited in these calls for other
     # replicas. last: the number of calls in which it arrived last. cost_seconds: the
-    # time that another replica waited for it in the latter calls, averaged over the
-    # other replicas.
+    # time that the other replicas waited for it in the calls in which it arrived last,
+    # on average.
     waited_seconds: float = 0.0
     last: int = 0
     cost_seconds: float = 0.0
@@ -31,7 +31,7 @@ class RankWaits:
 def last_arrivals(
     events: Iterable[tuple[RankFile, dict[str, Any]]],
 ) -> dict[int, RankWaits]:
-    """Return the waits of each replica, from events with aligned times, by replica.
+    """Return the waits of each replica, by replica number; event times are aligned.
 
     Only calls that all replicas have recorded are counted.
     """

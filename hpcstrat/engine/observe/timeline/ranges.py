@@ -65,7 +65,7 @@ def trace(name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def recorded_wait(text: str) -> contextlib.AbstractContextManager[None]:
-    """Record that this rank waits for a pending call."""
+    """Return a context manager that records a wait for a pending call."""
     recorder = active.recorder
     if recorder is None:
         return _NOTHING

@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=active.forget)
 
 
 class EventSink(Protocol):
-    """The interface of a destination of events; see `EventFile`."""
+    """The interface of objects that receive events, such as `EventFile`."""
 
     def put(self, event: Any) -> None: ...
     def flush(self) -> None: ...
@@ -68,8 +68,8 @@ class Recorder:
         self._main = threading.get_ident()
         self._threads = {self._main: 0}
         self._lock = threading.Lock()
-        # The last agreed call. Its range ends after its data exchange, or when the next
-        # call is agreed.
+        # The last call at which all ranks have arrived. Its range ends after its data
+        # exchange, or when all ranks arrive at the next call.
         self._call: Any = None
         self._num_started = 0
 
@@ -140,7 +140,7 @@ class Recorder:
             self._nvtx.RangePush(f"{DATA} of {text}")
 
     def leave_data(self, text: str, *, pushed: bool = True) -> None:
-        """End the data exchange of a call, which `enter_data` began if ``pushed``.
+        """End the data exchange of a call; if ``pushed``, `enter_data` has begun it.
 
         For pending calls, no data exchange is recorded in the file.
         """

@@ -80,7 +80,7 @@ class Totals:
 
 @contextlib.contextmanager
 def totals() -> Iterator[Totals]:
-    """Record this process into `Totals`; RuntimeError if a timeline is active."""
+    """Record this process in `Totals`; raise RuntimeError if a timeline is active."""
     if active.recorder is not None:
         raise RuntimeError(
             "expected no timeline around a measurement, found that one is being "
