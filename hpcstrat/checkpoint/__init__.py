@@ -1,4 +1,4 @@
-"""Checkpoints: one HDF5 file each, restored on any number of replicas."""
+"""Checkpoints, each in one HDF5 file, for restoring on any number of replicas."""
 
 from hpcstrat.checkpoint.keep.retention import KeepBest
 from hpcstrat.checkpoint.manager import CheckpointManager

@@ -1,4 +1,4 @@
-"""Steps in which all ranks agree on the objects of a checkpoint, or on its outcome."""
+"""Collective checks of the objects to save, and actions of replica 0 for all ranks."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _MOST_NAMES = 3
 
 
 def strategy_of(things: Any) -> Any:
-    """Return the strategy of arguments, or else the current strategy.
+    """Return the strategy of the objects in ``things``, or else the current strategy.
 
-    Arguments may be invalid: the caller reports errors, so this function never raises.
+    This function never raises an error: the caller reports errors of invalid objects.
     """
     todo = [things]
     while todo:
@@ -46,14 +46,14 @@ def strategy_of(things: Any) -> Any:
         if getattr(strategy, "distributes", False):
             return of_all_groups(strategy)
         if isinstance(thing, SupportsCheckpoint):
-            # The caller raises its own error for an invalid argument.
+            # The caller raises its own error for this invalid object.
             with suppress(Exception):
                 todo.append(thing.checkpoint_variables())
     return of_all_groups(get_strategy())
 
 
 def of_all_groups(strategy: Any) -> Any:
-    """Return the strategy of all replicas; ``strategy`` may be that of one group."""
+    """Return ``strategy``, or, if it is of one group, the strategy of all replicas."""
     split = getattr(strategy, "split", None)
     return strategy if split is None else split.whole
 
@@ -66,13 +66,17 @@ def is_of_group(thing: Any) -> bool:
 
 
 def refuse_torch(name: str, thing: Any) -> None:
-    """Raise ValueError for an object whose state has tensors, before a long run."""
+    """Raise ValueError for a torch module, or a torch optimizer with state.
+
+    Their tensors cannot be saved as plain state. `Objects` calls this when an object is
+    added, because the first save may come hours later.
+    """
     kinds = {
         kind.__name__
         for kind in type(thing).__mro__
         if kind.__module__.partition(".")[0] == "torch"
     }
-    # SGD without momentum has no state.
+    # An SGD optimizer without momentum has no state.
     has_state = getattr(thing, "defaults", {}).get("momentum") != 0
     if "Module" in kinds or ("Optimizer" in kinds and has_state):
         raise ValueError(
@@ -83,8 +87,8 @@ def refuse_torch(name: str, thing: Any) -> None:
 
 
 def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
-    """Raise RuntimeError if several ranks of a job would write the same files."""
-    # The launcher knows the number of ranks: a strategy of one replica starts no MPI.
+    """Raise RuntimeError if several ranks of this job would write the same files."""
+    # Ask the launcher for the number of ranks: a strategy of one replica starts no MPI.
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:
         raise RuntimeError(
@@ -135,9 +139,10 @@ def compare_copies(
 
 
 def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
-    """Raise CollectiveError on every replica if plain state differs between replicas.
+    """Raise CollectiveError on every replica if an object's plain state differs.
 
-    Collective over the strategy's replicas, if ``states`` is not empty.
+    ``states`` has the state as text by object. Collective over the strategy's replicas,
+    if ``states`` is not empty.
     """
     if not states:
         return
@@ -158,10 +163,10 @@ def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
 
 
 def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
-    """Run an action on replica 0; return its result, which must pickle, on all of them.
+    """Run an action on replica 0, and return its result on every replica.
 
-    Collective over the strategy's replicas. If the action raises an error, every
-    replica raises CheckpointError.
+    Collective over the strategy's replicas. The result is pickled. If the action raises
+    an error, every replica raises CheckpointError.
     """
     # Send an error as its class and text, because some exceptions cannot be pickled.
     outcome: Any = None
@@ -179,7 +184,7 @@ def on_rank_0(strategy: Replicas, what: str, action: Callable[[], Any]) -> Any:
 
 
 def explained(what: str, error: BaseException) -> str:
-    """Return a message, with advice, for an error of the operating system."""
+    """Return a message for an error in ``what`` (such as a save), with advice."""
     advice = "check the path, its permissions and the space on the file system"
     if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
         advice = "close files, or raise their number (ulimit -n)"

@@ -1,4 +1,4 @@
-"""Benchmark of the ways to write a file on a file system, to find the fastest one.
+"""Benchmark that finds the fastest way to write checkpoints on a file system.
 
 The ways are: one file for all ranks, as in checkpoints, or one file per rank; with or
 without the page cache; in blocks of the smallest size or of a checkpoint's usual size.
@@ -52,16 +52,16 @@ __all__ = [
     "together",
 ]
 
-# This shell removes the folder when this process closes the pipe or dies.
+# Shell script: remove the folder $0 when this process closes the pipe, or dies.
 _GUARD = 'trap "" HUP INT TERM; cat > /dev/null; rm -rf -- "$0"'
 
 
 @contextlib.contextmanager
 def scratch(directory: str) -> Iterator[str]:
-    """Choose a name for a folder in ``directory``, and remove the folder at the end.
+    """Yield the path for a new folder in ``directory``; remove the folder at the end.
 
-    Call this on one rank, before MPI starts. A separate process removes the folder,
-    even if this process is killed. The caller makes the folder.
+    Call this on one rank, before MPI starts. The caller makes the folder. A separate
+    process removes it, even if this process is killed.
     """
     name = f".hpcstrat-bench-{secrets.token_hex(8)}"
     folder = os.path.join(os.path.abspath(directory), name)
@@ -80,7 +80,7 @@ def scratch(directory: str) -> Iterator[str]:
 
 
 class Writers(Protocol):
-    """The ranks that write together, with the methods of an mpi4py communicator."""
+    """The ranks that write together: an mpi4py communicator, or a `_WritingThread`."""
 
     @property
     def rank(self) -> int:
@@ -95,7 +95,7 @@ class Writers(Protocol):
 
 
 def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
-    """Run an action on all ranks; if it fails on any rank, raise that error on all.
+    """Run an action on all ranks; if it fails on a rank, raise CheckpointError on all.
 
     Collective over ``group``; the action must not make collective calls.
     """
@@ -114,7 +114,7 @@ def together(group: Writers, what: str, action: Callable[[], Any]) -> Any:
 
 
 class _WritingThread:
-    """One of several threads that act as ranks."""
+    """One of the threads of `run_in_threads`, as a member of the group of writers."""
 
     def __init__(
         self, rank: int, values: list[Any], barrier: threading.Barrier
@@ -126,15 +126,15 @@ class _WritingThread:
         self._values[self.rank] = sendobj
         self._barrier.wait()
         values = list(self._values)
-        # Wait until all threads have copied the list, before a thread changes it.
+        # Wait until all threads have copied the list, because the next call changes it.
         self._barrier.wait()
         return values
 
 
 def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
-    """Run an action in threads that act as ranks; return the result of rank 0.
+    """Run an action in ``size`` threads that act as ranks; return the result of rank 0.
 
-    This thread is rank 0. The action must raise on all ranks or on none.
+    The calling thread is rank 0. The action must raise on all ranks or on none.
     """
     values: list[Any] = [None] * size
     barrier = threading.Barrier(size)
@@ -160,7 +160,7 @@ def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
             thread.start()
         return action(members[0])
     finally:
-        # If only this thread has failed, the other threads must not wait for it.
+        # If this thread has failed, the other threads would wait forever.
         barrier.abort()
         for thread in threads:
             thread.join()
@@ -186,7 +186,7 @@ class Way:
 class MeasuredWay:
     """The measured speed of a way of writing.
 
-    All ranks together write, and read, ``nbytes`` in each round. ``refused`` is True if
+    In each round, all ranks together write and read ``nbytes``. ``refused`` is True if
     the file system used the page cache although the way is ``direct``.
     """
 
@@ -213,12 +213,12 @@ def compare(
     rounds: int,
     tick: Callable[[int], None],
 ) -> list[MeasuredWay]:
-    """Write and read files in all ways, in a new folder; the caller removes the folder.
+    """Measure writing and reading files in every `Way`, in a new folder.
 
-    Collective over ``group``; raises CheckpointError on every rank. Only rank 0's
-    ``folder`` counts. All ranks together write ``nbytes``, a multiple of
-    `STRIPE_BYTES`, and at least one stripe per rank. ``tick`` is called from time to
-    time with the bytes written or read. All times are measured on rank 0.
+    Collective over ``group``; raises CheckpointError on every rank. The caller removes
+    the folder. Only rank 0's ``folder`` counts. All ranks together write ``nbytes``, a
+    multiple of `STRIPE_BYTES`, and at least one stripe per rank. ``tick`` is called
+    after each write or read with its number of bytes. All times are measured on rank 0.
     """
 
     folder = group.allgather(folder)[0]
@@ -234,7 +234,7 @@ def compare(
     comparison.measure(
         MeasuredWay(next(iter(comparison.results)), nbytes), lambda _: None
     )
-    # Alternate between the ways, so that a disturbance slows down all ways.
+    # Alternate between the ways, so that other jobs slow down all ways alike.
     for way in itertools.cycle(comparison.results):
         measured = comparison.results[way]
         if len(measured.write_seconds) == rounds:
@@ -244,7 +244,7 @@ def compare(
 
 
 def _check(directory: str, nbytes: int, num_writers: int) -> None:
-    """Check that the folder exists and that the size and free space suffice."""
+    """Raise CheckpointError for a missing or full folder, or for too small a size."""
     if not os.path.isdir(directory):
         raise CheckpointError(
             f"expected a folder, found none at {directory}; make it first"
@@ -264,7 +264,7 @@ def _check(directory: str, nbytes: int, num_writers: int) -> None:
 
 
 class _Comparison:
-    """The files of one comparison, and its results."""
+    """One run of `compare`: writes and reads the files, and has the results by way."""
 
     def __init__(self, group: Writers, folder: str, total_bytes: int) -> None:
         self.group, self.folder = group, folder
@@ -274,22 +274,22 @@ class _Comparison:
         ways = [Way(shared, direct, nbytes) for shared, direct, nbytes in kinds]
         self.results = {way: MeasuredWay(way, total_bytes) for way in ways}
         self._image = Image(NUM_THREADS, usual)
-        # Fill the places with random bytes, which a file system cannot compress.
+        # Fill the buffers with random bytes, which a file system cannot compress.
         for number in range(NUM_THREADS):
             slot = self._image.slot(number)
             slot[:] = np.frombuffer(np.random.default_rng().bytes(usual), np.uint8)
 
     def measure(self, measured: MeasuredWay, tick: Callable[[int], None]) -> None:
-        """Measure one write and one read."""
+        """Write and read files once in the way of ``measured``; add the times to it."""
         way, nbytes = measured.way, measured.nbytes
         plan = FileLayout(0, 0, nbytes, way.piece_bytes)
         part = part_of(plan.num_blocks, self.group.rank, self.group.size)
-        # Read the next rank's blocks: on another host they are not in the page cache.
+        # Read the next rank's blocks: those of another host are not in this page cache.
         reader = (self.group.rank + 1) % self.group.size
         other = part_of(plan.num_blocks, reader, self.group.size)
         self._do("create a file", lambda: self._create(plan, way))
-        # All ranks end each step together, and fail together, so that no rank has files
-        # open when rank 0 removes the files.
+        # A step ends, or fails, on all ranks together, so that no rank has a file open
+        # when rank 0 removes the files.
         try:
             seconds = self._timed("write", lambda: self._write(plan, way, part))
             tick(nbytes)
@@ -307,7 +307,7 @@ class _Comparison:
         return together(self.group, f"to {what} in {self.folder}", action)
 
     def _timed(self, what: str, action: Callable[[], bool]) -> list[Any]:
-        """Return the seconds on rank 0, followed by the result of each rank."""
+        """Run an action; return rank 0's seconds, then the results of all ranks."""
         # This exchange is a barrier, so that all ranks start at the same time.
         self.group.allgather(None)
         begin = time.perf_counter()
@@ -347,7 +347,7 @@ class _Comparison:
                 write_all(file, slot[: stop - start].data, start - shift)
 
             self._each(part, write)
-            # Flush, as real saves do at the end.
+            # A real save also ends with a flush.
             flush(file)
             return is_direct(file)
 
@@ -374,7 +374,7 @@ class _Comparison:
             return is_direct(file)
 
     def _each(self, part: range, work: Callable[[int, Array], None]) -> None:
-        """Process the blocks of a part in as many threads as a save uses."""
+        """Call ``work`` for each block of a part, in as many threads as a save uses."""
 
         def run(number: int) -> None:
             for block in part[number::NUM_THREADS]:

@@ -1,4 +1,4 @@
-"""File operations of Linux that Python's ``os`` module does not provide by itself.
+"""File operations of Linux, with the fallbacks that some file systems need.
 
 Linux manual: open(2) for O_DIRECT, fallocate(2), fsync(2); link(2), rename(2),
 unlink(2); statfs(2).
@@ -61,7 +61,8 @@ _SPARE_DESCRIPTORS = 32
 _NO_LINKS = (
     *(errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS, errno.EINVAL),
 )
-# Shared by all managers, because another manager's save may need the freed space.
+# Threads that close removed files. Shared by all managers, because another manager's
+# save may need the freed space.
 _freeing: list[threading.Thread] = []
 _NAMES = {
     0xEF53: "ext4",
@@ -79,12 +80,12 @@ _NAMES = {
     0xFE534D42: "SMB",
     0x65735546: "FUSE",
 }
-# On ext4 and XFS, direct writes of several processes into one file are faster.
+# Types (ext4, XFS) on which direct writes of several processes into a file are fast.
 _LOCAL_TYPES = (0xEF53, 0x58465342)
 
 
 def create(path: str, nbytes: int) -> None:
-    """Make a file and reserve its space, so that a full disk is detected at once.
+    """Make a file and reserve its space, to detect a full disk before data are written.
 
     Call this on one rank; the file must not exist. After an OSError no file is left.
     """
@@ -122,7 +123,7 @@ def _reserve(file: int, nbytes: int) -> None:
 
 
 def _allocate(file: int, nbytes: int) -> None:
-    """Reserve space by fallocate; posix_fallocate might write every page instead."""
+    """Reserve space by fallocate, because posix_fallocate might write every page."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
     if call is None:
         os.posix_fallocate(file, 0, nbytes)
@@ -152,7 +153,7 @@ def _open(path: str, flags: int, direct: bool) -> int:
         try:
             return os.open(path, flags | _DIRECT)
         except OSError as error:
-            # File systems without O_DIRECT, such as tmpfs of old kernels, say EINVAL.
+            # File systems without O_DIRECT, such as an old tmpfs, report EINVAL.
             if error.errno != errno.EINVAL:
                 raise
     return os.open(path, flags)
@@ -168,7 +169,7 @@ def closing(file: int) -> Iterator[int]:
 
 
 def require_descriptors() -> None:
-    """Raise OSError if so few descriptors are left that MPI would abort the process."""
+    """Raise OSError if so few descriptors are left that MPI would abort this job."""
     held: list[int] = []
     try:
         for _ in range(_SPARE_DESCRIPTORS):
@@ -204,7 +205,10 @@ def _move(
     data: memoryview,
     offset: int,
 ) -> int:
-    """Read or write until all bytes, or no more, are transferred; return how many."""
+    """Repeat a read or write until ``data`` is done or a call moves 0 bytes.
+
+    Returns the number of bytes moved.
+    """
     done = 0
     while done < data.nbytes:
         part, direct = data[done : done + _MOST_BYTES], is_direct(file)
@@ -225,26 +229,26 @@ def _move(
 
 
 def is_direct(file: int) -> bool:
-    """Return whether a file bypasses the page cache, which the system may refuse."""
+    """Return whether reads and writes of an open file bypass the page cache now."""
     return bool(fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
 def _stop_direct(file: int) -> None:
-    """Use the page cache for a file from now on; threads may call this repeatedly."""
+    """Use the page cache for an open file from now on; any number of calls is safe."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
 
 
 def read_exactly(file: int, offset: int, nbytes: int) -> bytes:
-    """Return bytes of a file, open without O_DIRECT; raise EOFError at its end."""
+    """Return bytes of a file opened without O_DIRECT; raise EOFError at its end."""
     data = bytearray(nbytes)
     read_into(file, memoryview(data), offset)
     return bytes(data)
 
 
 def forget_pages(file: int, start: int, stop: int) -> None:
-    """Drop a range of a file from the page cache, after it was written and flushed."""
-    # posix_fadvise is only advice, which the kernel may refuse.
+    """Drop a written and flushed range of a file from the page cache."""
+    # Ignore errors: the kernel may refuse the advice.
     with contextlib.suppress(OSError):
         os.posix_fadvise(file, start, stop - start, os.POSIX_FADV_DONTNEED)
 
@@ -274,7 +278,7 @@ def remove(path: str) -> None:
 
 @contextlib.contextmanager
 def _freed_later(path: str) -> Iterator[None]:
-    """Keep a file open while its last name is removed; a thread closes it later."""
+    """Keep a file open while its last name is removed; then close it in a thread."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -301,12 +305,12 @@ def _close_later(file: int) -> None:
 
 
 def gives_back() -> bool:
-    """Return whether a thread is still freeing the blocks of removed files."""
+    """Return whether threads are still freeing the blocks of removed files."""
     return any(thread.is_alive() for thread in _freeing)
 
 
 def wait_for_room() -> bool:
-    """Wait until blocks of removed files are free; return whether any were not."""
+    """Wait for threads that free removed files; return whether there were any."""
     threads = list(_freeing)
     for thread in threads:
         thread.join()
@@ -325,7 +329,7 @@ def publish(temporary: str, path: str, replaces: bool) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # NFS repeats a call whose reply was lost: the repeated call finds its own link.
+        # NFS repeats a call whose reply was lost: the first try may have made ``path``.
         if not os.path.samefile(temporary, path):
             raise
     except OSError as error:
@@ -350,7 +354,7 @@ def _type(path: str) -> int | None:
 
 
 def file_system_name(path: str) -> str:
-    """Return the name of the type of a path's file system, such as ``Lustre``.
+    """Return the name of a path's type of file system, such as ``Lustre``.
 
     The name of an unknown type is its number; ext2 and ext3 are called ``ext4``.
     """

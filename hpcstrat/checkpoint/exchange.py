@@ -1,9 +1,10 @@
 """Conversion of checkpoints to and from files of other programs.
 
 The formats are NumPy's (.npz), plain HDF5 and safetensors. Values are converted one
-after the other, so that a file need not fit in memory. A safetensors file
-(huggingface.co/docs/safetensors) is the length of a header in 8 bytes, the header in
-JSON, and the values. The safetensors library holds all values in memory when it writes.
+after the other, so that a file need not fit in memory. The safetensors library is not
+used, because it holds all values in memory when it writes. Its format
+(huggingface.co/docs/safetensors) is: the length of the header in 8 bytes, the header in
+JSON, and the values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 _TYPE = "hpcstrat_dtype"
 _BFLOAT16 = "bfloat16"
 _CHUNK_BYTES = 16 << 20
-# Where a member's ZIP header has the lengths of the name and of the extra field.
+# Bytes of a member's ZIP header with the lengths of the name and of the extra field.
 _LENGTHS = slice(26, 30)
 _HEADER_BYTES = 30
 
@@ -51,7 +52,7 @@ def write_npz(
 
 
 def read_npz(path: str) -> dict[str, Array]:
-    """Return the values of an .npz file by name; map values that are uncompressed."""
+    """Return an .npz file's values by name, memory-mapped if they are uncompressed."""
     found = {}
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         for info in archive.infolist():
@@ -156,7 +157,7 @@ _TYPES = {
 }
 _NAMES = {name: letter for letter, name in _TYPES.items()}
 _METADATA = "__metadata__"
-# The safetensors library refuses longer headers.
+# Longer headers are refused by the safetensors library.
 _MOST_HEADER_BYTES = 100_000_000
 
 
@@ -221,5 +222,5 @@ def _value(path: str, about: dict[str, Any], base: int, size: int) -> Array:
         raise ValueError(f"its values of shape {shape} do not fit in the file")
     if not nbytes:
         return np.zeros(shape, dtype)
-    # Map bytes first, because values may be unaligned in the file.
+    # Map the values as bytes, because they may be unaligned in the file.
     return np.memmap(path, np.uint8, "c", begin, (nbytes,)).view(dtype).reshape(shape)

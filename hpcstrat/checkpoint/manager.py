@@ -1,4 +1,4 @@
-"""Saving of a program's objects, and restoring on any number of replicas."""
+"""`CheckpointManager`, which saves and restores a program's objects."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _CREATION = "creation of a CheckpointManager"
 class CheckpointManager:
     """Saves a program's state in a folder, and restores it on any number of replicas.
 
-    Collective over the strategy's replicas, as are its methods.
+    Collective over the strategy's replicas, as are the manager's methods.
 
-    A checkpoint is kept if ``max_to_keep``, ``keep_every``, ``keep_best`` or
-    ``keep_for`` keeps it, whichever job saved it. Other checkpoints are removed when a
-    new one is on the disk. The newest intact checkpoint is always kept. Damaged
-    checkpoints are not counted, and not removed.
+    A checkpoint in the folder, whichever job saved it, is kept if at least one of
+    ``max_to_keep``, ``keep_every``, ``keep_best`` and ``keep_for`` keeps it. The others
+    are removed when a new checkpoint is on the disk. The newest intact checkpoint is
+    always kept. Damaged checkpoints are not counted, and not removed.
 
     Parameters
     ----------
@@ -68,8 +68,9 @@ class CheckpointManager:
     max_to_keep : int or None
         Number of the newest checkpoints to keep; None keeps all, despite other rules.
     keep_every : int or timedelta, optional
-        Keep forever the checkpoints whose step is a multiple of this number, or, with a
-        timedelta, checkpoints at least this time apart, from the folder's oldest on.
+        Number: keep forever the checkpoints whose step is a multiple of it. Timedelta:
+        keep forever the oldest checkpoint, and then checkpoints at least this time
+        apart.
     keep_best : KeepBest, optional
         Keep the best checkpoints by a metric that is passed to `save`.
     keep_for : float or timedelta, optional
@@ -77,8 +78,8 @@ class CheckpointManager:
         the start of the save, which the file records.
     max_write_bandwidth : float, optional
         Highest mean rate, in bytes per second, at which all replicas together write an
-        asynchronous save while no rank waits for it. Default: no limit, which can slow
-        down training and other jobs.
+        asynchronous save, until a rank waits for the save. Default: no limit, which can
+        slow down training and other jobs.
     independent : bool
         Allow a strategy of one replica in a job of several ranks; each rank then needs
         its own folder.
@@ -117,20 +118,21 @@ class CheckpointManager:
                 names = known.variables() or known.names
                 require_one_writer(known.strategy, names)
         except Exception as error:
-            # The manager has no strategy yet: report the error to the objects' ranks.
+            # The manager has no strategy yet: report the error by the objects'
+            # strategy.
             strategy_of(objects).collectives.fail(_CREATION, error)
             raise
         self.directory = folder.path
         self._objects, self._keep_best, self._folder = known, keep_best, folder
         self._strategy = strategy = known.strategy
         self.collectives = strategy.collectives
-        # Saves and restores share a buffer and the list of damaged files.
+        # Saves and restores share these: a buffer, and the list of damaged files.
         retention, memory = Retention(folder.path, rules), ImageMemory()
         self._saver = Saver(strategy, folder, retention, memory)
         self._restorer = Restorer(strategy, folder.path, known, retention, memory)
         # Error of a save in the background, which the next `wait` raises.
         self._pending: CheckpointError | None = None
-        # The next asynchronous save compares this part of the variables (a number).
+        # Number of the part of the variables that the next asynchronous save compares.
         self._turn = 0
         on_rank_0(strategy, _CREATION, folder.prepare)
 
@@ -144,21 +146,22 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the manager; after an error do not wait for the other ranks."""
+        """Close the manager, but not after an error, when ranks could be missing."""
         if kind is None:
             self.close()
 
     @property
     def last_save(self) -> SaveStatistics | None:
-        """The cost of the last finished save; None before the first.
+        """The cost of the last finished save; None before the first save ends.
 
-        Not collective. A background save counts after the next `save` or `wait`.
+        Not collective. A background save counts as finished after the next `save` or
+        `wait`.
         """
         return self._saver.last
 
     @property
     def last_restore(self) -> RestoreReport | None:
-        """A report of the last restore; None before the first.
+        """A report of the last restore; None before the first restore.
 
         Not collective.
         """
@@ -219,17 +222,17 @@ class CheckpointManager:
             (), the same on every rank, such as ``{"val_loss": 0.25}``.
         asynchronous : bool
             Whether to return as soon as this replica's share is copied to memory, and
-            to write the file in threads. The program may change the saved objects at
-            once. The checkpoint appears without a further call, when the shares of all
-            replicas are on the disk. `wait`, `close` and the next `save` raise an error
-            of the threads.
+            to write the file in threads. The program may change the objects after the
+            return. The checkpoint appears without a further call, when the shares of
+            all replicas are on the disk. If a thread fails, `wait`, `close` and the
+            next `save` raise the error.
         on_busy : str
             While an earlier save is still being written: ``"wait"`` for it, or
             ``"skip"`` this save.
         overwrite : bool
-            Whether to replace a checkpoint of this step (without ``step``, it is always
-            replaced), and to remove checkpoints of later steps once this one is on the
-            disk. Use it after a restore of an older checkpoint.
+            Whether to replace a checkpoint of this step, and to remove checkpoints of
+            later steps when this one is on the disk. Use it after a restore of an older
+            checkpoint. Without ``step``, a checkpoint of this step is always replaced.
 
         Returns
         -------
@@ -255,7 +258,7 @@ class CheckpointManager:
             replica's share), and the next asynchronous save compares the next part.
         """
         began = time.perf_counter()
-        # No rank has made a collective call yet, so that all ranks learn of an error.
+        # Check arguments before a collective call, so that all ranks learn of an error.
         if on_busy not in _ON_BUSY:
             raise ValueError(
                 f"expected on_busy to be 'wait' or 'skip', found {on_busy!r}; take one"
@@ -266,7 +269,7 @@ class CheckpointManager:
             return None
         # Run one save at a time, because two would need twice the memory.
         self.wait()
-        # After a restore of an older step, an optimizer's iterations repeat.
+        # After a restore of an older step, an optimizer's iterations repeat steps.
         replaces = overwrite or step is None
         if step is None:
             step = self._objects.iterations()
@@ -277,7 +280,7 @@ class CheckpointManager:
             iterators, python = self._objects.states()
             name = checkpoint_name(step)
         except Exception as error:
-            # Ranks have made collective calls in this method: notify them of the error.
+            # The other ranks are in this method, too: notify them of the error.
             self.collectives.fail("save", error)
             raise
         require_same_state(self.collectives, python)
@@ -286,7 +289,7 @@ class CheckpointManager:
         self.collectives.barrier(
             f"{kind} of step {step} with {given}{self._objects.describe(variables)}"
         )
-        # Clocks drift: measure their offsets for a timeline, after the barrier above.
+        # Clocks drift: measure their offsets for a timeline, just after a barrier.
         channel = self.collectives.channel
         measure(None if channel is None else channel.topology)
         # Compare only a part in an asynchronous save, because comparing takes long.
@@ -334,9 +337,9 @@ class CheckpointManager:
         Collective over the strategy's replicas.
 
         A mirrored variable gets the saved value on every replica. A SyncOnRead variable
-        with ``SUM`` gets a share of the saved total; shares of integers add up exactly.
-        With ``MEAN`` or ``ONLY_FIRST_REPLICA``, it gets the saved value; with ``NONE``,
-        the row of its own replica.
+        gets, by its aggregation: with ``SUM``, a share of the saved total (shares of
+        integers add up exactly); with ``MEAN`` or ``ONLY_FIRST_REPLICA``, the saved
+        value; with ``NONE``, the row of its own replica.
 
         Parameters
         ----------
@@ -350,8 +353,8 @@ class CheckpointManager:
             Whether to ignore saved values that belong to no object.
         per_replica : str
             Rule for SyncOnRead variables with ``NONE`` if another number of replicas
-            saved them: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (replica ``r``
-            gets row ``r`` modulo the number of rows), or ``"init"`` (no change).
+            has saved the file: ``"error"``, ``"first"`` (row 0), ``"cycle"`` (replica
+            ``r`` gets row ``r`` modulo the number of rows), or ``"init"`` (no change).
         only : collection of str, optional
             Names of the objects that are restored, as they were given to the manager;
             default: all.
@@ -392,8 +395,9 @@ class CheckpointManager:
             )
         return step
 
-    # A separate entry: an argument that only one rank refuses must be refused before
-    # any collective call of the entry, and `restore` may have finished a save before.
+    # Separate from `restore`: arguments must be checked before the first collective
+    # call of a method, and `restore` has made collective calls if it has finished a
+    # save.
     @collective
     def _restore(
         self,
@@ -515,7 +519,7 @@ class CheckpointManager:
 
     @collective
     def close(self) -> None:
-        """Wait as `wait` does, free the buffers, and unlock the folder.
+        """Wait for a save in the background, free the buffers, and unlock the folder.
 
         Collective over the strategy's replicas. The manager can still be used.
 
@@ -531,7 +535,7 @@ class CheckpointManager:
             self._folder.release()
 
     def _add_optional(self, name: str, thing: Any) -> None:
-        """Add an object with plain state, which older checkpoints may lack."""
+        """Add an object with plain state that older checkpoints may lack."""
         self._objects.add_optional(name, thing)
 
     def _nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The objects of a program whose state is saved."""
+"""The objects that a `CheckpointManager` saves and restores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Objects", "pieces_of"]
 
 @runtime_checkable
 class _SupportsPosition(Protocol):
-    """A dataset or random streams, with a small state that the file format defines."""
+    """A dataset or random streams: small state, with fields that the format defines."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -45,7 +45,7 @@ class _SupportsPosition(Protocol):
 
 @runtime_checkable
 class _SupportsPlainState(Protocol):
-    """An object with plain state, as in many libraries; replica 0's state is saved."""
+    """An object with ``state_dict``; a save stores the state of replica 0's object."""
 
     def state_dict(self) -> Any: ...
 
@@ -53,9 +53,9 @@ class _SupportsPlainState(Protocol):
 
 
 class Objects:
-    """Named variables, optimizers, datasets, random streams and plain state.
+    """The named objects to save: variables, optimizers, datasets and others.
 
-    Raises ValueError if an object cannot be saved, or objects have several strategies.
+    Raises ValueError if an object cannot be saved, or if objects differ in strategy.
     """
 
     def __init__(self, objects: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class Objects:
         if isinstance(thing, Variable):
             self._variables[path] = thing
         elif isinstance(thing, Mapping):
-            # Names in HDF5 are text: the keys 1 and "1" would be one dataset.
+            # Names in HDF5 are text: the keys 1 and "1" would be the same dataset.
             names = [_check_name(str(key)) for key in thing]
             if len(set(names)) != len(names):
                 raise ValueError(
@@ -158,7 +158,7 @@ class Objects:
         return of_all_groups(get_strategy())
 
     def add_optional(self, name: str, thing: _SupportsPlainState) -> None:
-        """Add plain state that older checkpoints may lack, or replace its object."""
+        """Add or replace an object with plain state that old checkpoints may lack."""
         if name in self.names - self._optional:
             raise ValueError(
                 f"expected no object named {name!r}, found one; give it another name"
@@ -167,11 +167,11 @@ class Objects:
         self._optional.add(name)
 
     def variables(self) -> dict[str, Variable]:
-        """Return all variables that exist now, by path in the file."""
+        """Return all variables that the objects have now, by path in the file."""
         for thing in self._nested:
-            # This call makes a metric add its pending updates to its totals.
+            # In this call, a metric adds its pending updates to its totals.
             thing.checkpoint_variables()
-        # Ask the objects in each call, because optimizers make state in a first step.
+        # Ask again in each call, because optimizers make state in their first step.
         found = dict(self._variables)
         for name, thing in self._stateful.items():
             for path, variable in thing.checkpoint_variables().items():
@@ -200,11 +200,12 @@ class Objects:
     def unmade(
         self, missing: Collection[str], paths: Iterable[str], saved: Iterable[str]
     ) -> set[str]:
-        """Return the missing paths whose variables did not exist yet at the save.
+        """Return the ``missing`` paths whose variables did not exist at the save.
 
-        The object of such a path can reset the state there, and now has all kinds of
-        state (such as ``momentum`` in ``optimizer/momentum/w``) that were saved for the
-        object. ``paths`` are the program's, and ``saved`` are the checkpoint's.
+        ``missing`` are paths of the program (``paths``) that the checkpoint (``saved``)
+        lacks. A path is returned if its object can reset the state there, and now has
+        all kinds of state (such as ``momentum`` in ``optimizer/momentum/w``) that were
+        saved for it.
         """
         names = {path.partition("/")[0] for path in missing}
         names = {n for n in names if hasattr(self._stateful.get(n), "checkpoint_reset")}
@@ -215,7 +216,7 @@ class Objects:
         return {path for path in missing if path.partition("/")[0] in names}
 
     def reset(self, paths: Sequence[str]) -> None:
-        """Reset the state at these paths to the state before its owner's first step."""
+        """Reset optimizer state at these paths to its value before the first step."""
         for name, thing in self._stateful.items():
             own = [p.partition("/")[2] for p in paths if p.partition("/")[0] == name]
             if own:
@@ -225,14 +226,14 @@ class Objects:
     def end_restore(
         self, num_replicas: int, now: int, only: Collection[str] | None = None
     ) -> None:
-        """Notify objects of the numbers of replicas: at the save, and now."""
+        """Notify objects of the number of replicas at the save, and the number now."""
         for name, thing in self._stateful.items():
             wanted = only is None or name in only
             if wanted and isinstance(thing, SupportsDeferredCheckpoint):
                 thing.checkpoint_restored(num_replicas, now)
 
     def target(self, path: str) -> Variable | None:
-        """Return the variable for a saved value without a match by path, or None."""
+        """Return the variable for a saved value whose path no variable has, or None."""
         owner = self.owner(path)
         if owner is None:
             return None
@@ -240,10 +241,10 @@ class Objects:
         return None if find is None else find(owner[1])
 
     def owner(self, path: str) -> tuple[SupportsDeferredCheckpoint, str] | None:
-        """Return the object that may make a path's variable, and its path there."""
+        """Return the object that can make a path's variable, and its path there."""
         name, _, rest = path.partition("/")
         thing = self._stateful.get(name)
-        # Check for None first, because an isinstance check of a protocol takes 30 us.
+        # Check for None before the protocol, because that isinstance check takes 30 us.
         if thing is None or not isinstance(thing, SupportsDeferredCheckpoint):
             return None
         return thing, rest
@@ -255,16 +256,16 @@ class Objects:
         return first | {*self._stateful, *self.iterators, *self.python}
 
     def iterations(self) -> int | None:
-        """Return an optimizer's number of steps, or None without an optimizer."""
+        """Return an optimizer's number of steps, or None if there is no optimizer."""
         for thing in self._stateful.values():
-            # Other objects than optimizers may have another kind of ``iterations``.
+            # Other objects than optimizers may have ``iterations`` that is no Variable.
             steps = getattr(thing, "iterations", None)
             if isinstance(steps, Variable):
                 return int(to_host(steps.component))
         return None
 
     def describe(self, variables: dict[str, Variable]) -> str:
-        """Return a text with the properties of variables that all ranks must share."""
+        """Return, as text, the properties of variables that all ranks must share."""
         words = [
             f"{path} {dtype_name(v.dtype)}{list(v.shape)} {v.synchronization.name} "
             f"{v.aggregation.name}"
@@ -273,14 +274,14 @@ class Objects:
         return f"{len(words)} variables: {', '.join(words)}"
 
     def values(self, variables: dict[str, Variable]) -> dict[str, Any]:
-        """Return the value of each variable over all replicas, or this replica's row.
+        """Return the value to save of each variable, by path.
 
-        Collective over the strategy's replicas, if there are SyncOnRead variables.
-        Values on parameter servers stay there, and are fetched piece by piece later.
+        A value is combined over all replicas, or is this replica's row. Values on
+        parameter servers are fetched piece by piece later. Collective over the
+        strategy's replicas, if there are SyncOnRead variables.
         """
         values: dict[str, Any] = {}
-        # One call can read only variables of one strategy, either sharded variables or
-        # whole ones.
+        # One call reads only variables of one strategy, either sharded or whole ones.
         here: dict[tuple[bool, bool], dict[str, Any]] = {}
         for path, variable in variables.items():
             if (pieces := pieces_of(variable)) is not None:
@@ -297,11 +298,11 @@ class Objects:
     def entries(
         self, variables: dict[str, Variable], values: dict[str, Any]
     ) -> dict[str, Entry]:
-        """Return the file's entry for each variable, by path, given the values."""
+        """Return the entry in the file for each variable, by path, given its value."""
         entries = {}
         for path, variable in variables.items():
             on_read = isinstance(variable, SyncOnReadVariable)
-            # Save each logical replica's component: a sum of components is rounded.
+            # Save the component of each logical replica: a sum would be rounded.
             gathered = on_read and has_logical_replicas(variable)
             apart = _is_apart(variable) or gathered
             alone = apart and not gathered
@@ -322,7 +323,7 @@ class Objects:
         return entries
 
     def states(self) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
-        """Return states of datasets and random streams, and plain state as text.
+        """Return the states of datasets and random streams, and plain state as text.
 
         Collective over the strategy's replicas if there are random streams.
         """
@@ -336,7 +337,7 @@ class Objects:
     def state_problems(
         self, header: Header, only: Collection[str] | None = None
     ) -> list[str]:
-        """Return a sentence for each state that is not in the checkpoint or is unfit.
+        """Return a message for each state that is missing in the file, or does not fit.
 
         ``only`` has the names of the objects to check; None means all objects.
         """
@@ -378,20 +379,20 @@ def _is_apart(variable: Variable) -> bool:
 
 
 def pieces_of(variable: Variable | None) -> Any:
-    """Return the bytes of a variable on parameter servers, to transfer in pieces.
+    """Return access to the bytes of a variable on parameter servers, piece by piece.
 
-    Returns None for other variables, and if the bytes would need a conversion.
+    Returns None for other variables, and for bytes that must be converted for the file.
     """
     if variable is None or not variable.is_remote:
         return None
-    # Files are little-endian on every machine, and pieces are never converted.
+    # Files are little-endian on every machine, and no code converts pieces.
     as_stored = sys.byteorder == "little" and variable.dtype.isnative
     elsewhere: Any = variable
     return elsewhere.pieces() if as_stored else None
 
 
 def _kinds(paths: Iterable[str]) -> dict[str, set[str]]:
-    """Return the second components of paths, grouped by the first components."""
+    """Return the kinds of state of each object: ``{"opt": {"m"}}`` for ``opt/m/w``."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in paths:
         name, _, rest = path.partition("/")

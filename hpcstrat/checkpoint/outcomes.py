@@ -1,4 +1,4 @@
-"""Reports of the cost of a save and of the results of a restore."""
+"""Reports about a save (its cost) and about a restore (its results)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["RestoreReport", "SaveStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The result of a restore: which checkpoint was read, how fast, and unused values.
+    """Report of a restore: the checkpoint, the time, and the values that were not used.
 
     Parameters
     ----------
@@ -22,7 +22,7 @@ class RestoreReport:
     num_replicas : int
         Number of replicas that saved the checkpoint.
     verified : bool
-        Whether hashes were compared; files of format version 1 have no hashes.
+        Whether the values' hashes were checked; files of format version 1 have none.
     nbytes : int
         Bytes that this replica read.
     seconds : float
@@ -32,7 +32,7 @@ class RestoreReport:
     unused : tuple of str
         Paths of saved values that no object of the program has received.
     passed_over : tuple of str
-        Paths of newer checkpoints, which are damaged.
+        Paths of newer checkpoints that were skipped, because they are damaged.
     """
 
     path: str
@@ -53,7 +53,7 @@ class RestoreReport:
         Raises
         ------
         CheckpointMismatchError
-            If not; the message names the unused values.
+            If a value is unused; the message names the unused values.
         """
         if self.unused:
             raise CheckpointMismatchError(

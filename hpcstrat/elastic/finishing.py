@@ -1,7 +1,8 @@
-"""Ending of a process after the loss of a rank, and the file that marks finished work.
+"""The end of a process after the loss of a rank, and the marker of finished work.
 
 ``MPI_Finalize`` may wait for dead ranks, so that it is skipped after a loss. The
-launcher's exit status does not show success: it was 0 even if all ranks were lost.
+launcher's exit status does not show success: it was 0 even after the loss of all ranks.
+Therefore a marker file shows that the work is finished.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ __all__ = ["end_without_finalize_after_loss", "remove_marker", "write_marker"]
 
 
 def end_without_finalize_after_loss(pool: Pool) -> None:
-    """At exit, skip MPI_Finalize if the pool knows of lost ranks."""
+    """Arrange that MPI_Finalize is skipped at exit, if a rank was lost."""
     atexit.register(_end, pool, os.getpid())
 
 
 def _end(pool: Pool, process: int) -> None:
-    """Skip MPI_Finalize if a rank has died."""
-    # Forked child processes run this function, too, but have no MPI to end.
+    """End this process without MPI_Finalize if the pool knows of lost ranks."""
+    # Forked child processes run this exit function, too, but must not end MPI.
     if os.getpid() != process or not pool.knows_of_losses():
         return
     if abandon_mpi():
         return
-    # mpi4py would call MPI_Finalize, because the program has initialized MPI by itself.
+    # `abandon_mpi` had no effect, because the program has initialized MPI by itself:
+    # exit before mpi4py calls MPI_Finalize.
     finish_all()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -44,17 +46,17 @@ def _end(pool: Pool, process: int) -> None:
 
 
 def remove_marker(path: str | os.PathLike[str] | None) -> None:
-    """Remove the marker file of an earlier run, if it exists; call this on one rank."""
+    """Remove an earlier run's marker file, if there is one; call this on one rank."""
     if path is not None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
 def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> None:
-    """Write the marker file of finished work; on return it is on the disk.
+    """Write the marker file of finished work, and flush it to the disk.
 
-    Call this on one rank; it does nothing without a path. The file contains ``told``
-    and the time.
+    Call this on one rank. Without a path, no file is written. The file contains
+    ``told`` and the time.
     """
     if path is None:
         return
@@ -65,7 +67,7 @@ def write_marker(path: str | os.PathLike[str] | None, told: dict[str, Any]) -> N
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
-    # Rename the complete file, so that a program that watches never reads half of it.
+    # Rename the complete file, so that a watching program never reads half of it.
     os.replace(temporary, whole)
     folder = os.open(os.path.dirname(whole), os.O_RDONLY | os.O_DIRECTORY)
     try:

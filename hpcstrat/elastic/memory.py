@@ -1,4 +1,4 @@
-"""The state in memory from which training continues after a rank is lost."""
+"""`Memory`, which keeps the state from which training continues after a loss."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Memory:
     Parameters
     ----------
     partner_copies : bool
-        Whether another replica keeps a copy of the state that only one replica has.
+        Whether a second replica keeps a copy of the state that only one replica has.
 
     Attributes
     ----------
     state : dict
-        The plain values, other than the step, of the commit that was restored.
+        The plain values, without the step, of the commit that was restored.
     """
 
     def __init__(self, partner_copies: bool = False) -> None:
@@ -50,7 +50,7 @@ class Memory:
         self._partners: list[int] = []
 
     def begin(self, strategy: Replicas, generation: int) -> None:
-        """Use this strategy from now on; `hpcstrat.elastic.run` calls this method.
+        """Use another strategy from now on; `hpcstrat.elastic.run` calls this method.
 
         Not collective. For the library's own modules.
         """
@@ -62,7 +62,7 @@ class Memory:
         self._objects, self._restored, self._number, self._calls = None, False, 0, -1
 
     def track(self, **objects: Any) -> None:
-        """Choose the objects to keep, in each call of the training function.
+        """Choose the objects to keep; required in each call of the training function.
 
         Not collective; the objects must exist, and be the same on every rank.
 
@@ -81,7 +81,7 @@ class Memory:
         self._require_whole(self._objects)
 
     def _require_whole(self, objects: Objects) -> None:
-        """Raise ValueError for sharded state: a lost rank would lose its shard."""
+        """Raise ValueError for sharded variables: a lost rank would lose its shards."""
         variables = objects.variables().items()
         parts = [path for path, variable in variables if variable.is_sharded]
         if parts and self._strategy is not None and not self._strategy.logical:
@@ -118,7 +118,7 @@ class Memory:
         RuntimeError
             If `track` was not called before.
         CheckpointMismatchError
-            On every rank, if the objects are not the objects that were committed.
+            On every rank, if the tracked objects do not fit the commit.
         """
         objects = self._tracked("restore")
         strategy = self._strategy
@@ -129,12 +129,12 @@ class Memory:
         place = strategy.topology.worker_id
         report = Inventory(self._joined, place, [_holding(commit) for commit in held])
         reports = collectives.all_gather_object(report, "restoring from memory")
-        # Choose partners among the active ranks, which change with every loss.
+        # Choose partners anew, because the active ranks change with every loss.
         self._partners = partners_of([other.worker for other in reports])
         key = choose(reports)
         self._restored = True
         if key is None:
-            # Other ranks start anew, so these commits must never be restored.
+            # All ranks start anew, so that these commits must never be restored.
             for commit in held:
                 commit.key = None
             return None
@@ -142,12 +142,12 @@ class Memory:
         restore = restore_whole if strategy.logical else restore_snapshot
         restore(commit, key, objects, strategy, reports)
         for other in held:
-            # Discard the other commit: not all ranks have it, or this commit is newer.
+            # Discard the other commit: it is older, or not all ranks have it.
             if other is not commit:
                 other.key = None
         self.state = from_text(commit.python[""])
-        # Commit at once, so that new ranks have a commit, too. Without it, a loss
-        # before the next commit would also lose the parts that new ranks have received.
+        # Commit immediately, so that new ranks have a commit, too. Without this commit,
+        # a loss before the next one would lose the parts that new ranks have received.
         self._number += 1
         self._keep(commit.step, commit.python[""])
         return commit.step
@@ -156,9 +156,9 @@ class Memory:
     def commit(self, step: int, **state: Any) -> None:
         """Keep the current state, to continue from it after a rank is lost.
 
-        Logically collective over the strategy's replicas: it copies memory, and
-        communicates only for partner copies, for logical replicas, or if the strategy
-        has made no collective call since the last commit.
+        Logically collective over the strategy's replicas: all must call it, but it only
+        copies memory. It communicates only for partner copies, for logical replicas, or
+        if the strategy has made no collective call since the last commit.
 
         Parameters
         ----------
@@ -166,7 +166,8 @@ class Memory:
             The number that `restore` returns.
         **state : object
             More plain values to keep, the same on every replica, of types that a
-            `CheckpointManager` can save. `restore` assigns them to ``memory.state``.
+            `CheckpointManager` can save. `restore` assigns these values to
+            ``memory.state``.
 
         Raises
         ------
@@ -175,7 +176,7 @@ class Memory:
         ValueError
             If a value of the state cannot be restored unchanged.
         """
-        # Count commits that fail on this replica, because other replicas may succeed.
+        # Count a commit even if it fails here, because other replicas may succeed.
         self._number += 1
         self._tracked("commit")
         if not self._restored:
@@ -194,7 +195,7 @@ class Memory:
         return self._objects
 
     def _keep(self, step: int, text: bytes) -> None:
-        # Replace the older commit: a rank may die before the new one is complete.
+        # Overwrite the older commit: a rank may die before the new one is complete.
         commit = min(self._commits, key=lambda c: c.key or (-1, -1))
         strategy, objects = self._strategy, self._objects
         assert strategy is not None
@@ -203,7 +204,8 @@ class Memory:
         channel = strategy.collectives.channel
         if channel is not None:
             channel.pending.drain()
-            # Calls keep ranks within one commit of each other, so two commits suffice.
+            # With a collective call between commits, ranks differ by at most one
+            # commit, so that two commits in memory suffice.
             if channel.num_calls == self._calls:
                 strategy.collectives.barrier(f"commit of step {step}")
         if strategy.logical:

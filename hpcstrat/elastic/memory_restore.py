@@ -1,4 +1,4 @@
-"""Restoring from memory: the choice of a commit, and the replacement of lost parts."""
+"""Restoring of a commit from memory, and the replacement of lost ranks' parts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["Inventory", "choose", "restore_snapshot", "restore_whole"]
 class Inventory:
     """A replica's list of the commits in its memory.
 
-    ``joined`` is the generation in which the replica became active. Each of
-    ``holdings`` is a commit: its key, the replica's rank and the number of ranks at the
-    commit, and the replicas whose parts are in its copies.
+    ``joined`` is the generation in which the replica became active. ``holdings`` has a
+    tuple for each commit: its key, the replica's rank at the commit, the number of
+    ranks at the commit, and the replicas of whose parts this replica has copies.
     """
 
     joined: int
@@ -38,12 +38,12 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class _Handover:
-    """The replicas that supply each part of a commit; the same on every replica.
+    """A plan of which replicas supply and receive the parts of a commit.
 
-    ``holders`` maps a current replica with the commit to its number at the commit.
-    ``newcomers`` maps a current replica without the commit to the lost replica that it
-    replaces, or None. ``lost`` maps a lost replica to a current replica that has a copy
-    of its part, or None.
+    The plan is the same on every replica. ``holders`` maps a current replica that has
+    the commit to its number at the commit. ``newcomers`` maps a current replica that
+    does not have the commit to the lost replica that it replaces, or to None. ``lost``
+    maps a lost replica to a current replica that has a copy of its part, or to None.
     """
 
     holders: dict[int, int]
@@ -56,10 +56,10 @@ class _Handover:
 
 
 def choose(reports: Sequence[Inventory]) -> Key | None:
-    """Return the newest commit that all its remaining ranks still have, or None."""
+    """Return the key of the newest commit that all older ranks have, or None."""
     keys = {holding[0] for report in reports for holding in report.holdings}
     for key in sorted(keys, reverse=True):
-        # Ranks that joined after this commit do not have it, and receive it later.
+        # A rank that joined after this commit need not have it, and receives it later.
         if all(
             report.joined > key[0] or key in [h[0] for h in report.holdings]
             for report in reports
@@ -78,7 +78,7 @@ def _handover(key: Key, reports: Sequence[Inventory]) -> _Handover:
                 holders[now], num_replicas = replica, count
                 copies.update(dict.fromkeys(sources, now))
     missing = sorted(set(range(num_replicas)) - set(holders.values()))
-    # New ranks replace the lost replicas in order; further new ranks replace none.
+    # New ranks replace the lost replicas in order; surplus new ranks replace none.
     fresh = [now for now in range(len(reports)) if now not in holders]
     replaced: list[int | None] = [*missing, *[None] * len(fresh)]
     return _Handover(
@@ -118,7 +118,7 @@ def restore_snapshot(
     for match in matches:
         _assign(match, values, strategy)
     objects.reset(unmade)
-    # Lost parts are missing in sums, so that a mean must not count them either.
+    # Lost parts are missing in sums, so that a mean must not count their replicas.
     gone = sum(keeper is None for keeper in handover.lost.values())
     objects.end_restore(commit.num_replicas - gone, strategy.num_replicas_in_sync)
     for name, thing in objects.iterators.items():
@@ -138,10 +138,11 @@ def restore_whole(
     strategy: Replicas,
     reports: Sequence[Inventory],
 ) -> None:
-    """Restore all objects from a commit that has the parts of all logical replicas.
+    """Restore all objects from a commit of logical replicas.
 
-    Collective, with the parameters of `restore_snapshot`. No state is lost with a rank:
-    each logical replica gets its own state, on whichever rank it is now.
+    Collective, with the parameters of `restore_snapshot`. A commit has the parts of all
+    logical replicas, so that no state is lost with a rank: each logical replica gets
+    its own state, on any rank.
     """
     handover = _handover(key, reports)
     if handover.newcomers:
@@ -159,7 +160,7 @@ def restore_whole(
 def _match(
     commit: Snapshot, objects: Objects, strategy: Replicas, *, per_replica: str
 ) -> tuple[list[Match], list[str]]:
-    """Match entries and variables by the strict rules of one running program."""
+    """Match saved values with variables, without casts and with no value unused."""
     return match_entries(
         commit.header(),
         objects.variables(),
@@ -172,17 +173,17 @@ def _match(
 
 
 def _end(commit: Snapshot, objects: Objects, strategy: Replicas) -> None:
-    """Restore plain objects, and check that variables are equal on all replicas."""
+    """Restore objects with plain state, and compare variables between replicas."""
     for name, thing in objects.python.items():
         thing.load_state_dict(from_text(commit.python[name]))
-    # This check finds a wrong commit now, before the training diverges.
+    # If the restored state is wrong, raise here, before the training diverges.
     check_mirrored(strategy, objects.variables())
 
 
 def _give_to_newcomers(
     commit: Snapshot, handover: _Handover, strategy: Replicas
 ) -> None:
-    """Send state that is equal on all replicas to the ranks without a commit."""
+    """Send the state that is equal on all replicas to the ranks without the commit."""
     collectives, what = strategy.collectives, "state for newcomers"
     described = None
     if strategy.rank == handover.root:
@@ -198,7 +199,7 @@ def _give_to_newcomers(
     if strategy.rank not in handover.holders:
         commit.step, commit.num_replicas, commit.entries = found[:3]
         commit.iterators, commit.python = found[3:5]
-        # Values with a separate part on each replica are zero until `_restore_lost`.
+        # Values that differ between replicas are zero until `_restore_lost`.
         commit.arrays = {p: np.zeros(s, d) for p, (d, s) in found[5].items()}
     paths = list(commit.entries) if strategy.logical else commit.mirrored()
     arrays = [commit.arrays[path] for path in paths]
@@ -214,7 +215,7 @@ def _restore_lost(
     values: dict[str, Array],
     rows: dict[str, Array],
 ) -> None:
-    """Send the parts of lost replicas to current replicas, and fill new replicas."""
+    """Restore the parts of lost replicas from copies, and fill new replicas."""
     now = strategy.replica_id
     collectives = strategy.collectives
     heirs = {lost: new for new, lost in handover.newcomers.items() if lost is not None}
@@ -224,9 +225,9 @@ def _restore_lost(
         part = commit.copies.get(lost) if now == keeper else None
         part = collectives.broadcast_object(part, keeper, f"part of lost rank {lost}")
         arrays, streams = commit.unpacked(part)
-        # The rank that replaces the lost rank receives the whole part. Without one,
-        # a sum keeps its total, a new replica 0 receives the value of the old one, and
-        # other values are lost.
+        # A rank that replaces the lost rank receives the whole part. If no rank
+        # replaces it, a sum keeps its total, the new replica 0 receives a lost replica
+        # 0's value, and other values are lost.
         if lost in heirs:
             if now == heirs[lost]:
                 values.update(arrays)
@@ -261,7 +262,7 @@ def _fill_newcomers(
     values: dict[str, Array],
     without: list[int],
 ) -> None:
-    """Set neutral values on new replicas if no copy of the lost values exists."""
+    """Set values on new replicas for which no copy of lost values exists."""
     for path in commit.on_read():
         rule = rule_of(commit.entries[path].aggregation)
         if rule is None:
@@ -281,7 +282,7 @@ def _fill_newcomers(
 def _warn_of_lost(
     commit: Snapshot, handover: _Handover, strategy: Replicas, without: list[int]
 ) -> None:
-    """Log a warning with the values that could not be restored."""
+    """Log a warning that names the values that could not be restored."""
     if strategy.replica_id != handover.root:
         return
     gone = [lost for lost in sorted(handover.lost) if not _kept(handover, lost)]
@@ -311,7 +312,7 @@ def _assign(match: Match, values: dict[str, Array], strategy: Replicas) -> None:
         # With aggregation NONE, a new replica keeps its initial value.
         return
     if match.variable is None:
-        # The owner makes the variable later, such as an optimizer in its first step.
+        # The owner, such as an optimizer in its first step, makes the variable later.
         match.owner.checkpoint_defer(match.name, value, strategy, is_part=True)
     elif is_device(match.variable.component):
         store(match.variable.component, value)

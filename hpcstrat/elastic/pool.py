@@ -1,8 +1,9 @@
-"""The ranks of a job: active ranks, spare ranks, and ranks that have been lost.
+"""The pool of a job's ranks: active ranks, spare ranks, and lost ranks.
 
-After each loss all living ranks meet: they shrink the pool's communicator to the living
-ranks, exchange their states, and agree that all ranks have received all states. If a
-rank dies meanwhile, the meeting is repeated, so that all ranks agree on one list.
+After each loss, all living ranks hold a meeting: they shrink the pool's communicator to
+the living ranks, exchange their states, and agree that all of them have received all
+states. If a rank dies in the meeting, the meeting is repeated, so that all ranks have
+the same list.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ _RELEASED = 1
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A rank's description of itself; ``rank`` is its number in the whole job.
+    """A rank's description of itself for a meeting; ``rank`` is its number in the job.
 
-    ``node`` helps to choose a spare rank on the same node; ``returned`` is whether the
-    rank's training function has returned.
+    ``node`` is used to choose a spare rank on the same node. ``returned`` is whether
+    the rank's training function has returned.
     """
 
     rank: int
@@ -49,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The result of a meeting of all living ranks; ranks are numbers in the whole job.
+    """The result of a meeting of all living ranks; ranks are numbers in the job.
 
     ``generation`` counts meetings. ``comm`` has the active ranks, and is None on a
     spare rank. ``active`` is in the order of replicas. ``lost`` has the ranks that have
@@ -65,7 +66,7 @@ class Meeting:
 
 
 class Pool:
-    """All ranks of a job; the last ``spare_ranks`` wait until another rank is lost.
+    """All ranks of a job; the last ``spare_ranks`` ranks wait for a rank to be lost.
 
     Collective over all ranks of the job. ``world`` is not changed. Raises TopologyError
     on every rank if this MPI library cannot survive the loss of a rank.
@@ -83,7 +84,7 @@ class Pool:
         self._rank = world.rank
         self._size = world.size
         self._generation = 0
-        # The rank in each replica's place, and the node on which it runs.
+        # The rank of each replica, by the replica's number.
         self._places: dict[int, Member] = {}
         self._num_places = world.size - spare_ranks
         self._members: dict[int, Member] = {}
@@ -94,25 +95,26 @@ class Pool:
                 raise TopologyError(problem)
 
     def meet(self, returned: bool = False) -> Meeting:
-        """Agree which ranks live, and which are active; the same on every rank.
+        """Hold a meeting: agree on the ranks that live, and on the active ranks.
 
-        Collective over all living ranks of the job; this call wakes ranks in `wait`.
-        ``returned`` is whether this rank's training function has returned.
+        Collective over all living ranks of the job; ranks in `wait` are woken. The
+        result is the same on every rank, except for ``comm``. ``returned`` is whether
+        this rank's training function has returned.
         """
         own = Member(self._rank, platform.node(), os.getpid(), returned)
         if self._alone:
-            # The first meeting only starts the training.
+            # At the first meeting, the training has not begun.
             finished = self._generation > 0 and returned
             self._generation += 1
             return Meeting(self._generation, self._comm, (0,), (), 0, finished)
         if self._generation:
-            # Revoking wakes spare ranks, and ranks that do not know of the loss yet.
+            # Revoke, to wake spare ranks, and ranks that do not know of the loss yet.
             revoke([self._comm])
         members, places, active = self._agreed(functools.partial(self._exchange, own))
         return self._conclude(members, places, active)
 
     def living(self, word: str = "") -> dict[int, str]:
-        """Agree which ranks live; return a value of each living rank, by rank.
+        """Agree on the living ranks; return the ``word`` of each, by rank.
 
         Collective over all living ranks of the job.
         """
@@ -124,10 +126,10 @@ class Pool:
         return found
 
     def _agreed(self, exchange: Callable[[Any], Any]) -> Any:
-        """Shrink to the living ranks and exchange; repeat if a rank dies meanwhile."""
+        """Call ``exchange`` on the living ranks; repeat it if a rank dies meanwhile."""
         while True:
             comm = self._comm = self._comm.Shrink()
-            # The loss of a rank then raises an exception, and does not end the process.
+            # With this error handler, a loss raises an exception instead of aborting.
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             result, heard = None, False
             try:
@@ -145,8 +147,8 @@ class Pool:
                 if not is_loss(self._mpi, error):
                     raise
                 heard = False
-            # MPI_Comm_agree returns the same value on all living ranks, so that either
-            # all ranks use the result, or none.
+            # ``Agree`` returns the same value on all living ranks, so that either all
+            # ranks use the result, or all repeat.
             if heard:
                 return result
             revoke([comm])
@@ -154,7 +156,7 @@ class Pool:
     def _exchange(
         self, own: Member, comm: Any
     ) -> tuple[list[Member], dict[int, Member], Any]:
-        """Gather all members, assign their places, and split off the active ranks."""
+        """Gather all members, assign their places, and make the active communicator."""
         members = comm.allgather(own)
         places = self._assigned(members)
         numbers = {member.rank: place for place, member in places.items()}
@@ -187,7 +189,7 @@ class Pool:
         return {member.rank for member in self._places.values()}
 
     def _assigned(self, members: list[Member]) -> dict[int, Member]:
-        """Assign each place to its rank, or to a spare; the same on every rank."""
+        """Return the rank for each replica number: the same as before, or a spare."""
         if not self._places:
             first = sorted(members, key=lambda member: member.rank)
             return dict(enumerate(first[: self._num_places]))
@@ -198,7 +200,7 @@ class Pool:
         for place, member in sorted(self._places.items()):
             if member.rank in present:
                 places[place] = member
-        # Living members keep their places, so that they keep their parts of the state.
+        # Living members keep their places, because they have these replicas' state.
         for place in range(self._num_places):
             if place in places or not spares:
                 continue
@@ -209,15 +211,14 @@ class Pool:
         return places
 
     def wait(self) -> bool:
-        """Wait as a spare for a meeting; return False if an active rank has failed.
+        """Wait as a spare rank for a meeting; return False if none will follow.
 
-        Failed means an error other than a loss. The wait sleeps, because the active
-        ranks may need this core.
+        Returns False when an active rank has failed with an error that is no loss. The
+        wait sleeps, because the active ranks may need this core.
         """
         look_at = time.monotonic() + _LOOK_SECONDS
         while not self._comm.Is_revoked():
-            # A call on COMM_SELF drives MPI's progress, and never fails because of dead
-            # ranks.
+            # Drive MPI's progress by a call on COMM_SELF, which dead ranks cannot fail.
             self._mpi.COMM_SELF.Iprobe()
             now = time.monotonic()
             if now > look_at:
@@ -235,7 +236,7 @@ class Pool:
         except self._mpi.Exception as error:
             if not is_loss(self._mpi, error):
                 raise
-            # Another spare rank may have died: acknowledge it, so that probes work
+            # Another spare rank may have died: acknowledge this, so that probes work
             # again.
             if not self._comm.Is_revoked():
                 self._comm.Ack_failed()
@@ -247,7 +248,7 @@ class Pool:
         return any(ranks[index] in active for index in lost_ranks(self._comm))
 
     def release_spares(self) -> None:
-        """Let the spare ranks return, because this rank has failed with an error."""
+        """Let the spare ranks return from `wait`, because this rank has failed."""
         if self._alone:
             return
         active = self._active()
@@ -262,14 +263,14 @@ class Pool:
                         raise
 
     def knows_of_losses(self) -> bool:
-        """Return whether a rank is known to have died, even since the last meeting."""
+        """Return whether this rank knows that a rank of the job has died."""
         if self._alone:
             return False
         return len(self._members) < self._size or bool(lost_ranks(self._comm))
 
 
 def _clean_up(lost: list[Member]) -> None:
-    """Remove files that dead processes of this node left in /dev/shm."""
+    """Remove the shared memory files of dead ranks of this node."""
     for member in lost:
         if member.node == platform.node():
             for path in glob.glob(f"/dev/shm/hpcstrat-{member.pid}-*"):

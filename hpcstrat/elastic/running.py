@@ -1,4 +1,4 @@
-"""The elastic training loop: train until a rank is lost, meet, train again."""
+"""The elastic training loop: train; after a loss, hold a meeting and train again."""
 
 from __future__ import annotations
 
@@ -44,34 +44,35 @@ def run(
     partner_copies: bool = False,
     **strategy_options: Any,
 ) -> Any:
-    """Call a training function, and again on the remaining ranks after a rank is lost.
+    """Call a training function, and repeat the call after each loss of a rank.
 
     Collective over all ranks of the job.
 
-    When a rank dies, the function raises `RankLostError` on all remaining ranks; it
-    must not catch this error. A spare rank, if there is one, replaces the lost rank; if
-    not, there is one replica less. Then the function is called again, with a new
-    strategy: it must make its variables and datasets anew, and ``memory.restore()``
-    gives them the state of the last commit.
+    When a rank dies, collective calls in the function raise `RankLostError` on all
+    remaining ranks; the function must not catch this error. A spare rank, if there is
+    one, replaces the lost rank; without a spare rank, there is one replica less. Then
+    the function is called again, with a new strategy. It must make its variables and
+    datasets anew, and call ``memory.restore()``, which restores the last commit.
 
     Parameters
     ----------
     train : callable
-        Function of a `MultiWorkerMirroredStrategy` and a `Memory`, which is called on
-        the active ranks.
+        Function with two parameters, a `MultiWorkerMirroredStrategy` and a `Memory`. It
+        is called on the active ranks.
     spare_ranks : int
-        Number of spare ranks, the last ranks, which wait until another rank is lost.
+        Number of ranks, the last ones of the job, that wait until another rank is lost.
     min_replicas : int
-        Least number of replicas with which the training continues.
+        Least number of replicas for the training to continue.
     max_losses : int, optional
-        Largest number of lost ranks, spare ranks included, with which training
-        continues; default: no limit.
+        Largest number of lost ranks, including spare ranks, for the training to
+        continue; default: no limit.
     completion_marker : str or path, optional
         File that the first active rank writes when the function has returned on all
         ranks; an older file is removed at the start.
     partner_copies : bool
-        Whether each commit also sends the state that only one replica has (SyncOnRead
-        variables and random streams) to a replica of another worker, which keeps it.
+        Whether each commit also sends a replica's own state (its parts of SyncOnRead
+        variables and random streams) to a replica of another worker, which keeps a
+        copy.
     **strategy_options : object
         Options of `MultiWorkerMirroredStrategy`, except ``comm``, ``on_lost_rank`` and
         ``progress_thread``.
@@ -94,7 +95,7 @@ def run(
     OSError
         On every rank, if ``completion_marker`` cannot be removed or written.
     """
-    # `creation.meet` reports the problem, so that all ranks raise an error.
+    # Do not raise yet: `creation.meet` reports the problem, so that all ranks raise.
     problem = _problem_of(strategy_options)
     given = strategy_options.get("settings") or Settings()
     with Creation("start of elastic.run", given) as creation:
@@ -104,11 +105,11 @@ def run(
         numbers = f"spare_ranks={spare_ranks}, min_replicas={min_replicas}"
         call = describe_call(f"elastic.run({numbers}, max_losses={max_losses})")
         with contextlib.suppress(RankLostError):
-            # `pool.meet` below finds the ranks that have died.
+            # If a rank has died already, `pool.meet` below finds it.
             creation.meet(mpi, Topology.world(), call, problem, survives=True)
     pool = Pool(mpi, Topology.world(), spare_ranks)
     _check_least(min_replicas, mpi.COMM_WORLD.size - spare_ranks)
-    # Register the exit handler first: the first meeting may lose a rank already.
+    # Register the exit handler now, because a rank may die in the first meeting.
     end_without_finalize_after_loss(pool)
     _clear(completion_marker, mpi)
     memory = Memory(partner_copies)
@@ -120,19 +121,19 @@ def run(
         if meeting.comm is not None:
             outcome = _train(train, pool, memory, meeting, strategy_options)
         elif not pool.wait():
-            # An active rank has failed with an error, so no rank needs this spare rank.
+            # An active rank has failed with an error, which ends the training.
             return None
         meeting = pool.meet(outcome.returned)
-        # All ranks have left the strategy, even if this rank alone has finished.
+        # Other ranks have left the strategy, even if only this rank has finished.
         if outcome.strategy is not None:
             outcome.strategy.abandon()
         if not meeting.finished:
-            # A save that still runs might overwrite the files of the next training.
+            # A save that still runs might overwrite files of the next training.
             give_up_all(RankLostError("a rank was lost", meeting.lost))
     if completion_marker is not None:
         _mark(completion_marker, pool, meeting, mpi.COMM_WORLD.rank)
     if outcome.exits is not None:
-        # Raise the function's own sys.exit(), after all ranks have finished.
+        # Raise the SystemExit of the function now, after all ranks have finished.
         raise outcome.exits
     return outcome.result
 
@@ -149,7 +150,7 @@ def _problem_of(options: dict[str, Any]) -> ValueError | None:
 
 @dataclass(slots=True)
 class _TrainingEnd:
-    """The outcome of one call of the training function on this rank."""
+    """The outcome of one call of the training function, on this rank."""
 
     returned: bool = False
     result: Any = None
@@ -165,7 +166,7 @@ def _train(
     meeting: Meeting,
     options: dict[str, Any],
 ) -> _TrainingEnd:
-    """Call the training function once; return its outcome, even after a loss."""
+    """Call the training function once; return its outcome, also if a rank was lost."""
     outcome, strategy = _TrainingEnd(), None
     try:
         strategy = MultiWorkerMirroredStrategy(
@@ -177,7 +178,7 @@ def _train(
             outcome.result = train(strategy, memory)
         except SystemExit as error:
             outcome.exits = error
-        # A loss counts even if the function has caught its error.
+        # After a loss it has not returned, even if it has caught the RankLostError.
         outcome.returned = strategy.lost_ranks is None
         strategy.collectives.barrier("end of elastic.run")
     except Exception as error:
@@ -185,8 +186,8 @@ def _train(
         if not _is_of_loss(error, strategy):
             pool.release_spares()
             raise
-        # A rank whose function has returned keeps its result: the loss was found in the
-        # barrier after it. If all ranks have returned, the training is finished.
+        # If the function has returned on this rank, keep its result: the loss was found
+        # in the barrier. If it has returned on all ranks, the training is finished.
         if not outcome.returned:
             outcome.exits = outcome.result = None
         if not isinstance(error, RankLostError):
@@ -202,7 +203,7 @@ def _train(
     if strategy is not None and not outcome.returned:
         strategy.abandon()
         outcome.strategy = None
-        # Collect garbage: frames of the error may keep all old variables alive.
+        # Collect garbage, because the error's frames may keep all old variables alive.
         gc.collect()
     return outcome
 
@@ -216,7 +217,7 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
     channel: Any = strategy.collectives.channel
     topology = strategy.topology
     if channel is not None and is_loss(topology.mpi, error, topology.replica_comm):
-        # The error may be of a communicator of the program, or of the topology.
+        # The error may be of any communicator: the program's or the topology's.
         return (
             channel.failures.rank_loss.found(error, "the training function") is not None
         )
@@ -226,10 +227,10 @@ def _is_of_loss(error: Exception, strategy: MultiWorkerMirroredStrategy | None) 
 def _mark(
     path: str | os.PathLike[str], pool: Pool, meeting: Meeting, rank: int
 ) -> None:
-    """Write the marker file, on the first active rank that is alive."""
+    """Write the marker file on the first active rank that is alive; collective."""
     told = {"num_replicas": len(meeting.active), "num_lost": meeting.num_lost}
     writers = list(meeting.active)
-    # If the first rank has died meanwhile, the next rank writes the file.
+    # If the writing rank dies, the next active rank writes the file.
     while writers:
         error = _tried(write_marker, path, told) if rank == writers[0] else ""
         living = pool.living(error)
@@ -279,7 +280,7 @@ def _check_least(min_replicas: int, num_places: int) -> None:
 
 
 def _check_enough(meeting: Meeting, min_replicas: int, max_losses: int | None) -> None:
-    """Raise RankLostError, on all ranks, if too few ranks are left."""
+    """Raise RankLostError if too few ranks are left; the same on all ranks."""
     advice = "start the job again, and restore from the checkpoint"
     if len(meeting.active) < min_replicas:
         raise RankLostError(
@@ -296,7 +297,7 @@ def _check_enough(meeting: Meeting, min_replicas: int, max_losses: int | None) -
 
 
 def _report(meeting: Meeting, noticed_at: float) -> None:
-    """Log, on one rank, the lost ranks and the number of replicas that continue."""
+    """Log on the first active rank: the lost ranks, and the remaining replicas."""
     if meeting.comm is None or meeting.comm.rank or not meeting.lost:
         return
     get_logger("elastic").warning(

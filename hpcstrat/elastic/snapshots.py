@@ -1,4 +1,4 @@
-"""Copies in memory of a program's state: this rank's state, and parts of partners."""
+"""Copies of a program's state in memory, and the exchange of partner copies."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ Key = tuple[int, int]
 class Snapshot:
     """The state of all tracked objects at one commit.
 
-    ``arrays`` has this replica's components, and ``iterators`` has its own row of each
-    random stream. In ``python``, the name of the program's own state is empty.
-    ``copies`` has the results of `own_part` on other replicas, by replica.
+    ``arrays`` has this replica's components of variables. ``iterators`` has positions
+    in datasets, and this replica's own row of each random stream. ``python`` has plain
+    state by object; the program's own state has an empty name. ``copies`` has results
+    of `own_part` on other replicas, by replica.
     """
 
-    # None while the copy is incomplete: a rank that dies in `fill` has not committed.
+    # None while `fill` runs, because an incomplete snapshot is no commit.
     key: Key | None = None
     step: int = 0
-    # The rank that made the commit, and the number of ranks; a loss changes both.
+    # This rank's number, and the number of ranks, at the commit; a loss changes both.
     replica: int = 0
     num_ranks: int = 1
     num_replicas: int = 1
@@ -47,10 +48,10 @@ class Snapshot:
     copies: dict[int, Array] = field(default_factory=dict)
 
     def fill(self, objects: Objects, python: Mapping[str, bytes]) -> None:
-        """Copy the state of all objects; the arrays of the last call are reused."""
+        """Copy the state of all objects into this snapshot, and reuse its arrays."""
         self.key = None
         variables = objects.variables()
-        # `to_host` waits for the last update of variables on a GPU.
+        # For variables on a GPU, `to_host` waits for their last update.
         values = {path: to_host(v.component) for path, v in variables.items()}
         entries = {
             path: Entry(
@@ -74,7 +75,7 @@ class Snapshot:
         """Copy the state of all objects, with the parts of all logical replicas.
 
         Collective over the strategy's replicas. Each rank then has the whole state, so
-        that the loss of other ranks loses no part of it.
+        that nothing is lost with other ranks.
         """
         self.key = None
         variables = objects.variables()
@@ -85,7 +86,7 @@ class Snapshot:
         self._copy_python(objects, python)
 
     def _copy(self, entries: dict[str, Entry], values: Mapping[str, Array]) -> None:
-        """Copy values, into the arrays of the last call if shape and type are equal."""
+        """Copy values; reuse an array of the last call if shape and type are equal."""
         self.entries = entries
         for path in self.arrays.keys() - values.keys():
             del self.arrays[path]
@@ -94,7 +95,7 @@ class Snapshot:
             if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
                 self.arrays[path] = value.copy()
             else:
-                # The array's pages are in memory, so that a copy causes no page faults.
+                # Reuse the array, whose pages are in memory, to avoid page faults.
                 kept[...] = value
 
     def _copy_python(self, objects: Objects, python: Mapping[str, bytes]) -> None:
@@ -105,19 +106,20 @@ class Snapshot:
         self.copies = {}
 
     def own_part(self) -> Array:
-        """Return the state that only this replica has: SyncOnRead parts and streams.
+        """Return the bytes of the state that only this replica has.
 
-        The result is bytes, equally many on every replica, so that partners know the
-        size of their buffers.
+        These are its components of SyncOnRead variables, and its rows of random
+        streams. The length is the same on every replica, so that partners can allocate
+        buffers.
         """
         parts = [self.arrays[p].reshape(-1).view(np.uint8) for p in self.on_read()]
         parts += [row.reshape(-1).view(np.uint8) for row in self._rows()]
         return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def unpacked(self, part: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the arrays, by path, and random streams, by name, of an `own_part`.
+        """Return the arrays (by path) and random streams (by name) in an `own_part`.
 
-        The part may be of any replica, because all parts have the same order and sizes.
+        ``part`` may be of any replica, because all parts have the same order and sizes.
         """
         arrays, rows, start = {}, {}, 0
         for path in self.on_read():
@@ -133,7 +135,7 @@ class Snapshot:
         return arrays, rows
 
     def on_read(self) -> list[str]:
-        """Return the paths of values of which each replica has its own part.
+        """Return the paths of values that differ between replicas.
 
         The order is the same on every replica, as in `mirrored`.
         """
@@ -148,9 +150,9 @@ class Snapshot:
         return [state["state"] for state in states if "bit_generator" in state]
 
     def header(self) -> Header:
-        """Return a header like that of a checkpoint, for `match_entries`."""
+        """Return a checkpoint's header with this state, for `match_entries`."""
         python = {name: from_text(text) for name, text in self.python.items()}
-        # The empty name holds the program's own state, which belongs to no object.
+        # Leave out the program's own state, which has an empty name and no object.
         own = {name: state for name, state in python.items() if name}
         header = Header(self.step, self.num_replicas, dict(self.entries))
         header.iterators, header.python = self.iterators, own
@@ -162,10 +164,11 @@ def _on(read: bool) -> str:
 
 
 def partners_of(workers: Sequence[int]) -> list[int]:
-    """Return the replica that keeps the copy for each replica, from their workers.
+    """Return each replica's partner, the replica that keeps a copy of its part.
 
-    The copy is at the same position in the next worker, because a host is lost as a
-    whole. With only one worker, it is on the next replica.
+    ``workers`` has the worker of each replica. The partner is the replica at the same
+    position in the next worker, because a host is lost as a whole. If there is only one
+    worker, the partner is the next replica.
     """
     count = len(workers)
     if len(set(workers)) == 1:
@@ -178,7 +181,7 @@ def partners_of(workers: Sequence[int]) -> list[int]:
     partners = []
     for replica, worker in enumerate(workers):
         others = members[following[worker]]
-        # Workers may differ in size: several replicas may then share a partner.
+        # If the next worker has fewer replicas, several replicas share a partner.
         partners.append(others[members[worker].index(replica) % len(others)])
     return partners
 
@@ -186,17 +189,17 @@ def partners_of(workers: Sequence[int]) -> list[int]:
 def exchange(
     strategy: Replicas, part: Array, partners: Sequence[int]
 ) -> dict[int, Array]:
-    """Send a part to this replica's partner; return the parts that this replica keeps.
+    """Send a part to this replica's partner; return the parts received, by sender.
 
-    Collective over the strategy's replicas, of which there must be two or more. Parts
-    have the same length on all replicas.
+    Collective over the strategy's replicas, which must be two or more. Parts have the
+    same length on all replicas.
     """
     own = strategy.replica_id
     sources = [r for r, partner in enumerate(partners) if partner == own]
     received = {source: np.empty_like(part) for source in sources}
     collectives = strategy.collectives
     what = f"partner copies of {part.size} bytes"
-    # All ranks have allocated buffers: from here on no rank can fail alone.
+    # Synchronize after allocating buffers: after this, no rank can fail alone.
     collectives.barrier(what)
     with collectives.moving(what) as comm:
         comm.exchange({partners[own]: part}, received, _TAG)

@@ -1,1 +1,1 @@
-"""Protection of a job against hangs and against silently wrong results."""
+"""Protection of a job against hangs, and against results that are silently wrong."""

@@ -1,16 +1,16 @@
-"""Protection of the other ranks from a deadlock when one rank's process ends.
+"""The end of a rank's process, without a deadlock of the other ranks.
 
 An uncaught exception ends the job (`hpcstrat.safety.uncaught`). A rank that ends
 normally or by ``sys.exit`` announces its end on every open channel before
 ``MPI_Finalize``, and waits until the other ranks announce their ends, too. If another
-rank makes a collective call instead, that rank raises a CollectiveError that names the
-ranks that have ended.
+rank makes a collective call meanwhile, that rank raises a CollectiveError that names
+the ranks that have ended.
 
 Before the announcement, the rank waits for its GPU, because kernels on the other GPUs
 may wait for kernels of this rank. When all ranks have announced their ends, they free
-the communicators of NCCL together. Without this, Python would destroy these
-communicators one by one at its end, and the first rank to do so would deadlock
-(github.com/vllm-project/vllm/pull/39846).
+the communicators of NCCL together. If they did not, Python would destroy these
+communicators at its end, at different times on each rank, and the first rank would
+deadlock (github.com/vllm-project/vllm/pull/39846).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpcstrat.safety.watchdog import watchdog
 __all__ = ["install", "register", "unregister"]
 
 _LONGEST_NAP_SECONDS = 0.01
-# Delay of this rank's output, so that other ranks print their errors first.
+# Delay of this rank's message, so that other ranks print their errors first.
 _SECONDARY_SECONDS = 0.5
 _CLOCKS_SECONDS = 5.0
 
@@ -41,14 +41,14 @@ _channels: list[Channel] = []
 
 
 class _Leaving:
-    """The process that must announce its end, and whether it has announced it."""
+    """State of `_leave`: the process that it is for, and whether it has run."""
 
     process = 0
     left = False
 
 
 def register(channel: Channel) -> None:
-    """Announce the end of this process on a channel, until `unregister`."""
+    """Let `_leave` announce this process's end on a channel, until `unregister`."""
     _channels.append(channel)
     install()
 
@@ -59,8 +59,8 @@ def install() -> None:
     if not _Leaving.process:
         _Leaving.process = os.getpid()
         uncaught.at_abort(job_timeline.flush)
-        # Python runs exit functions in reverse order: this function runs before MPI's
-        # own, which was registered earlier.
+        # Python runs exit functions in reverse order, so that ``_leave`` runs before
+        # mpi4py's own function, which was registered earlier.
         atexit.register(_leave)
         # A program may call MPI.Finalize itself. MPI.Finalize first deletes the
         # attributes of COMM_SELF, which runs ``_leave`` (MPI-4.1 11.2.4).
@@ -69,7 +69,7 @@ def install() -> None:
 
 
 def unregister(channel: Channel) -> None:
-    """Forget a channel that is being closed by all ranks."""
+    """Forget a channel, because all ranks are closing it."""
     if channel in _channels:
         _channels.remove(channel)
 
@@ -82,8 +82,8 @@ def _leave(*_: Any) -> None:
     _Leaving.left = True
     board = own_registry()
     if board is not None:
-        # Ranks that are creating a strategy have no channel with this rank: the page in
-        # shared memory is their only notice of its end.
+        # Ranks that are creating a strategy have no channel with this rank: they can
+        # learn of its end only from its page in shared memory.
         board.show(stage=LEFT)
     waiting = []
     for channel in _channels:
@@ -106,7 +106,7 @@ def _leave(*_: Any) -> None:
 
 
 def _finish_on_gpu(channel: Channel) -> None:
-    """Wait until the GPU has finished all collective calls that were started."""
+    """Wait until the GPU has finished all collective calls of a channel."""
     with contextlib.suppress(Exception):
         channel.pending.drain()
     if channel.device_group is None:
@@ -124,7 +124,7 @@ def _finish_on_gpu(channel: Channel) -> None:
 
 
 def _sum_up() -> None:
-    """Report late ranks, free NCCL and end the timeline, after all ranks left."""
+    """After all ranks left: report late ranks, free NCCL, and end the timeline."""
     left = [c for c in _channels if not c.failures.broken and not c.closed]
     for channel in left:
         lateness.conclude(channel.arrivals)
@@ -138,20 +138,22 @@ def _sum_up() -> None:
 
 
 def _still_waiting(channels: list[Channel]) -> list[Channel]:
-    """Return the channels on which ranks have not left; warn of calls on others."""
+    """Return the channels on which not all ranks have announced their end.
+
+    Warns if another rank makes a collective call instead.
+    """
     missing = []
     for channel in channels:
         try:
             outcome = channel.poll_leave()
         except Exception as error:
-            # If the launcher does not end the job at the death of a rank, the death
-            # appears here as an error.
+            # If a rank has died and the launcher does not end the job, MPI raises here.
             _end_job(str(error))
             raise
         if outcome is None:
             missing.append(channel)
         elif outcome:
-            # The other ranks print this error, too, and end the job; let them print
+            # The ranks in the call print this error and end the job: let them print
             # first.
             time.sleep(_SECONDARY_SECONDS)
             get_logger().warning("%s: %s", place(), outcome)
@@ -168,13 +170,13 @@ def _give_up(channel: Channel) -> None:
 def _check_alive(waiting: list[Channel]) -> None:
     for channel in waiting:
         dead = channel.steps.dead()
-        # A rank that has announced its end on every channel may have ended already.
+        # Ignore dead ranks that have announced their end.
         if set(dead).intersection(channel.headers.missing()):
             _end_with(dead)
 
 
 def _end_with(dead: list[int]) -> None:
-    """End the job if a list of dead ranks, for which this rank waits, is not empty."""
+    """End the job if ranks for which this rank waits are dead."""
     if dead:
         _end_job(f"the processes of ranks {dead} have died; look for their last output")
 

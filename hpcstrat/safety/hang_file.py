@@ -1,7 +1,7 @@
-"""A file that records late ranks and errors, with the states of all known ranks.
+"""The hang file: a record of late ranks and errors, with the states of ranks.
 
-A job without such events writes no file. The rank that detects an event appends one
-line of JSON to the file; ``hpcstrat hang`` explains these lines.
+A job without late ranks or errors writes no file. A rank that detects an event appends
+a line of JSON to the file. ``hpcstrat hang`` explains these lines.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hpcstrat.engine.logs import place
 
 __all__ = ["add_event", "keep_in", "path_of"]
 
-# Limits the wait for the file, so that a file server that does not answer cannot delay
-# the end of the job.
+# Limit of the wait for the file, so that a file server that does not answer cannot
+# delay the end of the job.
 _SECONDS = 2.0
 # Environment variables with the launcher's name of the job, equal on all ranks.
 _STEPS = ("SLURM_STEP_ID", "SLURM_RESTART_COUNT", "PMIX_NAMESPACE", "PALS_APID")
@@ -32,35 +32,35 @@ _OTHERS = ("PMI_JOBID", "HYDRA_JOBID")
 
 
 class _Kept:
-    """The folder of the file, and the function that returns the current rank states."""
+    """The folder of the file, and the function that returns the states of ranks."""
 
     folder = ""
     states: Callable[[], list[dict[str, Any]]] | None = None
 
 
 def path_of(folder: str) -> str:
-    """Return the path of this job's file in a folder."""
+    """Return the path of this job's hang file in a folder."""
     job = batch_job_from_environment()
     names = [] if job is None else [job.job_id]
     names += [os.environ[name] for name in _STEPS if os.environ.get(name)]
     names += [] if names else [os.environ[n] for n in _OTHERS if os.environ.get(n)]
-    # Without a job name, use host and process number of the launcher's process, which
-    # is the same for all ranks of this host.
+    # Without a job name, use the host and the number of the parent process, the
+    # launcher, which are the same for all ranks of this host.
     names = names or [f"{platform.node()}-{os.getppid()}"]
     words = re.sub(r"[^\w.]+", "-", "-".join(names))
     return os.path.join(os.path.abspath(folder), f"hpcstrat-hang-{words}.jsonl")
 
 
 def keep_in(folder: str, states: Callable[[], list[dict[str, Any]]]) -> None:
-    """Write events to a file in ``folder`` from now on.
+    """Write the events of this rank to this job's hang file in ``folder`` from now on.
 
-    Each event includes the result of ``states()``. An empty folder disables the file.
+    Each event includes the result of ``states()``. An empty ``folder`` means no file.
     """
     _Kept.folder, _Kept.states = folder, states
 
 
 def add_event(event: str, **content: Any) -> None:
-    """Add an event of this rank to the file; never raises, returns within seconds."""
+    """Add an event of this rank to the hang file; never raise or wait for long."""
     if not _Kept.folder:
         return
     writer = threading.Thread(target=_add, args=(event, content), daemon=True)
@@ -85,12 +85,12 @@ def _add(event: str, content: dict[str, Any]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         file = os.open(path, flags, 0o644)
         try:
-            # Write each line by one call, so that lines of several ranks do not mix.
+            # Write a line by one call, so that lines of several ranks do not mix.
             os.write(file, line)
         finally:
             os.close(file)
         if event == "late":
             os.write(2, f"hpcstrat: kept in {path}; see hpcstrat hang\n".encode())
     except Exception:
-        # An error while writing this file must not hide the original error of the job.
+        # An error in writing this file must not hide the original error of the job.
         return

@@ -1,4 +1,4 @@
-"""Reports about late ranks, at the end of the program and on a signal."""
+"""Reports of the time that ranks waited for late ranks: at the end, or on a signal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["conclude", "forget", "watch"]
 
 _NOTABLE_SHARE = 0.1
 _NOTABLE_SECONDS = 10.0
-# Time within which the other ranks of a worker publish their newest statistics.
+# Time to wait until the other ranks of a worker have published their statistics.
 _ANSWER_SECONDS = 0.3
 
-# Arrival statistics of open channels, each with its ``summary`` setting.
+# Arrival statistics of open channels, and the ``summary`` setting of each channel.
 _watched: dict[Arrivals, str] = {}
 
 
@@ -49,8 +49,7 @@ def conclude(arrivals: Arrivals) -> None:
     costs = report.share > _NOTABLE_SHARE and report.waited_seconds > _NOTABLE_SECONDS
     logger = get_logger("arrivals")
     if mode == "on":
-        # Log a warning, because lower levels are hidden unless the program enables
-        # them.
+        # Log at the level of warnings, because lower levels are hidden by default.
         logger.warning("%s", report)
     elif costs:
         logger.warning("%s", report.sentence())
@@ -59,13 +58,13 @@ def conclude(arrivals: Arrivals) -> None:
 
 
 class _Listening:
-    """The process that handles the signal."""
+    """The process for which the signal handler was installed."""
 
     process = 0
 
 
 def _listen(number: int) -> None:
-    """Install the handler of a signal, unless the program has its own handler."""
+    """Print statistics on a signal from now on, unless the program handles it."""
     if threading.current_thread() is not threading.main_thread():
         return
     _Listening.process = os.getpid()
@@ -77,23 +76,21 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     """Publish this rank's statistics; the worker's first rank prints them later."""
     del number, frame
     if os.getpid() != _Listening.process:
-        # This is a forked child: the statistics and their memory belong to the parent.
+        # This is a forked child process: the statistics belong to its parent.
         return
     for arrivals in list(_watched):
         arrivals.publish()
     if any(arrivals.leads for arrivals in _watched):
-        # Avoid the module threading: it acquires locks that the interrupted code may
-        # hold, which would deadlock.
+        # Avoid `threading`, whose locks the interrupted code may hold: a deadlock.
         _thread.start_new_thread(_print, (os.getpid(),))
 
 
 def _print(process: Any) -> None:
-    """Print the statistics of this worker's ranks, without a call of MPI."""
+    """Print the statistics of this worker's ranks from shared memory, without MPI."""
     time.sleep(_ANSWER_SECONDS)
     for arrivals in list(_watched):
         report = arrivals.of_worker()
         if arrivals.leads and len(report) and os.getpid() == process:
             title = f"hpcstrat: worker {arrivals.topology.worker_id}"
-            # Avoid sys.stderr: if Python ends while this thread holds the lock of
-            # sys.stderr, Python fails.
+            # Avoid sys.stderr: Python crashes if it ends while a thread holds its lock.
             os.write(2, f"{title}: {report}\n".encode())

@@ -1,11 +1,11 @@
-"""A file in shared memory with the state of each rank of a host, without MPI.
+"""A file in shared memory, with a page for the state of each rank of a host.
 
 At ``import hpcstrat``, each process that a launcher started writes its state to its own
-page of a file in ``/dev/shm`` that belongs to the job. Pages exist before the first
-collective call of MPI, so that the watchdog can name the ranks that are missing in that
-call. A process holds a lock on its page; the kernel releases the lock at any kind of
-end of the process. The last rank that opens the file unlinks it. If some ranks never
-open the file, a later job unlinks it when no process holds a lock on it.
+page of the job's file in ``/dev/shm``. No MPI is needed, so that the watchdog can name
+the ranks that are missing when MPI starts. A process holds a lock on its page, which
+the kernel releases when the process ends in any way. The last rank that opens the file
+unlinks it. If some ranks never open the file, a later job unlinks it, after the locks
+of all ranks are released.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ _CHECK = struct.Struct("=IH")
 # Layout of ``struct flock`` on 64-bit Linux.
 _LOCK = struct.Struct("@hhqqi4x")
 _ANCESTORS = 8
-# Names of the launchers' processes that start a job's ranks on a host. The kernel
-# truncates these names.
+# Names, as the kernel truncates them, of launchers' processes that start ranks.
 _DAEMONS = (
     "hydra_pmi_proxy",
     "pmi_proxy",
@@ -78,7 +77,7 @@ _NAP_SECONDS = 0.001
 
 
 class LaunchRegistry:
-    """The file with the pages of a job's ranks on this host."""
+    """The file of a job on this host, with a page for each rank."""
 
     def __init__(self, launch: Launch, path: str) -> None:
         self.launch = launch
@@ -90,21 +89,20 @@ class LaunchRegistry:
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has a page; false in a forked child of that process."""
+        """Whether this process has a page; False in a forked child process."""
         return self._handle >= 0 and self.process == os.getpid()
 
     def open(self) -> bool:
         """Lock this rank's page, and return whether that succeeded.
 
-        Returns False if another process has the page, such as the parent of this
-        process.
+        Returns False if another process has the page, such as a parent of this process.
         """
         for _ in range(_ATTEMPTS):
             handle = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
-            # Closing any descriptor of a file releases all locks of this process on the
-            # file, see fcntl(2). Keep the handle open once the page is locked.
+            # Once the page is locked, keep the handle open: closing any descriptor of a
+            # file releases all locks of this process on the file, see fcntl(2).
             with _gate(handle):
                 status = os.fstat(handle)
                 usable = status.st_nlink > 0 and status.st_uid == os.getuid()
@@ -130,12 +128,12 @@ class LaunchRegistry:
         self._handle = handle
         present = sum(self.read(rank) is not None for rank in self.present())
         if present == self.num_local:
-            # All ranks of the host have opened the file: it no longer needs a name.
+            # All ranks of the host have opened the file: it needs no name any more.
             os.unlink(self._path)
         return True
 
     def show(self, **changes: Any) -> None:
-        """Write changed fields of this rank's state to its page."""
+        """Change fields of this rank's state, and write the state to its page."""
         if "stage" in changes:
             changes["since"] = time.monotonic()
         for name, value in changes.items():
@@ -144,7 +142,7 @@ class LaunchRegistry:
             self._write(self._handle)
 
     def _write(self, handle: int) -> None:
-        # Write the page by one call, with a checksum, because readers hold no lock.
+        # Write a checksum, too, because another rank may read the page meanwhile.
         data = _encoded(self.page)
         if len(data) > _PAGE_BYTES - _CHECK.size:
             data = _encoded({**self.page, "text": "", "reason": ""})
@@ -153,9 +151,9 @@ class LaunchRegistry:
             os.pwrite(handle, block, self._place(self.launch.rank))
 
     def read(self, rank: int) -> dict[str, Any] | None:
-        """Return a rank's page, and whether its process has ``"ended"``.
+        """Return a rank's state; field ``"ended"`` is whether its process has ended.
 
-        Returns None for ranks that have not started, or are on another host.
+        Returns None for a rank that has not started, or is on another host.
         """
         if not self.is_open:
             return None
@@ -176,19 +174,19 @@ class LaunchRegistry:
         return None
 
     def present(self) -> Iterator[int]:
-        """Yield the ranks that may have a page, in order, by a search for file data."""
+        """Yield, in order, the ranks for whose pages the file has data."""
         place = _PAGE_BYTES
         while self.is_open:
             try:
                 place = os.lseek(self._handle, place, os.SEEK_DATA)
             except OSError:
-                # No data follows: the end of the file.
+                # No more data: the end of the file.
                 return
             yield place // _PAGE_BYTES - 1
             place += _PAGE_BYTES - place % _PAGE_BYTES
 
     def claims(self, text: str) -> bool:
-        """Return whether this rank is the host's first to claim a report's text."""
+        """Return True if no other rank of this host has claimed to report this text."""
         if not self.is_open:
             return True
         mark = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
@@ -200,7 +198,7 @@ class LaunchRegistry:
 
     @staticmethod
     def _place(rank: int) -> int:
-        # The first page is for the lock of ``_gate`` and the claim of `claims`.
+        # The first page is for the lock of ``_gate`` and the hash of `claims`.
         return (1 + rank) * _PAGE_BYTES
 
     def close(self) -> None:
@@ -225,7 +223,7 @@ class _OwnRegistry:
 
 
 def own_registry() -> LaunchRegistry | None:
-    """Return this job's registry; None without a launcher, or in a rank's child.
+    """Return this process's registry; None without a launcher, or in a rank's child.
 
     The first call locks this process's page.
     """
@@ -262,7 +260,7 @@ def _leave(own: LaunchRegistry) -> None:
 
 @contextlib.contextmanager
 def _gate(handle: int) -> Iterator[None]:
-    """Lock the first page, so that only one process opens or removes the file."""
+    """Hold the first page's lock: only one process may open or remove the file."""
     deadline = time.monotonic() + _GATE_SECONDS
     while True:
         try:
@@ -280,22 +278,21 @@ def _gate(handle: int) -> Iterator[None]:
 
 
 def _is_locked(handle: int, start: int, length: int) -> bool:
-    """Return whether another process has locked this range; length 0 means the rest."""
+    """Return whether another process has locked a range; length 0 is up to the end."""
     asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     answer = fcntl.fcntl(handle, fcntl.F_GETLK, asked)
     return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _sweep(own: str) -> None:
-    """Remove the files of this user's other jobs that have ended."""
+    """Remove the files that ended jobs of this user have left in ``/dev/shm``."""
     prefix = f"{_NAME}{os.getuid()}-"
     for entry in list(os.scandir(_FOLDER)):
         if not entry.name.startswith(prefix) or entry.path == own:
             continue
         with contextlib.suppress(OSError):
             if entry.stat().st_mtime > time.time() - _OLD_SECONDS:
-                # Keep a recent file: the first ranks of its job may have ended before
-                # the other ranks start.
+                # Keep a recent file: other ranks of its job may not have started yet.
                 continue
             handle = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -307,9 +304,9 @@ def _sweep(own: str) -> None:
 
 
 def _job_name(env: Mapping[str, str]) -> str:
-    """Return a key that is unique to this job on this host, or an empty text."""
-    # A requeued job has the same name as before, and process numbers are reused. Number
-    # and start time of the launcher's process together are unique.
+    """Return a text that identifies this job on this host; empty without a launcher."""
+    # A requeued job has its old name, and process numbers are reused. Therefore add the
+    # number and start time of the launcher's process, which together are unique.
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = [env.get(name, "") for name in ("PMIX_NAMESPACE", *slurm)]
     key = [*names, _daemon()[0]]
@@ -319,12 +316,11 @@ def _job_name(env: Mapping[str, str]) -> str:
 
 
 def _daemon() -> tuple[str, bool]:
-    """Identify the launcher's process that started the ranks of this host.
+    """Return a text that identifies the launcher's process on this host, and a bool.
 
-    Returns an empty text if there is no known launcher among the parents of this
-    process. Also returns whether the launcher is the direct parent. In that case the
-    end of this process is the end of its rank; if not, only one step of the rank's
-    script may have ended.
+    The text is empty if no ancestor of this process is a known launcher. The bool is
+    True if the launcher is the direct parent. The end of this process is then the end
+    of its rank. If it is False, only one command of the rank's script may have ended.
     """
     parent = pid = os.getppid()
     for _ in range(_ANCESTORS):

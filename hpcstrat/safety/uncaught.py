@@ -1,7 +1,7 @@
-"""An exception hook that ends the job at an uncaught exception of one rank.
+"""An exception hook that ends the whole job if one rank has an uncaught exception.
 
 If several ranks raise the same error, or errors that another rank has caused, one rank
-prints its traceback, and each other rank prints one line.
+prints its traceback, and each of the other ranks prints a line.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _before_abort: list[Callable[[], None]] = []
 
 
 class _Hooks:
-    """The exception hooks that were set before ours, which our hook still calls."""
+    """The exception hooks that our hook has replaced, and calls."""
 
     process = 0
     before: list[Any] = []  # noqa: RUF012 - one for the process
-    # Depth of nested hooks: a hook of the program may call our hook, which it replaced.
+    # Number of hooks that run now: a hook may itself call our hook.
     depth = 0
 
 
 def install() -> None:
-    """Let an uncaught exception of this process end the job, once MPI runs.
+    """Install the hook: an uncaught exception ends the job, once MPI runs.
 
-    If the program has set its own hook since the last call, our hook runs before the
-    program's hook.
+    If the program has set another hook since the last call, our hook replaces that
+    hook, and calls it.
     """
     if sys.excepthook is not _end_job:
         _Hooks.process = os.getpid()
@@ -58,13 +58,13 @@ def install() -> None:
 
 
 def at_abort(function: Callable[[], None]) -> None:
-    """Call ``function``, which must not raise, before this process ends the job."""
+    """Register a function to call before `abort`; the function must not raise."""
     if function not in _before_abort:
         _before_abort.append(function)
 
 
 def running_mpi() -> Any:
-    """Return ``mpi4py.MPI`` if MPI runs, or None, without importing mpi4py."""
+    """Return ``mpi4py.MPI`` if MPI runs, or else None; never import mpi4py."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None
@@ -74,7 +74,7 @@ def running_mpi() -> Any:
 def _show(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an error by the hook that was set before ours."""
+    """Print an error by the hook that our hook has replaced."""
     _Hooks.depth += 1
     try:
         earlier = len(_Hooks.before) - _Hooks.depth
@@ -87,19 +87,19 @@ def _show(
 def _end_job(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print the error by the previous hook, then end all ranks of the job."""
+    """Print the error, and then end all ranks of the job; this is our hook."""
     mpi = running_mpi()
     ours = os.getpid() == _Hooks.process
     if _Hooks.depth or mpi is None or not ours or mpi.COMM_WORLD.size == 1:
-        # MPI does not run, or this is a forked child: no other rank waits for it.
+        # MPI does not run, or this is a forked child process: no rank waits for it.
         if ours and not _Hooks.depth:
             _note(kind, error)
         _show(kind, error, trace)
         return
     _note(kind, error, mpi=True)
-    # All ranks often raise the same error. Delay the higher ranks, so that the first
-    # rank prints the error and ends the job before other output mixes with it. Errors
-    # that another rank caused are printed last.
+    # Often all ranks raise the same error. Delay the higher ranks, so that rank 0
+    # prints the error and ends the job before they print. An error that another rank
+    # has caused is printed last.
     time.sleep(min(mpi.COMM_WORLD.rank * _STAGGER_SECONDS, _SECONDARY_SECONDS))
     caused = isinstance(error, ReplicaError) and error.__cause__ is None
     if caused:
@@ -144,7 +144,7 @@ def _words(error: BaseException) -> str:
 
 
 def _site(trace: TracebackType | None) -> str:
-    """Return the innermost line of the program in a traceback."""
+    """Return the innermost line of the user's code in a traceback, as text."""
     site = ""
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
@@ -155,7 +155,7 @@ def _site(trace: TracebackType | None) -> str:
 
 
 def _note(kind: type[BaseException], error: BaseException, **more: Any) -> None:
-    """Publish why this rank ends, for ranks of this host that may wait in MPI."""
+    """Publish in shared memory why this rank ends, for ranks that wait in MPI."""
     board = own_registry()
     if board is not None:
         reason = f"{kind.__name__}: {_words(error)}"
@@ -167,28 +167,28 @@ def abort(message: str, code: int) -> None:
     for function in _before_abort:
         function()
     sys.stdout.flush()
-    # The hook of torch.distributed replaces sys.stderr by a buffer, and would print it
-    # after our message: print the buffer's content first.
+    # The hook of torch.distributed has replaced sys.stderr by a buffer: print the
+    # buffer's content before our message.
     collected = getattr(sys.stderr, "getvalue", str)()
     os.write(2, f"{collected}{message}\n".encode(errors="replace"))
     sys.stderr.flush()
     # Give the launcher time to forward these lines before it ends all ranks.
     time.sleep(_FORWARD_SECONDS)
     if threading.current_thread() is threading.main_thread():
-        # Under a launcher that does not end the job, a second rank's MPI_Abort may
-        # hang: end this process after some seconds.
+        # MPI_Abort may hang on a second rank if the launcher does not end the job: let
+        # a signal end this process after some seconds.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_ABORT_SECONDS)
     mpi = running_mpi()
     if mpi is not None:
         _abort_quietly(mpi, code)
         mpi.COMM_WORLD.Abort(code)
-    # The MPI_Abort of MPICH may return.
+    # MPI_Abort of MPICH may return: end this process.
     os._exit(code)
 
 
 def _abort_quietly(mpi: Any, code: int) -> None:
-    """End the job as Open MPI's MPI_Abort does, without its ten lines of advice."""
+    """End a job of Open MPI as MPI_Abort does, but without ten lines of output."""
     if "PMIX_NAMESPACE" not in os.environ:
         return
     try:

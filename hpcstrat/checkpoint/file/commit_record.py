@@ -1,4 +1,4 @@
-"""The commit record: the last page of a file, with hashes that cover the whole file.
+"""The commit record: the last page of a checkpoint, whose hash covers the whole file.
 
 The record contains the hash of the prefix and its own hash. The prefix contains the
 hashes of the data blocks. The record also contains the offsets of all parts, so that a
@@ -6,8 +6,9 @@ file can be checked without HDF5.
 
 During a background save, each replica writes a verdict on its part after the record.
 The saving threads cannot call MPI, so replica 0 reads the verdicts to learn that all
-parts are on the disk. Replica 0 then truncates the file to its size and renames it.
-Each verdict has its own pages, so that two hosts never write to the same page.
+parts are on the disk. Replica 0 then removes the verdicts, by truncating the file, and
+renames the file. Each verdict has its own pages, so that two hosts never write to the
+same page.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
     "write_verdict",
 ]
 
-# Not cryptographic: the hash finds bit rot, torn writes and lost blocks, not forgery.
+# Finds bit rot, torn writes and lost blocks, but no forgery (not cryptographic).
 ALGORITHM = "xxh3_64"
 _ROOT_BYTES = 16
 
@@ -60,7 +61,8 @@ _FIELDS = struct.Struct(f"<16s8Q{_ROOT_BYTES}s")
 _SELF = struct.Struct("<Q")
 # The prefix is read in parts of this size, because a forged prefix may be large.
 _PART_BYTES = 16 << 20
-# Limits for a forged record: twice the structures of `Skeleton`, and gaps of stripes.
+# Upper limits for the numbers in a record, which may be forged: twice the size of a
+# `Skeleton`, and two gaps of a stripe.
 _MOST_STRUCTURE_BYTES = 1 << 33
 _MORE_BYTES = 2 << 20
 NONCE_BYTES = 16
@@ -73,13 +75,13 @@ _VERDICT_TAIL = struct.Struct("<Q")
 
 
 def block_hash(data: memoryview) -> int:
-    """Return the 64-bit XXH3 hash, seed 0, of bytes, and let other threads run."""
+    """Return the 64-bit XXH3 hash (seed 0) of bytes; other threads run meanwhile."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 @dataclass(slots=True)
 class Vouched:
-    """The contents of a file's commit record, and the hashes of the file's blocks.
+    """The content of a file's commit record, and the hashes of the file's blocks.
 
     ``plan`` has no extents. ``hashes`` is uint64 in native byte order, one for each
     block. ``root`` is the hash of the prefix.
@@ -104,7 +106,7 @@ def pack_record(plan: FileLayout, prefix: bytes, step: int, num_replicas: int) -
         plan.data_end,
         plan.block_bytes,
         plan.num_blocks,
-        # The canonical form of the hash.
+        # The hash in its canonical (big-endian) form.
         xxhash.xxh3_128_digest(prefix),
     )
     body = fields.ljust(RECORD_BYTES - _SELF.size, b"\0")
@@ -112,16 +114,16 @@ def pack_record(plan: FileLayout, prefix: bytes, step: int, num_replicas: int) -
 
 
 def has_record(file: int) -> bool:
-    """Return whether a file seems to end in a commit record; version 1 has none."""
+    """Return whether a file seems to end in a commit record; version 1 files do not."""
     start = os.fstat(file).st_size - RECORD_BYTES
     return start > 0 and os.pread(file, len(_MAGIC), start) == _MAGIC
 
 
 def read_vouched(file: int, path: str) -> Vouched:
-    """Check a file except for its data; return the hashes to check the data with.
+    """Check a file except for its data; return the hashes for a check of the data.
 
-    The descriptor is open without O_DIRECT. Raises CorruptCheckpointError if a bit or
-    the length differs from what was written.
+    ``file`` is open without O_DIRECT. Raises CorruptCheckpointError if the length or a
+    bit was changed.
     """
     size = os.fstat(file).st_size
     if size <= RECORD_BYTES:
@@ -145,7 +147,7 @@ def read_vouched(file: int, path: str) -> Vouched:
         and plan.data_start % PAGE_BYTES == 0
         and plan.num_blocks == num_blocks
         and 8 * num_blocks <= plan.data_start - plan.table_start
-        # Saves never write more, and reading that much would take long.
+        # Saves never write larger structures, and reading those would take long.
         and plan.table_start <= _MOST_STRUCTURE_BYTES
         and plan.data_start <= 2 * plan.table_start + 8 * num_blocks + _MORE_BYTES
     )
@@ -180,17 +182,18 @@ def _stride(plan: FileLayout, num_replicas: int) -> int:
 
 
 def room_bytes(plan: FileLayout, num_replicas: int) -> int:
-    """Return the number of bytes for all replicas' verdicts after the end of a file."""
+    """Return the number of bytes after the end of a file for all replicas' verdicts."""
     return _stride(plan, num_replicas) * num_replicas
 
 
 def write_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes, part: int | Array
 ) -> None:
-    """Write after the commit record whether this replica's part is on the disk.
+    """Write this replica's verdict (whether its part is on the disk) after the record.
 
-    ``place`` is this replica's number and the number of replicas; ``nonce`` identifies
-    the save; ``part`` is an error number, or the hashes of the replica's blocks.
+    ``place`` is this replica's number and the number of replicas. ``nonce`` identifies
+    the save. ``part`` is an error number (errno) if writing has failed, or else the
+    hashes of the replica's blocks.
     """
     failed = isinstance(part, int)
     hashes = b"" if failed else np.asarray(part).astype("<u8").tobytes()
@@ -208,7 +211,7 @@ def write_verdict(
 def read_verdict(
     path: str, plan: FileLayout, place: tuple[int, int], nonce: bytes
 ) -> int | Array | None:
-    """Return the ``part`` of a replica's `write_verdict`, or None before that call."""
+    """Return the ``part`` that a replica gave `write_verdict`; None before that."""
     rank, size = place
     count = len(plan.parts(size)[rank])
     most = _VERDICT_HEAD.size + 8 * count + _VERDICT_TAIL.size
@@ -232,24 +235,24 @@ def read_verdict(
 
 
 class Blocks(contextlib.AbstractContextManager["Blocks"]):
-    """The data of a file, read and checked in blocks; ``direct`` avoids the page cache.
+    """Reads and checks the data of a file; ``direct`` bypasses the page cache.
 
-    Several threads may call `read` at a time, each with its own slot. Calls of `part`
-    must not overlap.
+    Several threads may call `read` at the same time, each with its own slot; `part` may
+    be called by only one thread at a time.
     """
 
     def __init__(self, path: str, vouched: Vouched, direct: bool) -> None:
         self.path = path
         self.vouched = vouched
         self._file = open_to_read(path, direct)
-        # `part` keeps the last block here, because the next call mostly needs it again.
+        # `part` keeps the last block here, because its next call mostly needs it.
         self._image: Image | None = None
         self._kept = -1
 
     def read(self, block: int, slot: Array) -> Array:
-        """Read a block into a slot that is long enough; return the checked block.
+        """Read a block into a slot, check its hash, and return a view of the block.
 
-        Raises CorruptCheckpointError if damaged, or OSError if a retry may succeed.
+        Raises CorruptCheckpointError for damage, or OSError if a retry may succeed.
         """
         start, stop = self.vouched.plan.span(block)
         data = slot[: stop - start]
@@ -271,7 +274,7 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         return data
 
     def part(self, start: int, stop: int) -> bytes:
-        """Return a small part of the data, checked; this reads whole blocks."""
+        """Return a small range of the data; its blocks are read and checked."""
         plan, found = self.vouched.plan, bytearray()
         if self._image is None:
             self._image = Image(1, plan.block_bytes)
@@ -279,7 +282,7 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
         for block in plan.blocks_of(start, stop):
             begin, end = plan.span(block)
             if self._kept != block:
-                # A read that fails may have overwritten the slot.
+                # Forget the kept block, because a failed read may overwrite its slot.
                 self._kept = -1
                 self.read(block, slot)
                 self._kept = block

@@ -1,8 +1,8 @@
-"""The offset of each value in the file, and the replica that writes each part.
+"""Layout of a checkpoint: the offset of each value, and the replica that writes it.
 
-The functions depend on names, shapes and types alone, and open no file. A file is a
-prefix (HDF5's own structures and the table of hashes), the data, cut into blocks, and
-the commit record::
+The layout depends only on names, shapes and types. A file has three parts: the prefix
+(HDF5's own structures and the table of hashes), the data, which are cut into blocks,
+and the commit record::
 
     0          table_start    data_start                         data_end   size
     | structures | hashes       | block 0 | block 1 | ... | block n | record |
@@ -31,16 +31,16 @@ RECORD_BYTES = 4096
 
 _LEAST_BLOCK_BYTES = 1 << 20
 _MOST_BLOCK_BYTES = 16 << 20
-# With 8 blocks, each thread has several, and the loads of replicas differ little.
+# With 8 blocks, each thread has several, and all replicas have similar loads.
 _BLOCKS_PER_REPLICA = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The offset and size of a dataset's values, at least one byte.
+    """The offset and size, in bytes, of the values of a dataset that is not empty.
 
-    ``num_rows`` is 0 if each replica has all values. If not, each replica has a row of
-    its own; with ``by_group``, all replicas of a group have the same row.
+    ``num_rows`` is 0 if every replica has all values. If it is not 0, each replica has
+    its own row, or, with ``by_group``, each group has one.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes ``source`` of a dataset, which lie at the bytes ``place`` of a block."""
+    """A part of a block: its bytes ``place`` are bytes ``source`` of a dataset."""
 
     path: str
     source: slice
@@ -70,12 +70,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The offsets of all parts of a checkpoint file.
+    """The layout of a checkpoint file: the offsets of all its parts.
 
     The data begin at ``data_start``, after the table of hashes, and end at
     ``data_end``, where the commit record begins. Both offsets are multiples of a page.
     The last block may be shorter. ``extents`` is sorted by offset. ``group_of`` has the
-    group of each replica that saves, if replicas form groups.
+    group number of each replica that saves, if replicas form groups.
     """
 
     table_start: int
@@ -95,7 +95,7 @@ class FileLayout:
 
     @cached_property
     def has_rows(self) -> bool:
-        """Whether a dataset has rows, each of which only some replicas have."""
+        """Whether a dataset is divided into rows that only some replicas have."""
         return any(extent.num_rows for extent in self.extents)
 
     def row_of(self, extent: Extent, replica: int) -> int:
@@ -103,33 +103,33 @@ class FileLayout:
         return self.group_of[replica] if extent.by_group else replica
 
     def holders(self, extent: Extent, row: int) -> list[int]:
-        """Return the replicas that have a row; the first of these replicas sends it."""
+        """Return the replicas that have a row; the first one sends it to others."""
         if not extent.by_group:
             return [row]
         return [r for r, group in enumerate(self.group_of) if group == row]
 
-    # Cached, because many saves use the same plan and ask for the same parts.
+    # Cache for `parts`: many saves use the same layout and number of replicas.
     @cached_property
     def _parts(self) -> dict[int, tuple[Sequence[int], ...]]:
         return {}
 
     def parts(self, size: int) -> tuple[Sequence[int], ...]:
-        """Return the blocks that each of ``size`` replicas writes, ascending.
+        """Return, for each of ``size`` replicas, the blocks that it writes, ascending.
 
-        If a row fills a block by more than half, a replica that has the row writes the
-        block. The other blocks are divided for an equal load of all replicas.
+        If a row fills more than half of a block, a replica that has the row writes the
+        block. The other blocks are divided so that all replicas write equally many.
         """
         if size not in self._parts:
             self._parts[size] = _deal(self, size)
         return self._parts[size]
 
     def span(self, block: int) -> tuple[int, int]:
-        """Return the first and end offset of a block, both multiples of a page."""
+        """Return the start and end offset of a block, which are multiples of a page."""
         start = self.data_start + block * self.block_bytes
         return start, min(start + self.block_bytes, self.data_end)
 
     def blocks_of(self, start: int, stop: int) -> range:
-        """Return the blocks that contain a byte range; none for an empty range."""
+        """Return the blocks that contain a range of bytes; none if it is empty."""
         if start == stop:
             return range(0)
         first = (start - self.data_start) // self.block_bytes
@@ -140,7 +140,7 @@ class FileLayout:
         return [extent.stop for extent in self.extents]
 
     def pieces(self, block: int) -> Iterator[Piece]:
-        """Yield the parts of datasets in a block, by offset; the gaps are zeros."""
+        """Yield the parts of datasets in a block, by offset; zeros fill the gaps."""
         start, stop = self.span(block)
         first = bisect.bisect_right(self._ends, start)
         for extent in self.extents[first:]:
@@ -155,9 +155,9 @@ class FileLayout:
 
 
 def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
-    """Return a block size with which all replicas write about the same number of bytes.
+    """Return a block size for which all replicas write nearly equal numbers of bytes.
 
-    It is a power of two from 1 MiB, a stripe of parallel file systems, to 16 MiB.
+    It is a power of two from 1 MiB (a stripe of parallel file systems) to 16 MiB.
     """
     wanted = nbytes // (_BLOCKS_PER_REPLICA * num_replicas)
     power = 1 << max(wanted, 1).bit_length() - 1
@@ -165,13 +165,13 @@ def choose_block_bytes(nbytes: int, num_replicas: int) -> int:
 
 
 def is_block_size(nbytes: int) -> bool:
-    """Return whether `choose_block_bytes` can return a number."""
+    """Return whether ``nbytes`` is a size that `choose_block_bytes` can return."""
     within = _LEAST_BLOCK_BYTES <= nbytes <= _MOST_BLOCK_BYTES
     return within and nbytes.bit_count() == 1
 
 
 def part_of(count: int, rank: int, size: int) -> range:
-    """Return a rank's range of ``count`` items; the first ranks have one item more."""
+    """Return a rank's range of ``count`` items; some first ranks have one item more."""
     each, more = divmod(count, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
@@ -194,10 +194,10 @@ def _deal(plan: FileLayout, size: int) -> tuple[Sequence[int], ...]:
 
 
 def _row_owners(plan: FileLayout) -> dict[int, int]:
-    """Return the writer of each block that one row fills by more than half."""
+    """Return the writing replica of each block that one row fills by more than half."""
     owners = {}
     for extent in plan.extents:
-        # A smaller row fills no block by half: the writers of its blocks receive it.
+        # A smaller row never fills half of a block: writers receive its bytes.
         if not extent.num_rows or 2 * extent.row_bytes <= plan.block_bytes:
             continue
         for row in range(extent.num_rows):
@@ -207,23 +207,23 @@ def _row_owners(plan: FileLayout) -> dict[int, int]:
             for index, block in enumerate(blocks):
                 low, high = plan.span(block)
                 if 2 * (min(stop, high) - max(start, low)) > plan.block_bytes:
-                    # Each holder of the row writes consecutive blocks of the row.
+                    # Each replica that has the row writes adjacent blocks of the row.
                     owners[block] = holders[index * len(holders) // len(blocks)]
     return owners
 
 
 def _shares(parts: list[list[int]], count: int) -> list[int]:
-    """Return how many of ``count`` items to add to each part, for equal lengths."""
+    """Return how many of ``count`` items each part receives, for equal lengths."""
     has = [len(part) for part in parts]
 
     def needed(level: int) -> int:
         return sum(max(level - each, 0) for each in has)
 
-    # Find the lowest common length of parts at which all items fit.
+    # Find the least length such that filling all parts up to it uses all items.
     level = bisect.bisect_left(range(max(has) + count + 1), count, key=needed)
     takes = [max(level - each, 0) for each in has]
     for rank in reversed(range(len(takes))):
-        # Reduce the shares of the last replicas by one item if there are too few items.
+        # If that needs more items than there are, the last parts receive one item less.
         if takes[rank] and sum(takes) > count:
             takes[rank] -= 1
     return takes

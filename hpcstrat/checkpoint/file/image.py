@@ -26,21 +26,22 @@ __all__ = [
     "is_elsewhere",
 ]
 
-# Ask for large pages, and for zeros in child processes (MADV_WIPEONFORK of madvise(2),
-# which Python does not name). If a child shared the pages, the next write would move
-# each to a new page, and a GPU that has locked the old page would still use it.
+# Ask for large pages, and for zeros in child processes (18 is MADV_WIPEONFORK of
+# madvise(2), which Python does not name). If a child process shared the pages, the next
+# write of this process would go to new pages, but a GPU would still use the old pages,
+# which it has locked.
 _ADVICE = (mmap.MADV_HUGEPAGE, 18)
 
 
 class Source(Protocol):
-    """The bytes of a dataset that this replica writes; an array has all bytes."""
+    """Protocol for the bytes of a dataset that this replica writes; arrays conform."""
 
     def __getitem__(self, source: slice, /) -> Array:
         """Return the bytes of the `Piece` that has this ``source``."""
 
 
 class Elsewhere(Source, Protocol):
-    """A value in other processes; only the main thread may copy its bytes."""
+    """A value in other processes' memory; only the main thread may copy its bytes."""
 
     shape: tuple[int, ...]
 
@@ -49,8 +50,8 @@ class Elsewhere(Source, Protocol):
 
 
 def is_elsewhere(value: Any) -> TypeGuard[Elsewhere]:
-    """Return whether a value lies in other processes."""
-    # An isinstance check of the protocol takes 30 times as long.
+    """Return whether a value is in the memory of other processes (`Elsewhere`)."""
+    # An isinstance check of the protocol would take 30 times as long.
     return hasattr(value, "write_bytes")
 
 
@@ -66,7 +67,7 @@ class ImageMemory:
         self._lent_from = 0
 
     def image(self, num_slots: int, slot_bytes: int) -> Image:
-        """Return an image with arbitrary content; the last image becomes invalid."""
+        """Return an image with arbitrary content; earlier images become invalid."""
         nbytes = num_slots * slot_bytes
         if self._region is None or self._region.bytes.size < nbytes:
             self.release()
@@ -85,7 +86,7 @@ class ImageMemory:
     def lend(self) -> None:
         """Let the kernel reclaim pages when it needs memory; images become invalid.
 
-        Memory with locked pages is excluded: it would lose data that a GPU writes.
+        Memory with locked pages is excluded: data that a GPU writes would be lost.
         """
         region = self._region
         if region is not None and not region.unlocks:
@@ -105,14 +106,14 @@ class ImageMemory:
             threading.Thread(target=held.clear, daemon=True).start()
 
     def leave(self) -> None:
-        """Forget the memory, but do not free it, because an image may still use it."""
+        """Forget the memory without freeing it, because threads may still use it."""
         self._region, self._lent_from = None, 0
 
 
 def _pages(nbytes: int) -> mmap.mmap:
     """Return new memory that is aligned to a page."""
-    # Private, because few systems allow large pages in shared memory, and disks read
-    # half as fast into small pages.
+    # Use private memory: few systems allow large pages in shared memory, and direct
+    # reads into small pages are half as fast.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in _ADVICE:
         # Some kernels do not support the advice.
@@ -122,10 +123,10 @@ def _pages(nbytes: int) -> mmap.mmap:
 
 
 class _Region:
-    """Memory aligned to a page and cut into places, whose pages can be locked.
+    """Page-aligned memory, cut into places for blocks; each place can be page-locked.
 
-    A place is locked when a GPU first copies to it, so that copies to other places can
-    run meanwhile. All places are unlocked with the memory.
+    A place is locked when a GPU first copies to it, because locking is slow, and copies
+    to other places can run meanwhile. All places are unlocked together.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -148,7 +149,7 @@ class _Region:
         return self.bytes[start : start + self._slot_bytes]
 
     def lock(self, index: int) -> bool:
-        """Lock the pages of a place; return whether the system allows it."""
+        """Lock the pages of a place; return False if the system refuses that."""
         if index not in self.unlocks and not self._refused:
             unlock = lock_pages(self, self.place(index))
             if unlock is None:
@@ -158,13 +159,13 @@ class _Region:
         return index in self.unlocks
 
     def unlock(self) -> None:
-        """Unlock all pages, which must happen before the memory is freed."""
+        """Unlock all pages; call this before the memory is freed."""
         while self.unlocks:
             self.unlocks.popitem()[1]()
 
 
 class Image:
-    """Places for blocks, aligned to pages, as direct reads and writes require.
+    """Memory for ``num_slots`` blocks, page-aligned, as direct I/O requires.
 
     ``slot_bytes`` is a multiple of a page. Without ``region``, new memory is used.
     """
@@ -177,11 +178,11 @@ class Image:
         self._region.cut(slot_bytes)
 
     def slot(self, index: int) -> Array:
-        """Return a view of a place, of ``slot_bytes`` bytes."""
+        """Return the ``slot_bytes`` bytes of a place, as a view."""
         return self._region.place(index)
 
     def lock(self, index: int) -> bool:
-        """Lock a place, so that a GPU can write to it; return whether that succeeded.
+        """Page-lock a place, so that a GPU can write to it; return True on success.
 
         The pages stay locked until the memory is freed.
         """
@@ -191,7 +192,7 @@ class Image:
 def as_bytes(value: Array) -> Array:
     """Return the bytes of a value as they are stored: little-endian, in C order.
 
-    The result is a view if the value has this form, and stays on the value's device.
+    The result is on the value's device, and a view if the value has this form already.
     """
     if is_device(value):
         # Values on GPUs are little-endian already.
@@ -207,10 +208,11 @@ def as_bytes(value: Array) -> Array:
 def fill(
     slot: Array, plan: FileLayout, block: int, values: Mapping[str, Source]
 ) -> list[tuple[Array, Array]]:
-    """Assemble a block: the values that lie in it, by path, and zeros between them.
+    """Write a block into ``slot``: the parts of ``values`` in it, and zeros in between.
 
-    ``slot`` may be longer than the block. Returns the pairs that the caller must still
-    copy: parts in the memory of a GPU, and the views of the slot for these parts.
+    ``slot`` may be longer than the block. Parts in the memory of a GPU are not copied:
+    the caller must copy each of the returned pairs, from the first array (on the GPU)
+    to the second array (a view of the slot).
     """
     done, missing = 0, []
     for piece in plan.pieces(block):

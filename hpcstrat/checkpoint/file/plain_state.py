@@ -1,4 +1,4 @@
-"""Conversion of a program's plain state to JSON that keeps the types of values.
+"""Conversion of a program's plain state to JSON and back, with the types of values.
 
 Values that JSON supports are written as they are. Any other value becomes an object
 with one key, which begins with ``$``; ``docs/checkpoint-format.md`` lists the keys.
@@ -19,9 +19,10 @@ __all__ = ["MOST_STATE_BYTES", "as_text", "from_text", "is_typed"]
 MOST_STATE_BYTES = 256 << 20
 """Of all objects together; as many readers take."""
 
-# Each level becomes up to three levels of JSON, and readers allow about 1000.
+# A level of state becomes up to three levels of JSON, and readers allow about 1000.
 _MOST_DEPTH = 100
-# Python can be set to refuse decimal numbers of more than 640 digits.
+# Larger integers are written in hexadecimal, because Python can be set to refuse
+# decimal numbers of more than 640 digits.
 _MOST_INT = 1 << 2048
 _MOST_SHOWN = 8
 _UNCHANGED = frozenset({type(None), bool, float})
@@ -38,14 +39,14 @@ _OTHERS: dict[type, Callable[[Any], Any]] = {
     bytearray: lambda value: base64.b64encode(value).decode(),
     complex: lambda value: [value.real, value.imag],
 }
-# NumPy's scalars by type, without longdouble, which differs between machines.
+# NumPy's scalar types by name, without longdouble, which differs between machines.
 _SCALARS: dict[str, type] = {
     np.dtype(kind).name: np.dtype(kind).type for kind in "?bhilBHILefdFD"
 }
 
 
 class _UnkeptError(Exception):
-    """Error for a value that JSON would not keep; ``place`` is its path in state."""
+    """Error for a value that JSON cannot keep; ``place`` is its path in reverse."""
 
     def __init__(self, found: str, advice: str) -> None:
         super().__init__(found)
@@ -54,7 +55,7 @@ class _UnkeptError(Exception):
 
 
 def as_text(name: str, state: Any) -> bytes:
-    """Return the state of an object as JSON in ASCII; the name is for messages.
+    """Return the state of an object as JSON in ASCII; ``name`` is for error messages.
 
     Raises ValueError if `from_text` would not return the same state.
     """
@@ -72,12 +73,12 @@ def as_text(name: str, state: Any) -> bytes:
 
 def is_typed(text: bytes) -> bool:
     """Return whether a text from `as_text` has types that plain JSON does not have."""
-    # A quotation mark inside of a string would have a backslash before it.
+    # This cannot be a part of a string, which would have a backslash before the quote.
     return b'{"$' in text
 
 
 def from_text(text: bytes, *, typed: bool = True) -> Any:
-    """Return the state in a text; ``typed`` is False for format versions below 3."""
+    """Return the state of a text; ``typed`` is False for format versions 1 and 2."""
     return json.loads(text, object_hook=_built if typed else None)
 
 
@@ -120,7 +121,7 @@ def _plain_items(values: Collection[Any], depth: int) -> list[Any]:
 
 
 def _is_uniform(values: list[Any]) -> bool:
-    """Return whether JSON keeps all items of a list, in a quick check of long lists."""
+    """Return True if JSON keeps all items of a list; a quick check for long lists."""
     kinds = set(map(type, values))
     if kinds <= _UNCHANGED:
         return True
@@ -135,14 +136,14 @@ def _plain_pairs(values: Mapping[Any, Any], kind: type, depth: int) -> Any:
         except _UnkeptError as error:
             error.place.append(f"[{key!r}]")
             raise
-    # JSON's objects have only text as keys, and a key with "$" marks a typed value.
+    # Keys in JSON are text, and a key that begins with "$" marks a typed value.
     if kind is dict and all(type(key) is str and key[:1] != "$" for key, _ in found):
         return dict(found)
     return {_PAIRS[kind]: found}
 
 
 def _plain_scalar(value: Any) -> Any:
-    """Return a NumPy scalar as JSON objects; raise _UnkeptError for other values."""
+    """Return a NumPy scalar as a JSON object; raise _UnkeptError for other values."""
     kind = type(value)
     name = value.dtype.name if isinstance(value, np.generic) else ""
     if _SCALARS.get(name) is kind:
@@ -154,7 +155,7 @@ def _plain_scalar(value: Any) -> Any:
     bases = (int, float, complex, str, bytes, list, tuple, set, dict)
     base = next((base for base in bases if isinstance(value, base)), None)
     if base is not None:
-        # After a restore, the value would be of the base class.
+        # After a restore, the value would be of the base class: refuse it.
         name = base.__name__
         advice = f"turn it into {name} before, and back after a restore"
     elif hasattr(value, "__array__") and not isinstance(value, np.generic):
@@ -163,7 +164,7 @@ def _plain_scalar(value: Any) -> Any:
 
 
 def _is_text(value: str) -> bool:
-    """Return whether JSON keeps a text; JSON changes texts with unpaired surrogates."""
+    """Return whether JSON keeps a text: one without unpaired surrogates."""
     if value.isascii():
         return True
     try:
@@ -174,7 +175,7 @@ def _is_text(value: str) -> bool:
 
 
 def _built(found: dict[str, Any]) -> Any:
-    """Return the value that a JSON object stands for."""
+    """Return the value for a JSON object: a typed value, or ``found`` itself."""
     if len(found) != 1:
         return found
     ((kind, content),) = found.items()

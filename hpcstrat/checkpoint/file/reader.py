@@ -1,4 +1,4 @@
-"""Reading of a checkpoint's header, index and states, in all format versions."""
+"""Reader of a checkpoint's header, index and states, for all format versions."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ _BEGINNINGS = {
 
 
 class NoCheckpointError(CorruptCheckpointError):
-    """The file seems to be of another kind, not a damaged checkpoint."""
+    """Error for a file that seems to be of another kind, not a damaged checkpoint."""
 
 
 def other_file(path: str) -> str:
-    """Return the kind of a file that is no checkpoint; empty for a checkpoint."""
+    """Return a description of a file that is no checkpoint; empty for a checkpoint."""
     try:
         with closing(_opened(path)) as file:
             if not stat.S_ISREG(os.fstat(file).st_mode) or has_record(file):
@@ -119,7 +119,7 @@ def _other_hdf5(path: str) -> str:
 
 
 def _is_text(first: bytes) -> bool:
-    # The last character may be incomplete.
+    # Decode incrementally, because the last character may be cut off.
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         text = decoder.decode(first)
@@ -133,7 +133,7 @@ _AGGREGATIONS = {name.lower() for name in VariableAggregation.__members__}
 
 
 def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
-    """Return a header with the root's attributes and metrics, but no entries or states.
+    """Return a header with the file's attributes, without entries and states.
 
     ``vouched`` is None for format version 1.
     """
@@ -166,7 +166,7 @@ def header_of(file: h5py.File, vouched: Vouched | None) -> Header:
 def read_contents(
     file: h5py.File, header: Header, vouched: Vouched | None
 ) -> dict[str, Extent]:
-    """Read entries and states into a header; return the extents of values by path."""
+    """Add entries and states to ``header``; return the extents of values by path."""
     start, stop = 0, os.path.getsize(file.filename)
     if vouched is not None:
         # The hashes of blocks cover only values between these two offsets.
@@ -201,7 +201,7 @@ def read_contents(
 def _reading(
     path: str, vouched: Vouched | None, extents: dict[str, Extent]
 ) -> Iterator[_Read]:
-    """Yield a function that reads a dataset, and checks its hashes if there are any."""
+    """Yield a function that reads a dataset, and checks its hashes if it has some."""
     for section in ("python/", "rng/"):
         sizes = [e.nbytes for name, e in extents.items() if name.startswith(section)]
         # Extents in a forged file may overlap, so that their sum exceeds its size.
@@ -244,7 +244,7 @@ def _words(dataset: h5py.Dataset, read: _Read) -> Array:
 
 
 def _index(file: h5py.File, vouched: Vouched) -> bytes | None:
-    """Return the index, which the commit record's hash covers, or None."""
+    """Return the bytes of the file's index, or None if the file has no index."""
     dataset = member(file, INDEX)
     if dataset is None:
         return None
@@ -275,7 +275,7 @@ def _entry(dataset: h5py.Dataset, name: str) -> Entry:
 
 
 def _require_rows(entry: Entry, num_replicas: int) -> None:
-    """Raise ValueError if the first axis does not match the replicas or groups."""
+    """Raise ValueError if an entry has the wrong number of rows."""
     if entry.per_replica and entry.shape[:1] != (num_replicas,):
         raise ValueError(f"{entry.path} has not a row for each replica")
     if entry.per_group and not (entry.shape and 1 <= entry.shape[0] <= num_replicas):
@@ -286,7 +286,7 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-# Errors of h5py and this package that damaged files are known to cause.
+# Errors that h5py and this package are known to raise for damaged files.
 _UNREADABLE = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, RuntimeError),
     *(ArithmeticError, AttributeError),
@@ -294,17 +294,17 @@ _UNREADABLE = (
 
 
 def is_passing(error: Exception) -> bool:
-    """Return whether an error is temporary, so that the file may be intact."""
+    """Return whether an error may be temporary, so that the file may be intact."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in PASSING
 
 
 @dataclass(slots=True)
 class CheckpointFile:
-    """A checkpoint that was checked and found intact, except for its data.
+    """A checkpoint that was found intact, without a check of its data.
 
-    ``vouched`` is None for format version 1, which has no hashes. Values without bytes
-    have no extents.
+    ``vouched`` is None for format version 1, without hashes. Empty values have no
+    extents.
     """
 
     path: str
@@ -316,8 +316,8 @@ class CheckpointFile:
 def open_checkpoint(path: str) -> CheckpointFile:
     """Check a file, and read everything except the values of variables.
 
-    Raises FileNotFoundError, CorruptCheckpointError if the file is no intact
-    checkpoint, or CheckpointError if it is unreadable now or of a newer library.
+    Raises FileNotFoundError; CorruptCheckpointError if the file is no intact
+    checkpoint; or CheckpointError if it cannot be read now, or is of a newer library.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -333,9 +333,9 @@ def read_header(path: str) -> Header:
 
 
 def read_root(path: str) -> Header:
-    """Check a file as `check` does; return only its step, attributes and metrics.
+    """Return a file's header without entries and states; raise errors as `check` does.
 
-    The time for the check hardly depends on the size of the file.
+    The time hardly depends on the size of the file.
     """
     with _readable(path):
         vouched = _vouched(path)
@@ -348,13 +348,13 @@ def check(path: str) -> None:
     with _readable(path):
         vouched = _vouched(path)
     if vouched is None:
-        # Without hashes the only check is to read all structures.
+        # Without hashes, the only possible check is to read all structures.
         read_header(path)
 
 
 @contextlib.contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """Turn errors of reading a damaged file into a CheckpointError with advice."""
+    """Turn an error in reading a file into a CheckpointError with advice."""
     try:
         yield
     except FileNotFoundError:
@@ -399,7 +399,8 @@ def _opened(path: str) -> int:
 def map_values(file: CheckpointFile) -> dict[str, Array]:
     """Return all values as memory-mapped arrays, without checking hashes again.
 
-    The file is never changed. Raises ImportError or TypeError for an unknown type.
+    A write to an array does not change the file. Raises ImportError or TypeError for an
+    unknown type.
     """
     found = {}
     for name, entry in file.header.entries.items():
@@ -415,9 +416,10 @@ def map_values(file: CheckpointFile) -> dict[str, Array]:
 
 
 def read_values(path: str, wanted: dict[str, np.dtype[Any]]) -> dict[str, Array]:
-    """Return values of format version 1, which has no hashes, in native byte order.
+    """Return values of a file of format version 1, which has no hashes.
 
-    ``wanted`` has the saved type of each value by path. Raises CorruptCheckpointError.
+    ``wanted`` has the saved type of each value by path. The values are in native byte
+    order. Raises CorruptCheckpointError.
     """
     values = {}
     try:

@@ -1,4 +1,4 @@
-"""Names in a checkpoint file, which ``docs/checkpoint-format.md`` specifies."""
+"""Names, entries and header of a checkpoint file: see ``docs/checkpoint-format.md``."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ _NAME = re.compile(r"ckpt-(\d{1,18})\.h5")
 
 @dataclass(slots=True)
 class Entry:
-    """A dataset of a checkpoint, and how its variable is combined over replicas.
+    """One variable in a checkpoint: its dataset, and how replicas' values are combined.
 
-    ``dtype`` is NumPy's name of the variable's type; the stored type may differ. The
-    first axis counts replicas with ``per_replica`` (aggregation ``none``, or logical
-    replicas), and groups with ``per_group``. With ``gathered``, each rank that saves
-    has the rows of all replicas.
+    ``dtype`` is NumPy's name of the variable's type; the stored type may differ. If
+    ``per_replica`` (for aggregation ``none``, or logical replicas), the first axis has
+    a row for each replica; if ``per_group``, a row for each group. If ``gathered``,
+    each rank that saves has the rows of all replicas.
     """
 
     path: str
@@ -94,18 +94,19 @@ class Entry:
 
     @property
     def has_rows(self) -> bool:
-        """Whether replicas may have different values, in separate rows."""
+        """Whether the dataset has a row for each replica, or for each group."""
         return self.per_replica or self.per_group
 
 
 @dataclass(slots=True)
 class Header:
-    """The contents of a checkpoint, apart from the data.
+    """The content of a checkpoint except for the values of its variables.
 
-    ``iterators`` has positions in datasets and states of random streams; `section_of`
-    distinguishes both. ``created_unix_ns`` is the time when the save began. Before a
-    save, ``python`` has text from `as_text`, and ``group_of`` has the group of each
-    replica, if there are groups. ``math_threads`` is 0 without logical replicas.
+    ``iterators`` has the positions in datasets and the states of random streams;
+    `section_of` tells which of both a state is. ``created_unix_ns`` is the time when
+    the save began. In a save, ``python`` has texts of `as_text`, and ``group_of`` has
+    the group of each replica, if there are groups; after reading, ``python`` has
+    states. ``math_threads`` is 0 without logical replicas.
     """
 
     step: int
@@ -136,32 +137,32 @@ def step_of(path: str) -> int | None:
 
 
 def list_checkpoints(directory: str) -> list[str]:
-    """Return the checkpoints of a folder, which may be missing, oldest step first."""
+    """Return paths of the checkpoints in a folder, lowest step first."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
         return []
     steps = {name: step for name in names if (step := step_of(name)) is not None}
-    # Sort by number: names with steps of more than ten digits would sort wrongly.
+    # Sort by number: as text, names with steps of more than ten digits sort wrongly.
     return [
         os.path.join(directory, name) for name in sorted(steps, key=steps.__getitem__)
     ]
 
 
 def section_of(state: dict[str, Any]) -> str:
-    """Return the HDF5 group, ``rng`` or ``iterators``, for a state of ``iterators``."""
+    """Return the HDF5 group (``rng`` or ``iterators``) in which a state is stored."""
     return "rng" if "bit_generator" in state else "iterators"
 
 
 @functools.cache
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a type, from a cache because NumPy computes it each time."""
+    """Return the name of a type; cached, because NumPy computes the name each time."""
     return dtype.name
 
 
 @functools.cache
 def named_dtype(name: str) -> np.dtype[Any]:
-    """Return the type of NumPy's name, or of ``bfloat16``, in native byte order."""
+    """Return the type with a name of NumPy, or ``bfloat16``, in native byte order."""
     if name == "bfloat16":
         # A variable of type bfloat16 exists only if ml_dtypes is installed.
         import ml_dtypes
@@ -172,7 +173,7 @@ def named_dtype(name: str) -> np.dtype[Any]:
 
 
 def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which values are stored: little-endian.
+    """Return the type in which a file stores values of ``dtype``: little-endian.
 
     HDF5 has no name for bfloat16, so that it is stored as 16-bit unsigned integers.
     """
@@ -184,7 +185,7 @@ def saved_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 @functools.lru_cache(maxsize=256)
 def stored_dtype(name: str, itemsize: int) -> np.dtype[Any] | None:
     """Return the type in which a file stores a named type, or None if not a number."""
-    # The library for bfloat16 may be missing here.
+    # Do not use `named_dtype`, because the library for bfloat16 may be missing.
     if name == "bfloat16":
         return np.dtype("<u2")
     try:
@@ -204,7 +205,7 @@ _MOST_DIGITS = 19
 
 
 def index_bytes(entries: Mapping[str, Entry]) -> int:
-    """Return the length of an index in whole pages; 0 if it would be too long."""
+    """Return the bytes to reserve for an index: whole pages, or 0 if it is too long."""
     text = to_index(entries, {})
     nbytes = len(text) + _MOST_DIGITS * len(entries)
     nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
@@ -212,7 +213,7 @@ def index_bytes(entries: Mapping[str, Entry]) -> int:
 
 
 def to_index(entries: Mapping[str, Entry], extents: Mapping[str, Extent]) -> bytes:
-    """Return the index of entries; ``extents`` has the places of values with bytes.
+    """Return the text of the index; ``extents`` has the offsets of non-empty values.
 
     The index is JSON with one list for each entry: path, shape, type, synchronization,
     aggregation, trainable (0 or 1), the meaning of the first axis (``replica``,
@@ -234,10 +235,10 @@ def to_index(entries: Mapping[str, Entry], extents: Mapping[str, Extent]) -> byt
 def from_index(
     text: bytes, start: int, stop: int
 ) -> tuple[dict[str, Entry], dict[str, Extent]]:
-    """Return entries and extents of values from an index, both by path.
+    """Return the entries, and the extents of their values, from an index; both by path.
 
-    Values without bytes have an extent of length 0. Raises ValueError or TypeError for
-    an invalid index, such as an extent that is not between ``start`` and ``stop``.
+    Empty values have an extent of length 0. Raises ValueError or TypeError for an
+    invalid index, such as an extent that is not between ``start`` and ``stop``.
     """
     entries, extents = {}, {}
     for row in json.loads(text):

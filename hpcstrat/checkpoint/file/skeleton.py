@@ -1,7 +1,7 @@
-"""A checkpoint file without its values, made by HDF5 once and used for many saves.
+"""Skeleton of a checkpoint: its HDF5 structures, made once and used for many saves.
 
-HDF5 chooses the offsets of datasets; saves write values there without HDF5. Each save
-changes a few integers in a copy of HDF5's structures, the prefix.
+HDF5 chooses the offsets of datasets; saves write values to these offsets without HDF5.
+Each save writes a copy of the structures (the prefix), with a few changed numbers.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ __all__ = ["Maker", "Skeleton", "packed_python", "state_bytes"]
 
 
 class Maker:
-    """Makes datasets and attributes by HDF5's functions, which are faster than h5py's.
+    """Makes datasets and attributes by h5py's low-level functions, which are fast.
 
-    HDF5's structures may use ``room`` bytes at the start of the file: whole pages.
+    HDF5's structures may use ``room`` bytes, whole pages, at the start of the file.
     """
 
     def __init__(self, path: str, room: int) -> None:
@@ -69,7 +69,7 @@ class Maker:
         access.set_fclose_degree(h5f.CLOSE_STRONG)
         self._file = h5f.create(os.fsencode(path), h5f.ACC_TRUNC, fapl=access)
         self._made = h5p.create(h5p.DATASET_CREATE)
-        # Allocate datasets at once, never fill them, and record no times.
+        # Allocate datasets when they are made, never fill them, and record no times.
         self._made.set_alloc_time(h5d.ALLOC_TIME_EARLY)
         self._made.set_fill_time(h5d.FILL_TIME_NEVER)
         self._made.set_obj_track_times(False)
@@ -77,7 +77,7 @@ class Maker:
         self._link.set_create_intermediate_group(True)
         self._link.set_char_encoding(h5t.CSET_UTF8)
         self._scalar = h5s.create(h5s.SCALAR)
-        # Cached, because making a type takes as long as writing an attribute.
+        # HDF5 types; making a type takes as long as writing an attribute.
         self._types: dict[tuple[np.dtype[Any], bool], Any] = {}
 
     def dataset(
@@ -87,7 +87,7 @@ class Maker:
         dtype: np.dtype[Any],
         attributes: Mapping[str, Any],
     ) -> int | None:
-        """Make a dataset and its groups; return its offset, or None if it is empty."""
+        """Make a dataset and its parent groups; return its offset, or None if empty."""
         space = h5s.create_simple(shape) if shape else self._scalar
         kind = self._type(dtype, logical=True)
         made = h5d.create(
@@ -107,13 +107,13 @@ class Maker:
         self._add(made, attributes)
 
     def attributes(self, path: str, attributes: Mapping[str, Any]) -> None:
-        """Add attributes to an object that exists; the path of the root is empty."""
+        """Add attributes to the object at a path; an empty path is the root group."""
         self._add(h5o.open(self._file, path.encode() or b"."), attributes)
 
     def _add(self, item: Any, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():
             text = isinstance(value, str)
-            # Text has a fixed length, because HDF5 stores other text between the data.
+            # Use text of fixed length: HDF5 would store other text between the data.
             data = np.array(value.encode("ascii", "replace") or b" " if text else value)
             kind = self._type(data.dtype, logical=False)
             h5a.create(item, name.encode(), kind, self._scalar).write(data, kind)
@@ -135,16 +135,17 @@ _LEAST_TEXT_BYTES = 256
 _FIRST_BYTES = 1 << 14
 _BYTES_PER_DATASET = 1 << 10
 _MOST_BYTES = 1 << 32
-# In smaller files, a gap of up to a stripe would be a large part of the file.
+# Only files of this size are aligned to stripes: in a smaller file, the gap would be a
+# large part of the file.
 _STRIPE_BYTES = 1 << 20
 _STRIPED_BYTES = 64 * _STRIPE_BYTES
 
 
 def packed_python(header: Header) -> dict[str, bytes]:
-    """Return plain state, by name, padded with blanks to a power of two.
+    """Return plain state, by name, each padded with blanks to a power of two.
 
-    The lengths are then mostly equal between saves, so that a skeleton is used again.
-    Raises CheckpointError if the total is more than readers accept.
+    Most saves then have the same lengths, so that the skeleton is used again. Raises
+    CheckpointError if the total is more than readers accept.
     """
     packed = {}
     for name, text in header.python.items():
@@ -162,7 +163,7 @@ def packed_python(header: Header) -> dict[str, bytes]:
 
 
 def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]:
-    """Return the stored bytes of random generators and `packed_python`, by path."""
+    """Return the bytes to store, by path: arrays of random streams, and plain state."""
     found = {
         f"rng/{name}/{key}": as_bytes(value)
         for name, state in header.iterators.items()
@@ -175,7 +176,7 @@ def state_bytes(header: Header, python: Mapping[str, bytes]) -> dict[str, Array]
 
 
 class Skeleton:
-    """HDF5's structures for one set of names, types and shapes, at offsets of ``plan``.
+    """HDF5's structures of files with the same names, types and shapes.
 
     Raises CheckpointError if HDF5 does not place datasets as expected.
     """
@@ -184,7 +185,7 @@ class Skeleton:
         self._key = _key(header, python)
         count = len(header.entries) + len(python) + len(header.metrics)
         count += 2 * len(header.iterators)
-        # This estimate is nearly always enough; each new try makes all datasets again.
+        # This estimate is nearly always enough. If not, make all datasets again.
         room = _FIRST_BYTES + _BYTES_PER_DATASET * count
         made = None
         while made is None and room < _MOST_BYTES:
@@ -198,21 +199,22 @@ class Skeleton:
         self.plan, prefix = made
         self._scratch = os.memfd_create("hpcstrat-skeleton")
         self._closer = weakref.finalize(self, os.close, self._scratch)
-        # A save that runs at the end of the program still needs the descriptor.
+        # Do not close it at exit, because a save may still be running then.
         self._closer.atexit = False
         os.pwrite(self._scratch, prefix, 0)
         # Extend the file sparsely to the length that HDF5 requires to open it.
         os.truncate(self._scratch, self.plan.size)
 
     def fits(self, header: Header, python: Mapping[str, bytes]) -> bool:
-        """Return whether a file with this header can have these structures."""
+        """Return whether a file with this header can use this skeleton."""
         same: bool = _key(header, python) == self._key
         return same
 
     def prefix(self, header: Header, created_unix_ns: int) -> bytearray:
-        """Return the prefix for one save of a header; the table of hashes is empty."""
-        # After an interrupt, HDF5 may write later, when its file is garbage-collected.
-        # Therefore HDF5 has its own descriptor, and without a key no save fits again.
+        """Return the prefix for one save, with an empty table of hashes."""
+        # If an interrupt leaves HDF5's file open, HDF5 may write to it later, in a
+        # garbage collection. Therefore HDF5 uses its own descriptor; and the key stays
+        # None then, so that no later save uses this skeleton.
         key, self._key = self._key, None
         raw = os.fdopen(os.dup(self._scratch), "r+b", buffering=0)
         with h5py.File(raw, "r+", libver=_BOUNDS) as file:
@@ -245,7 +247,7 @@ def _key(header: Header, python: Mapping[str, bytes]) -> Any:
     )
     sizes = tuple((name, len(data)) for name, data in python.items())
     metrics = tuple(header.metrics)
-    # `prefix` does not update the attributes with the job and the version.
+    # These attributes are a part of the key, because `prefix` does not change them.
     about = (
         *(header.num_replicas, header.group_of, header.math_threads),
         *(_job(), _version(header, python)),
@@ -278,9 +280,10 @@ def _pages(nbytes: int) -> int:
 def _datasets(
     header: Header, python: Mapping[str, bytes]
 ) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-    """Return all datasets of values: large ones, then small ones by element size.
+    """Return path, shape and type of all datasets of values, in the order to make them.
 
-    HDF5 packs small datasets. The widest elements are first, so that all are aligned.
+    Large datasets are first. Small ones follow, widest elements first, so that all are
+    aligned although HDF5 packs them.
     """
     found = [
         (path, entry.shape, saved_dtype(named_dtype(entry.dtype)))
@@ -306,13 +309,16 @@ def _datasets(
 def _make(
     header: Header, python: Mapping[str, bytes], room: int
 ) -> tuple[FileLayout, bytes] | None:
-    """Let HDF5 place all datasets; return None if its structures need more room."""
+    """Let HDF5 place all datasets; return the layout and the prefix.
+
+    Returns None if HDF5's structures need more than ``room`` bytes.
+    """
     datasets = _datasets(header, python)
     most = sum(_pages(math.prod(s) * d.itemsize) for _, s, d in datasets)
     block_bytes = choose_block_bytes(most, header.num_replicas)
     blocks = most // block_bytes + 2
-    # Use whole pages, so that the data begin on a page. ``blocks`` is an upper bound,
-    # because the table of hashes is placed before the extents are known.
+    # Round the table of hashes up to pages, so that the data begin on a page.
+    # ``blocks`` is an upper bound, because HDF5 places the table before the values.
     words = -(-blocks // _TABLE_WORDS) * _TABLE_WORDS
     num_index = index_bytes(header.entries)
     if most >= _STRIPED_BYTES:
@@ -382,7 +388,7 @@ def _place(
 
 
 def _check(plan: FileLayout, words: int, size: int) -> None:
-    """Raise CheckpointError unless HDF5 has placed datasets as saves expect."""
+    """Raise CheckpointError if HDF5 has not placed the datasets as saves expect."""
     starts = [extent.offset for extent in plan.extents]
     stops = [extent.stop for extent in plan.extents]
     ordered = all(a <= b for a, b in zip(stops, starts[1:], strict=False))
@@ -416,7 +422,7 @@ def _attributes(entry: Entry) -> dict[str, Any]:
 
 
 def _describe(maker: Maker, header: Header, plan: FileLayout, version: int) -> None:
-    """Write all other attributes, with zeros for values that change with each save."""
+    """Write the attributes of groups and tables; numbers that saves change are 0."""
     number = np.int64
     root = {
         "hpcstrat_format": FORMAT,

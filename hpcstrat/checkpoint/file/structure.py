@@ -1,7 +1,7 @@
-"""Reading of the HDF5 features that checkpoints use; other features raise ValueError.
+"""Safe reading of HDF5 files that may be forged; unusual features raise ValueError.
 
-Without these checks, a forged file could make the reader open other files or pipes, or
-allocate more memory than the file is long.
+Only the features that checkpoints use are read. With others, a forged file could make
+HDF5 open other files or pipes, or allocate more memory than the file is long.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ __all__ = [
 
 _MOST_ATTRIBUTE_BYTES = 1 << 16
 _MOST_DEPTH = 1000
-# Cache of NumPy's types, by the properties of HDF5's types.
+# Cache of `_dtype_of`: NumPy's types by the properties of HDF5's types.
 _DTYPES: dict[Any, np.dtype[Any]] = {}
 _MOST_DTYPES = 256
 _KINDS = (h5t.TypeIntegerID, h5t.TypeFloatID, h5t.TypeStringID)
 
 
 def datasets(group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
-    """Yield all datasets in a group, with their paths, after checking the way to each.
+    """Yield the path and the dataset for all datasets in a group and its subgroups.
 
-    Raises ValueError for links that are not hard, and for groups inside themselves.
+    Raises ValueError for a link that is not hard, and for a group that contains itself.
     """
     seen: set[int] = set()
     todo: list[tuple[str, Any, bytes]] = [(group.name.strip("/"), group.id, b".")]
-    # HDF5's own walk is recursive: a deeply nested file would crash the process.
+    # Do not use HDF5's own walk: it is recursive, so that deep nesting would crash.
     while todo:
         path, group, name = todo.pop()
         found = h5o.open(group, name)
@@ -74,7 +74,7 @@ def _elsewhere(name: str) -> str:
 
 
 def member(group: Any, name: str) -> Any:
-    """Return a member of a group, or None; raise ValueError if the link is not hard."""
+    """Return a member of a group, or None; raise ValueError for a link to elsewhere."""
     link = group.get(name, getlink=True)
     if link is not None and not isinstance(link, h5py.HardLink):
         raise ValueError(_elsewhere(name))
@@ -82,13 +82,13 @@ def member(group: Any, name: str) -> Any:
 
 
 def attribute(item: Any, name: str) -> Any:
-    """Return an attribute, a number or short text; raise KeyError if it is missing."""
+    """Return an attribute (a number or short text); raise KeyError if it is missing."""
     place = item["/"] if isinstance(item, h5py.File) else item
     return _read(h5a.open(place.id, name.encode()), name)
 
 
 def attributes(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all attributes of an object of h5py, by name."""
+    """Yield the name and the value of all attributes of an object of h5py."""
     for index in range(h5a.get_num_attrs(item.id)):
         found = h5a.open(item.id, index=index)
         name = found.name
@@ -107,7 +107,7 @@ def _read(found: Any, name: str) -> Any:
         or found.get_storage_size() != kind.get_size()
     ):
         raise ValueError(f"the attribute {name!r} is no number and no short text")
-    # The size of this memory was checked above.
+    # This memory is small, because the size of the type was checked above.
     value = np.empty((), _dtype_of(kind))
     found.read(value)
     return value[()]
@@ -132,9 +132,10 @@ def _dtype_of(kind: Any) -> np.dtype[Any]:
 
 
 def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
-    """Return the offset and the number of bytes of a dataset's values.
+    """Return the offset and the size in bytes of a dataset's values.
 
-    The values must be uncompressed, in one piece, between two offsets of the file.
+    Raises ValueError unless the values are uncompressed, in one piece, and between the
+    offsets ``start`` and ``stop`` of the file.
     """
     made = dataset.id.get_create_plist()
     if (
@@ -162,7 +163,7 @@ def place_of(dataset: Any, start: int, stop: int) -> tuple[int, int]:
 
 
 def require_stored_as(dataset: Any, name: str) -> None:
-    """Raise ValueError if values are not stored in the form of the named type."""
+    """Raise ValueError if a dataset is not stored in the form of the named type."""
     found = dataset.dtype
     stored = stored_dtype(name, found.itemsize)
     if stored is None or found != stored:

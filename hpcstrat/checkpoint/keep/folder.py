@@ -1,9 +1,9 @@
-"""A folder of checkpoints, its lock for one job, and the removal of dead jobs' files.
+"""A folder of checkpoints: it is locked by one job, and cleared of dead jobs' files.
 
 Two jobs that save in one folder would remove each other's checkpoints, because neither
 knows the files of the other. Therefore a job locks the folder by a POSIX lock,
-fcntl(2). The kernel releases the lock when the process ends for any reason, also on
-another host of an NFS. Child processes do not inherit the lock. If the file
+fcntl(2). The kernel releases the lock when the process ends for any reason; with NFS,
+hosts see each other's locks. Child processes do not inherit the lock. If the file
 system has no locks, any job may save.
 """
 
@@ -40,16 +40,16 @@ __all__ = [
 OWNER = ".owner"
 """Name of the file that is locked."""
 
-# Variables of launchers, whose value only the processes of one job share.
+# Environment variables of launchers whose value is the same only within one job.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
 _ATTEMPTS = 10
-# Descriptor and number of locks of each folder. A process opens the file only once,
-# because closing a second descriptor of the file would release the lock.
+# Descriptor of the lock file, and number of locks, by folder. A process opens the lock
+# file only once, because closing a second descriptor would release the lock.
 _held: dict[str, tuple[int, int]] = {}
 # PF_EXITING of Linux, from include/linux/sched.h.
 _EXITING = 0x4
 _STALE_SECONDS = 7 * 86400.0
-# Errors of a symbolic link that leads to no file.
+# Errors of opening a symbolic link that leads to no file.
 NO_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 Identity: TypeAlias = tuple[int, int, int]
@@ -57,7 +57,7 @@ Identity: TypeAlias = tuple[int, int, int]
 
 
 class Folder:
-    """A folder of checkpoints, by its absolute path; the first save makes it."""
+    """A folder of checkpoints at an absolute path; the first save makes the folder."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -92,24 +92,25 @@ class Folder:
 
     def _make(self) -> None:
         if self._is_known:
-            # Do not make the folder a second time: its file system may be unmounted, so
-            # that the files would go to the disk below the mount point.
+            # Never make a known folder again: if it is missing, its file system may be
+            # unmounted, so that files would go to the disk below the mount point.
             return
         missing = [self.path]
         while not os.path.isdir(above := os.path.dirname(missing[-1])):
             missing.append(above)
         os.makedirs(self.path, exist_ok=True)
-        # Without a flush, a power failure may remove the folder with all its files.
+        # Without this flush, a power failure may remove the folder and all its files.
         for place in missing:
             flush_folder(os.path.dirname(place))
         self._is_known = True
 
 
 def _take(directory: str) -> bool:
-    """Lock a folder for this job; each success needs one call of `_release`.
+    """Lock a folder for this job; return True if a call of `_release` must follow.
 
     Call this on replica 0. Returns False if the file system has no locks, or if another
-    process of this job has the lock. Raises CheckpointError if another job has it.
+    process of this job has the lock. Raises CheckpointError if another job has the
+    lock.
     """
     directory = os.path.realpath(directory)
     if directory in _held:
@@ -121,7 +122,7 @@ def _take(directory: str) -> bool:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError:
-            # The save itself will raise the error of the folder.
+            # The save will raise this error when it makes its file in the folder.
             return False
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,7 +145,7 @@ def _take(directory: str) -> bool:
 
 
 def _release(directory: str) -> None:
-    """Release a lock of `_take`."""
+    """Undo one successful `_take`; the last call unlocks the folder."""
     directory = os.path.realpath(directory)
     if directory not in _held:
         return
@@ -161,14 +162,14 @@ def _release(directory: str) -> None:
 
 
 def _is_at(handle: int, path: str) -> bool:
-    """Return whether an open file is the file at a path."""
+    """Return whether a path still names an open file."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
     return False
 
 
 def _job() -> str:
-    """Return an identifier that all processes of this job share."""
+    """Return an identifier of this job, the same in all its processes."""
     names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
     step = os.environ.get("SLURM_STEP_ID", "")
     # Without a launcher's variable, the parent process identifies the job.
@@ -205,9 +206,10 @@ def _record(handle: int) -> dict[str, Any]:
 
 
 def _is_ours(record: dict[str, Any]) -> bool:
-    """Return whether a lock belongs to this job, or to its run before a requeue.
+    """Return whether a lock's record names this job, or its run before a requeue.
 
-    If a host has crashed, an NFS server keeps the host's locks for some time.
+    The lock of that run may still exist: an NFS server keeps the locks of a crashed
+    host for some time.
     """
     job = _batch_job()
     again = bool(job) and job == record.get("batch_job")
@@ -230,7 +232,7 @@ def _refusal(directory: str, record: dict[str, Any]) -> CheckpointError:
 
 
 def temporary_name(name: str) -> str:
-    """Return a unique temporary file name, which contains the job and the process."""
+    """Return a unique name for a temporary file; it names the job and the process."""
     job = os.environ.get("SLURM_JOB_ID", "0")
     owner = f"{platform.node()}-{_namespace()}-{os.getpid()}"
     return f".{name}.{job}.{owner}.{secrets.token_hex(4)}"
@@ -239,7 +241,7 @@ def temporary_name(name: str) -> str:
 def _namespace() -> str:
     """Return a hash of the host's boot ID and the namespace of process IDs.
 
-    It differs between containers, which may have equal host names and process IDs.
+    It differs between containers that have equal host names and process IDs.
     """
     words = []
     with suppress(OSError):
@@ -250,7 +252,7 @@ def _namespace() -> str:
 
 
 def remove_abandoned(directory: str) -> None:
-    """Remove temporary files of processes that have ended.
+    """Remove the temporary files of ended processes from a folder.
 
     Call this on one rank. Files of processes on other hosts or in other containers are
     removed after a week. The folder need not exist.
@@ -277,11 +279,11 @@ def _lives(pid: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        # The process belongs to another user.
+        # The process exists, but belongs to another user.
         return True
     try:
         _, fields = process_stat(pid)
-        # ``shown`` is False if /proc belongs to another namespace of process IDs.
+        # ``shown`` is False if /proc shows another namespace of process IDs.
         shown = os.readlink("/proc/self") == str(os.getpid())
     except OSError:
         return True
@@ -301,5 +303,5 @@ def identity_of(path: str) -> Identity | None:
         if error.errno not in NO_FILE:
             raise
         found = os.lstat(path)
-    # Include the time, because a new file may have the inode of a removed one.
+    # Include the time, because a new file may have the inode of a removed file.
     return found.st_dev, found.st_ino, found.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Rules that choose the checkpoints to keep, and the removal of all others."""
+"""Rules for which checkpoints to keep, and the removal of the other checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MOST_NAME_BYTES = 255
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """Keep the checkpoints that are best by a metric.
+    """Rule for a `CheckpointManager` to keep the checkpoints that are best by a metric.
 
     Parameters
     ----------
@@ -52,14 +52,14 @@ class KeepBest:
         Name of a metric in the ``metrics`` of ``save``.
     mode : str
         Whether the lowest (``"min"``) or the highest (``"max"``) value is best. NaN is
-        never best. Of equal values, the value of the earlier step is best.
+        never best. If values are equal, the earlier step is better.
     count : int
         Number of checkpoints to keep; at least 1.
 
     Raises
     ------
     ValueError
-        If a parameter has another value.
+        If ``mode`` or ``count`` has another value, or ``metric`` is not a valid name.
     """
 
     metric: str
@@ -67,7 +67,7 @@ class KeepBest:
     count: int = 1
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Raise ValueError for invalid values."""
         _metric_name(self.metric)
         if self.mode not in _MODES:
             raise ValueError(
@@ -89,7 +89,7 @@ class KeepRules:
     keep_for: float | timedelta | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Raise ValueError for invalid values."""
         if self.max_to_keep is not None:
             advice = "pass None to keep all"
             _count("max_to_keep", self.max_to_keep, " or None", advice)
@@ -149,7 +149,7 @@ def _metric_name(name: Any) -> str:
 
 
 def checked_metrics(metrics: Any) -> dict[str, float]:
-    """Return metrics as floats, sorted by name; raise ValueError if invalid."""
+    """Return metrics as floats, sorted by name; raise ValueError for invalid ones."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -158,7 +158,7 @@ def checked_metrics(metrics: Any) -> dict[str, float]:
             'such as {"val_loss": 0.25}'
         )
     found = {_metric_name(name): _number(name, v) for name, v in metrics.items()}
-    # Sort the metrics, because ranks compare them as text.
+    # Sort by name, because ranks compare the metrics as text.
     return dict(sorted(found.items()))
 
 
@@ -176,17 +176,17 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The properties of a checkpoint that the rules use."""
+    """A checkpoint in the folder, with the properties that the rules use."""
 
     path: str
     step: int
-    # Time when the save began, by the clock of the host that saved.
+    # Time when the save began, by the clock of the saving host.
     created_unix_ns: int
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
-    """Return the checkpoints that have the metric, best first, but not NaN."""
+    """Return the checkpoints that have the metric, best first; a NaN does not count."""
     sign = 1 if best.mode == "min" else -1
     values = [(sign * one.metrics.get(best.metric, math.nan), one) for one in found]
     numbers = [pair for pair in values if not math.isnan(pair[0])]
@@ -195,7 +195,7 @@ def ranked(found: Sequence[Found], best: KeepBest) -> list[Found]:
 
 
 def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]:
-    """Return the paths that the rules keep; the newest path is always included."""
+    """Return the paths of the checkpoints to keep; the newest is always kept."""
     if rules.max_to_keep is None:
         return {one.path for one in found}
     ordered = sorted(found, key=lambda one: (one.step, one.path))
@@ -213,9 +213,9 @@ def kept(found: Sequence[Found], rules: KeepRules, now_unix_ns: int) -> set[str]
 
 
 def _far_apart(ordered: Sequence[Found], distance: timedelta) -> list[Found]:
-    """Return checkpoints at least ``distance`` apart in time, from the oldest on.
+    """Return the oldest checkpoint, and then checkpoints at least ``distance`` apart.
 
-    A later call, after other checkpoints were removed, chooses the same checkpoints.
+    After the other checkpoints were removed, a call chooses the same checkpoints again.
     """
     least = _nanoseconds("keep_every", distance)
     keep: list[Found] = []
@@ -226,7 +226,7 @@ def _far_apart(ordered: Sequence[Found], distance: timedelta) -> list[Found]:
 
 
 class Retention:
-    """Removes the checkpoints in a folder that no rule keeps; on replica 0 only."""
+    """Removes checkpoints that no rule keeps from a folder; only replica 0 uses it."""
 
     def __init__(self, directory: str, rules: KeepRules) -> None:
         self._directory = directory
@@ -238,15 +238,15 @@ class Retention:
     def distrust(self, paths: Sequence[str]) -> None:
         """Remember files that a restore found damaged, until they are replaced."""
         for path in paths:
-            # Suppress errors, because the other ranks do not wait for an error here.
+            # Suppress errors, because only this rank would raise them.
             with suppress(OSError):
                 self._distrusted.add((path, identity_of(path)))
 
     def is_damaged(self, path: str) -> bool:
-        """Return whether a restore would reject a file as damaged.
+        """Return whether a restore would refuse a file as damaged.
 
-        The data are not read. Returns False if there is no file. Raises OSError if the
-        file cannot be read now.
+        The data are not checked. Returns False if there is no file. Raises OSError if
+        the file cannot be read now.
         """
         try:
             if (path, identity_of(path)) in self._distrusted:
@@ -282,8 +282,9 @@ class Retention:
                 )
 
     def _superfluous(self) -> list[str]:
-        """Return the paths that may be removed, oldest first."""
-        # Check kept files again before others are removed, because files can rot.
+        """Return the paths of the checkpoints to remove, oldest first."""
+        # Files can rot: before others are removed, check again the files that count for
+        # ``max_to_keep`` and ``keep_best``, and count without damaged files.
         counting = KeepRules(self._rules.max_to_keep, keep_best=self._rules.keep_best)
         found = self._find()
         while True:
@@ -318,7 +319,7 @@ class Retention:
 
 
 def _find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | None:
-    """Return the newest checkpoint that is intact except for its unread data.
+    """Return the newest checkpoint that is intact; its data are not checked.
 
     Paths in ``passed_over`` are skipped. Damaged files cause a warning, and their paths
     are added to ``passed_over``.
@@ -332,7 +333,7 @@ def _find_newest(directory: str, passed_over: list[str]) -> CheckpointFile | Non
             warn(error)
             passed_over.append(path)
         except FileNotFoundError:
-            continue  # Removed since it was listed.
+            continue  # The file was removed after it was listed.
     return None
 
 
@@ -345,9 +346,11 @@ def newest_path(directory: str) -> str | None:
 def find_restorable(
     directory: str, path: str | None, passed_over: list[str]
 ) -> tuple[CheckpointFile | None, list[str]]:
-    """Return the checkpoint at ``path`` or the newest one, and the damaged paths.
+    """Return the checkpoint to restore (None if none), and the list ``passed_over``.
 
-    Raises CheckpointError if ``path`` is missing, or if all checkpoints are damaged.
+    This is the checkpoint at ``path``, or, if ``path`` is None, the newest intact one.
+    The list has the paths of damaged checkpoints. Raises CheckpointError if there is no
+    file at ``path``, or if all checkpoints are damaged.
     """
     if path is not None:
         try:
@@ -382,7 +385,7 @@ def best_path(directory: str, best: KeepBest) -> str | None:
                 raise
             warn(error)
         except FileNotFoundError:
-            continue  # Removed since it was listed.
+            continue  # The file was removed after it was listed.
     return next((one.path for one in ranked(found, best)), None)
 
 

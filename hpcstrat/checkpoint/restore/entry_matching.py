@@ -1,4 +1,4 @@
-"""Matching of saved values with variables, and copying of bytes to variables."""
+"""Matching of saved values with the program's variables, and copying into these."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class Match:
     """A saved value and the variable that receives it."""
 
     entry: Entry
-    # None if the variable does not exist yet, and ``owner`` will make it as ``name``.
+    # None if the variable does not exist yet; then ``owner`` will make it, as ``name``.
     variable: Variable | None
     owner: Any = None
     name: str = ""
-    # Rule for rows that another number of replicas has saved.
+    # Rule for rows that another number of replicas than now has saved.
     per_replica: str = "error"
 
     def assign(self, value: Array, strategy: Replicas) -> None:
-        """Copy the saved value to this rank's components, without communication."""
+        """Copy the saved value to this rank's components of the variable."""
         if not self.entry.has_rows:
             self._place(value, strategy)
         elif self._has_components:
@@ -81,7 +81,7 @@ class Match:
 
     @property
     def _has_components(self) -> bool:
-        """True if each row is one replica's component of a sync-on-read variable."""
+        """True if each saved row is the component of one logical replica."""
         return self.entry.per_replica and self.entry.aggregation != "none"
 
     def _assign_components(self, value: Array, strategy: Replicas) -> None:
@@ -101,7 +101,7 @@ class Match:
         self._place(rule.combine_saved(value), strategy)
 
     def assign_row(self, row: Array, strategy: Replicas, index: int = 0) -> None:
-        """Copy one of the saved `rows` to a component."""
+        """Copy a saved row to the component with this index on this rank."""
         variable = self.variable
         if self.entry.per_replica and variable is not None:
             _store(variable.components[index], rounded(row, variable.dtype))
@@ -110,7 +110,7 @@ class Match:
         self._place(row, strategy.split.part if self.entry.per_group else strategy)
 
     def _place(self, value: Array, strategy: Replicas) -> None:
-        """Copy this rank's part of a strategy's value to its components."""
+        """Copy a value, or this rank's part of it, to the variable on this rank."""
         variable = self.variable
         if variable is None:
             self.owner.checkpoint_defer(self.name, value, strategy)
@@ -134,7 +134,7 @@ class Match:
 
     @property
     def _dividing_rule(self) -> AggregationRule | None:
-        # Each replica gets a part; the parts of all replicas combine to the value.
+        # The rule that divides a saved value into one part per replica, or None.
         if not isinstance(self.variable, SyncOnReadVariable):
             return None
         rule = rule_of(self.variable.aggregation)
@@ -142,7 +142,7 @@ class Match:
 
     @property
     def divides(self) -> bool:
-        """True if this rank's array gets only a part or a share of the saved value."""
+        """True if this rank's memory cannot receive the saved value as a whole."""
         variable = self.variable
         several = variable is not None and (
             variable.is_sharded or len(variable.components) > 1
@@ -150,7 +150,7 @@ class Match:
         return several or self._dividing_rule is not None or self.entry.has_rows
 
     def takes_one_row(self, strategy: Replicas) -> bool:
-        """Return True if this rank reads only one of the saved rows."""
+        """Return whether this rank needs only one of the saved rows."""
         several = self._has_components or len(strategy.local_replicas) > 1
         return self.entry.has_rows and not several
 
@@ -162,13 +162,13 @@ class Match:
             own, count = [strategy.split.own], strategy.split.num_groups
         if saved == count:
             return list(own)
-        # `match_entries` has handled "error".
+        # "error" does not occur here, because `match_entries` has raised.
         chosen = {"first": [0 for _ in own], "cycle": [n % saved for n in own]}
         return list(chosen.get(self.per_replica, [None for _ in own]))
 
 
 def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
-    """Log a warning about values that the new type cannot hold, except for rounding."""
+    """Log a warning if the new type cannot hold some values; rounding is allowed."""
     cast = rounded(value, dtype)
     if is_half(dtype) or dtype.kind in "fc":
         lost = np.isfinite(value) & ~np.isfinite(cast)
@@ -185,7 +185,7 @@ def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
 
 
 def _store(component: Array, value: Array) -> None:
-    # Write in place, because a program may hold views of the component.
+    # Write in place, because the program may have views of the component.
     if is_device(component):
         store(component, value)
     else:
@@ -204,12 +204,13 @@ def match_entries(
     num_groups: int = 0,
     only: Collection[str] | None = None,
 ) -> tuple[list[Match], list[str]]:
-    """Find the saved value of every variable; the result is the same on every rank.
+    """Find the saved value for every variable; the result is the same on every rank.
 
-    Returns a match for each variable, and for each value that an object keeps until it
-    makes the variable; and paths for `Objects.reset`. The rules are those of
-    `CheckpointManager.restore`. Raises ValueError for an unknown ``per_replica``, and
-    CheckpointMismatchError with a list of everything that does not fit.
+    Returns two lists: matches, and paths for `Objects.reset`. There is a match for each
+    variable, and for each value that an object keeps until it makes the variable. The
+    keyword arguments are those of `CheckpointManager.restore`. Raises ValueError for an
+    unknown ``per_replica``, and CheckpointMismatchError with a list of everything that
+    does not fit.
     """
     if per_replica not in _POLICIES:
         raise ValueError(
@@ -222,7 +223,7 @@ def match_entries(
         num_groups=num_groups,
         chooses=per_replica != "error",
     )
-    # Collect all problems, because starting a large job again takes long.
+    # Collect all problems for one error, because starting a large job again takes long.
     matches, problems, unused, missing = [], [], [], []
     wanted = {path: v for path, v in variables.items() if is_wanted(path, only)}
     taken = set()
@@ -240,7 +241,7 @@ def match_entries(
     unmade = objects.unmade(missing, variables, header.entries)
     problems += [f"{p} is not in the checkpoint" for p in missing if p not in unmade]
     others = header.entries.keys() - taken
-    # Sort the paths, so that owners get values in the same order on all replicas.
+    # Sort the paths, so that objects receive values in the same order on all replicas.
     for path in sorted(path for path in others if is_wanted(path, only)):
         owner = objects.owner(path)
         if owner is None:
@@ -266,7 +267,7 @@ def match_entries(
 def is_wanted(path: str, only: Collection[str] | None) -> bool:
     """Return whether a path belongs to an object in ``only`` (None means all objects).
 
-    The object's name is the first component, such as ``optimizer``, but ``net`` in
+    The object's name is the first component of the path, but ``net`` in
     ``variables/net/w``.
     """
     if only is None:
@@ -276,16 +277,17 @@ def is_wanted(path: str, only: Collection[str] | None) -> bool:
 
 
 def renamed(header: Header, names: Mapping[str, str]) -> Header:
-    """Return a header with the program's names; the result is the same on every rank.
+    """Return a header with the program's paths; ``names`` maps saved paths to these.
 
-    Entries keep their path in the file. Raises CheckpointMismatchError if a name is not
-    in the checkpoint, or if two values get the same name.
+    The result is the same on every rank. Each entry keeps its path in the file as an
+    attribute. Raises CheckpointMismatchError if a key of ``names`` is not in the
+    checkpoint, or if two values get the same path.
     """
     used: set[str] = set()
 
     def _new(path: str) -> str:
         parts = path.split("/")
-        # The longest matching beginning counts, whatever the order of ``names``.
+        # If several keys are beginnings of the path, the longest key counts.
         for count in range(len(parts), 0, -1):
             head = "/".join(parts[:count])
             if head in names:
@@ -321,7 +323,7 @@ def _rows_misfit(
     if entry.per_group and not num_groups:
         return _OF_GROUPS
     if entry.per_replica and entry.aggregation != "none":
-        # A sync-on-read variable's value can be divided among any number of replicas.
+        # Components are combined, and can be divided among any number of replicas.
         return ""
     count, what = num_replicas, "replicas"
     if entry.per_group:
@@ -354,10 +356,10 @@ def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
 
 
 class Sink:
-    """The destination of a dataset's bytes.
+    """The place where a restore copies the bytes of one dataset.
 
-    Bytes are copied to ``live``, the variable's own bytes, or to a buffer, which is
-    assigned to the variable when it is full.
+    If ``live``, the variable's own memory, is given, bytes are copied there. If not,
+    bytes are copied to a buffer, which is assigned to the variable when it is full.
     """
 
     def __init__(
@@ -386,7 +388,7 @@ class Sink:
             self.elsewhere.write_bytes(place, data)
             return
         if self._live is None and self._collected is None:
-            # Allocate with the first bytes, so that not all values need memory at once.
+            # Allocate only now, so that not all values need memory at the same time.
             self._collected = np.empty(self.extent.nbytes, np.uint8)
         target = self._collected if self._live is None else self._live
         assert target is not None
@@ -403,7 +405,7 @@ class Sink:
 
 
 def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
-    """Return bytes as the saved value, or as a row of it, in native byte order."""
+    """Return saved bytes as the value, or one row of it, in native byte order."""
     dtype = named_dtype(match.entry.dtype)
     stored = saved_dtype(dtype)
     raw = np.empty(0, np.uint8) if data is None else data
@@ -413,7 +415,7 @@ def value_of(match: Match, data: Array | None, rows: bool = False) -> Array:
 
 
 def live_bytes(match: Match) -> Array | Elsewhere | None:
-    """Return a variable's memory as bytes if it has the stored form, or None."""
+    """Return a variable's memory as bytes, or None if the file has another form."""
     variable = match.variable
     if variable is None or match.divides or sys.byteorder != "little":
         return None

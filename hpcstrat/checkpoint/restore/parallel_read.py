@@ -1,7 +1,8 @@
-"""Parallel reading: each replica reads and checks a part, and sends it to all others.
+"""Parallel restore: each replica reads a part of the file, and sends it to the others.
 
-No variable changes before all parts have been checked. A replica keeps the blocks that
-it has read, up to a limit, and reads the other blocks a second time to send them.
+No variable changes before all replicas have checked the hashes of their parts. A
+replica keeps the blocks that it has read, up to a limit, and reads the other blocks a
+second time to send them.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ _PIECE_BYTES = 8 << 20
 
 
 class BlockDeal:
-    """The blocks that each replica reads, and the number of blocks that it keeps.
+    """The division of blocks: which replica reads (owns) which blocks of the file.
 
-    The division is the same on every replica. A column consists of the replicas with
-    the same position in their workers; they send their blocks between workers. ``own``
-    has this replica's blocks, ``column`` is its position, and ``columns`` is the number
-    of positions that all workers have; other replicas read nothing. `rounds` numbers
-    the owners of blocks.
+    The division is the same on every replica. A column consists of the replicas that
+    have the same position in their workers; blocks are sent between workers within a
+    column. ``own`` has this replica's blocks. ``column`` is its position. ``columns``
+    is the number of replicas of the smallest worker; replicas with a higher position
+    read nothing. ``most_kept`` is the number of blocks that a replica keeps. Owners are
+    numbered by column, then by worker.
     """
 
     def __init__(self, blocks: list[int], most_kept: int, strategy: Replicas) -> None:
@@ -57,7 +59,7 @@ class BlockDeal:
         if self.size > 1:
             topology = strategy.topology
             self.column = topology.worker_comm.rank
-            # A column needs a replica on each worker, including the smallest worker.
+            # A column needs a replica on each worker.
             self.columns = topology.smallest_worker
             self._worker, self._workers = topology.worker_id, topology.num_workers
         self._owner = self.column * self._workers + self._worker
@@ -68,19 +70,19 @@ class BlockDeal:
         return part_of(len(self._blocks), owner, self.columns * self._workers)
 
     def owns(self, owner: int) -> bool:
-        """Return whether this replica is the owner with this number."""
+        """Return whether ``owner`` is this replica's number as an owner of blocks."""
         return owner == self._owner and self.column < self.columns
 
     def worker_of(self, owner: int) -> int:
         return owner % self._workers
 
     def kept(self, owner: int) -> set[int]:
-        """Return the blocks that an owner keeps, so as not to read them again."""
+        """Return the blocks that an owner keeps in memory until it sends them."""
         indices = self._part(owner)[: self.most_kept]
         return {self._blocks[index] for index in indices}
 
     def rounds(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield blocks to send at the same time: block and owner for each column."""
+        """Yield the blocks of each round: a block and its owner for each column."""
         columns = [
             [
                 (self._blocks[index], owner)
@@ -89,17 +91,16 @@ class BlockDeal:
             ]
             for first in range(0, self.columns * self._workers, self._workers)
         ]
-        # The first owners have as many blocks as the others or one more, so that no
-        # column has more blocks than the column before.
+        # The first column has the most blocks: `part_of` favors the first owners.
         for turn in range(len(columns[0])):
             yield [column[turn] for column in columns if turn < len(column)]
 
 
 class Shared:
-    """Shared memory of a worker, from which all its replicas copy pieces of blocks.
+    """Memory shared by the replicas of a worker, through which blocks are sent.
 
-    Collective over the channel's replicas, inside of its ``moving``. One replica writes
-    at most ``piece_bytes`` at a time.
+    Collective over the channel's replicas, inside of its ``moving``. A block is sent in
+    pieces of at most ``piece_bytes``.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -108,7 +109,7 @@ class Shared:
         self._across = channel.interruptible(topology.cross_worker_comm)
         self._several = topology.num_workers > 1
         self._segment = Segment(self._worker, 0, 2 * _PIECE_BYTES)
-        # The worker with the least shared memory determines the size of pieces.
+        # All replicas use the same size of pieces, which fits the least shared memory.
         self.piece_bytes: int = channel.interruptible(topology.replica_comm).allreduce(
             self._segment.part_bytes // 2, op=topology.mpi.MIN
         )
@@ -123,15 +124,17 @@ class Shared:
     def exchange(
         self, own: Array | None, pieces: Sequence[range], workers: Sequence[int]
     ) -> list[Array]:
-        """Make one piece of each column visible to all replicas; return the pieces.
+        """Send a piece of a block from each column to all replicas; return the pieces.
 
-        Collective over the channel's replicas. ``pieces`` has the ranges of bytes, and
-        ``workers`` the workers that own the pieces; ``own`` is this replica's piece.
-        The result is valid until the second call after this call.
+        Collective over the channel's replicas. ``pieces`` has the range of bytes of
+        each piece, and ``workers`` the worker that owns it. ``own`` has the bytes of
+        this replica's piece, or is None. The returned views are valid until the second
+        call after this call.
         """
         column = self._worker.rank
-        # Alternate between two halves, because some replicas still copy from the last
-        # half. A replica that passes the barrier below has copied all earlier pieces.
+        # Alternate between two halves, because some replicas may still copy from the
+        # half of the last call. A replica that reaches the barrier below has finished
+        # that copy.
         self._half = 1 - self._half
         if column < len(pieces) and len(pieces[column]):
             mine = self._place(column, len(pieces[column]))
@@ -143,7 +146,7 @@ class Shared:
         return [self._place(k, len(piece)) for k, piece in enumerate(pieces)]
 
     def close(self) -> None:
-        """Free the memory; collective over the replicas of each worker."""
+        """Free the memory. Collective over the replicas of each worker."""
         self._segment.close()
 
     def release(self) -> None:
@@ -151,9 +154,9 @@ class Shared:
         self._segment.release()
 
 
-# A replica keeps this many bytes in memory, and reads its other blocks twice.
+# A replica keeps blocks of this total size, and reads its other blocks twice.
 _KEPT_BYTES = 1 << 30
-# The limit for values of servers, which may not fit into this process's memory.
+# The limit for parameter servers' values, which may not fit into this memory.
 _KEPT_ON_THE_WAY_BYTES = 64 << 20
 
 
@@ -163,9 +166,9 @@ def restore_values(
     strategy: Replicas,
     memory: ImageMemory,
 ) -> tuple[int, float]:
-    """Restore the values of all variables; return the bytes read, and the seconds.
+    """Restore the values of all variables; return the bytes and seconds of reading.
 
-    Collective over the strategy's replicas, with the matches in the same order on each.
+    Collective over the strategy's replicas; ``matches`` have the same order on each.
     Raises on every rank, before any variable changes: CorruptCheckpointError if a part
     is damaged, CheckpointError if memory is short or a part cannot be read now.
     """
@@ -180,7 +183,10 @@ def restore_values(
 
 
 def _read_together(strategy: Replicas, path: str, read: Callable[[], None]) -> float:
-    """Read on all replicas; return the seconds, or raise on all if a replica fails."""
+    """Call ``read`` on all replicas; return the seconds.
+
+    Collective over the strategy's replicas. If a call fails, every replica raises.
+    """
     error: Exception | None = None
     began = time.perf_counter()
     try:
@@ -195,7 +201,7 @@ def _read_together(strategy: Replicas, path: str, read: Callable[[], None]) -> f
 
 
 def _unreadable(path: str, problem: Exception) -> CheckpointError:
-    """Return the error to raise for a problem of the file or of this process."""
+    """Return the error to raise for an exception in reading a file."""
     found = f"expected {path} to be readable, found {type(problem).__name__}: {problem}"
     if isinstance(problem, OSError) and problem.errno not in PASSING:
         return CorruptCheckpointError(f"{found}; restore an older checkpoint")
@@ -211,7 +217,7 @@ def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> N
     found = strategy.collectives.all_gather_object(mine, f"verdict on {path}")
     bad = sorted(filter(None, found), key=lambda each: each[0] is CheckpointError)
     if bad:
-        # A damaged file is more important than errors of processes.
+        # All replicas raise the same error. Prefer the error of a damaged file.
         kind, text = bad[0]
         raise kind(text)
 
@@ -219,7 +225,7 @@ def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> N
 def _restore_unchecked(
     file: CheckpointFile, matches: Sequence[Match], strategy: Replicas
 ) -> tuple[int, float]:
-    """Read all of a file of format version 1 on every replica."""
+    """Restore values from a file of format version 1, which every replica reads."""
     wanted = {m.entry.path: named_dtype(m.entry.dtype) for m in matches}
     values: dict[str, Array] = {}
     seconds = _read_together(
@@ -231,7 +237,7 @@ def _restore_unchecked(
 
 
 class _ParallelRead:
-    """One restore: reads and checks a part of the file, and exchanges all parts."""
+    """One restore on this replica: `read` its part of the file, then `give_out`."""
 
     def __init__(
         self,
@@ -250,7 +256,7 @@ class _ParallelRead:
         self._row_values: list[tuple[Match, Array]] = []
         for match in matches:
             self._sort(match)
-        # Sort by offset, so that the values in a block are found by bisection.
+        # Sort by offset, so that bisection finds the values in a block.
         self._sinks.sort(key=lambda sink: sink.extent.offset)
         self._starts = [sink.extent.offset for sink in self._sinks]
         self._stops = [sink.extent.stop for sink in self._sinks]
@@ -262,11 +268,11 @@ class _ParallelRead:
         passes = any(sink.elsewhere is not None for sink in self._sinks)
         kept_bytes = _KEPT_ON_THE_WAY_BYTES if passes else _KEPT_BYTES
         most_kept = max(1, kept_bytes // self._plan.block_bytes)
-        # A restore of some objects does not read the blocks of others.
+        # Divide only the blocks with values to restore.
         self._deal = BlockDeal(sorted(needed), most_kept, strategy)
         self._own = self._deal.own
         self._kept: dict[int, Array] = {}
-        # The method `read` sets these attributes, or changes their values.
+        # The method `read` sets the following attributes.
         self._image: Image
         self._blocks: Blocks
         self._open = contextlib.ExitStack()
@@ -275,7 +281,7 @@ class _ParallelRead:
         self._nbytes = 0
 
     def _sort(self, match: Match) -> None:
-        """Choose whether all replicas exchange a value, or each reads its own row."""
+        """Add a match to one of three lists: empty, own row, or exchanged value."""
         extent = self._file.extents.get(match.entry.path)
         if extent is None:
             self._empty.append(match)
@@ -284,7 +290,8 @@ class _ParallelRead:
             and match.variable is not None
             and extent.nbytes > self._plan.block_bytes
         ):
-            # All rows are too large to exchange: each replica reads its own row.
+            # The rows together are larger than a block, which is too much to exchange:
+            # each replica reads only its own row.
             [row] = match.rows(self._strategy)
             if row is not None:
                 each = extent.nbytes // match.entry.shape[0]
@@ -294,9 +301,8 @@ class _ParallelRead:
             self._sinks.append(Sink(match, extent, live_bytes(match)))
 
     def read(self) -> None:
-        """Read and check this replica's part; make no MPI calls, change nothing."""
-        # There is a place for each kept block, a place for each thread, and a place
-        # for blocks that are read again.
+        """Read and check this replica's part; neither call MPI nor change variables."""
+        # Slots: one for each kept block, one for each thread, one for reading again.
         num_kept = min(len(self._own), self._deal.most_kept)
         slots = num_kept + NUM_THREADS + 1
         self._image = self._memory.image(slots, self._plan.block_bytes)
@@ -313,7 +319,7 @@ class _ParallelRead:
                 target=self._work,
                 args=(todo, num_kept + k, errors),
                 name=f"hpcstrat-restore-{k}",
-                # The end of a program, after an interrupt, does not wait for daemons.
+                # After an interrupt, the program does not wait for daemon threads.
                 daemon=True,
             )
             for k in range(min(NUM_THREADS, len(self._own)))
@@ -334,10 +340,10 @@ class _ParallelRead:
         for match, extent in self._rows:
             self._row_values.append((match, self._row(match, extent)))
         if self._deal.size > 1:
-            # Without descriptors for shared memory, MPI would abort the process.
+            # If shared memory found no free descriptors, MPI would abort the process.
             require_descriptors()
         if any(sink.on_device for sink in self._sinks):
-            # `Uploads` raises if memory is short, before any variable changes.
+            # `Uploads` raises here, before any variable changes, if memory is short.
             self._uploads = Uploads()
 
     def _work(
@@ -349,7 +355,7 @@ class _ParallelRead:
         while (item := todo.get()) is not None:
             block, index = item
             if errors:
-                # Empty the queue, so that every thread receives its None.
+                # Another thread has failed: empty the queue up to this thread's None.
                 continue
             slot = self._image.slot(scratch if index < 0 else index)
             try:
@@ -374,9 +380,12 @@ class _ParallelRead:
         return value_of(match, found, rows=True)
 
     def give_out(self) -> int:
-        """Send all blocks to all replicas, and copy values to variables; collective."""
+        """Send all blocks to all replicas, copy values to variables; return bytes read.
+
+        Collective over the strategy's replicas.
+        """
         what = f"values of {self._file.path}"
-        # Variables change from here on: all replicas have read and checked their part.
+        # Variables change from here on, because all replicas have checked their parts.
         self._strategy.collectives.barrier(what)
         shared: Shared | None = None
         try:
@@ -400,7 +409,8 @@ class _ParallelRead:
                 self._uploads.end()
         if shared is not None:
             shared.close()
-        # Assign rows after the last exchange, so that no call can fail in between.
+        # Assign rows after the last exchange, because after this no collective can
+        # fail.
         for match, row in self._row_values:
             match.assign_row(row, self._strategy)
         for match in self._empty:
@@ -410,7 +420,7 @@ class _ParallelRead:
     def _share(
         self, shared: Shared, group: list[tuple[int, int]], parts: list[range]
     ) -> None:
-        # Each exchange is collective, so the longest part determines their number.
+        # All replicas must make the same number of exchanges: that of the longest part.
         longest = max(map(len, parts))
         for done in range(0, longest, shared.piece_bytes):
             pieces = [part[done : done + shared.piece_bytes] for part in parts]
@@ -427,7 +437,7 @@ class _ParallelRead:
                 self._put(piece, data, piece.start)
 
     def _trimmed(self, block: int) -> range:
-        """Return the range of offsets in a block from the first to the last value."""
+        """Return the range of a block, in offsets, that has values to restore."""
         start, stop = self._plan.span(block)
         first, last = self._sinks_in(start, stop)
         low = max(start, self._starts[first])
@@ -438,7 +448,7 @@ class _ParallelRead:
         return first, bisect.bisect_left(self._starts, stop)
 
     def _put(self, piece: range, data: Array, start: int) -> None:
-        """Copy bytes of the file, which begin at offset ``start``, to variables."""
+        """Copy a piece of the file to variables; ``data`` is from offset ``start``."""
         first, last = self._sinks_in(piece.start, piece.stop)
         for sink in self._sinks[first:last] if len(piece) else ():
             low = max(piece.start, sink.extent.offset)
@@ -447,7 +457,7 @@ class _ParallelRead:
             sink.put(low, found, self._strategy, self._uploads)
 
     def _read_again(self, group: list[tuple[int, int]]) -> None:
-        """Read again, on all replicas, blocks that were checked but not kept."""
+        """Read the blocks of a round that their owners have not kept; collective."""
         again = [(b, owner) for b, owner in group if b not in self._deal.kept(owner)]
         if not again:
             return
@@ -466,7 +476,7 @@ class _ParallelRead:
     def close(self) -> None:
         self._kept.clear()
         if any(thread.is_alive() for thread in self._threads):
-            # After an interrupt, threads may still read into the memory.
+            # After an interrupt, threads may still read into this memory.
             self._memory.leave()
         else:
             self._memory.lend()

@@ -1,4 +1,4 @@
-"""Restoring: find a checkpoint, match it with the program, or try an older one."""
+"""The steps of a restore: find a checkpoint, match it with the program, and load it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Restorer"]
 
 
 class Restorer:
-    """Restores checkpoints for one manager."""
+    """Restores checkpoints for one `CheckpointManager`."""
 
     def __init__(
         self,
@@ -46,11 +46,12 @@ class Restorer:
     def restore(
         self, path: str | None, rename: Mapping[str, str], **rules: Any
     ) -> int | None:
-        """Restore a checkpoint, or the newest readable one; return its step, or None.
+        """Restore the checkpoint at ``path``, or the newest one; return its step.
 
-        Collective over the strategy's replicas. ``rename`` maps saved paths to the
-        program's paths; ``rules`` are those of `match_entries`. Raises CheckpointError
-        on every rank, before any variable changes.
+        Collective over the strategy's replicas. Returns None if there is no checkpoint.
+        ``rename`` maps saved paths to the program's paths; ``rules`` are arguments of
+        `match_entries`. Raises CheckpointError on every rank, before any variable
+        changes.
         """
         began = time.perf_counter()
         if self._collectives.channel is not None:
@@ -68,8 +69,8 @@ class Restorer:
             try:
                 return self._load(file, began, passed_over, rename, rules)
             except CorruptCheckpointError as error:
-                # All ranks raise this error together. Damaged data are found only
-                # now, because no earlier step has read the data.
+                # All ranks raise this error together. The search did not find the
+                # damage, because it does not read data. Try the next older checkpoint.
                 self._distrust([file.path])
                 if path is not None:
                     raise
@@ -82,7 +83,7 @@ class Restorer:
             self._retention.distrust(paths)
 
     def _look_at_threads(self, header: Header) -> None:
-        """Log a warning if results will not be bit-identical to the run that saved."""
+        """Log a warning if ``math_threads`` differs from that of the saving run."""
         saved, strategy = header.math_threads, self._strategy
         now = strategy.settings.math_threads if strategy.logical else saved
         if saved and now != saved and strategy.rank == 0:
@@ -101,7 +102,8 @@ class Restorer:
         rules: dict[str, Any],
     ) -> int:
         variables, split = self._objects.variables(), self._strategy.split
-        # In this barrier, the ranks compare the file, the variables and the rules.
+        # With this text, the barrier compares the file, variables and rules of all
+        # ranks.
         how = {**rules, "rename": dict(rename)}
         self._collectives.barrier(
             f"restore of {file.path} into {self._objects.describe(variables)} ({how})"
@@ -124,7 +126,7 @@ class Restorer:
         saved, now = header.num_replicas, self._strategy.num_replicas_in_sync
         rows = [m.entry.shape[0] for m in matches if m.entry.per_group]
         if rows and split is not None:
-            # A variable of a group accumulates over the replicas of its group only.
+            # A group's variable accumulates over one group: count only its replicas.
             saved, now = saved // rows[0], now // split.num_groups
         self._objects.end_restore(saved, now, only)
         self._objects.restore_states(header, only)
@@ -137,7 +139,7 @@ class Restorer:
             nbytes=nbytes,
             seconds=time.perf_counter() - began,
             read_seconds=read_seconds,
-            # Unused paths are given as they are in the file, before ``rename``.
+            # Report unused paths as they are in the file, without ``rename``.
             unused=tuple(sorted(file.header.entries.keys() - taken)),
             passed_over=tuple(passed_over),
         )

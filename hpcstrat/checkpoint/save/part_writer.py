@@ -1,9 +1,10 @@
-"""One replica's part of a save: copy, hash and write block after block.
+"""One replica's part of a save: threads copy, hash and write its blocks.
 
 Threads hash and write blocks without Python's global lock, and make no MPI calls. In a
-synchronous save, the threads copy the blocks, too; but if other processes have values,
-the caller copies block after block. In an asynchronous save, the caller copies all
-blocks first, or starts copies on the GPU, for which the threads wait.
+synchronous save, the threads also copy the blocks; but if values are in other
+processes, the caller copies block after block. In an asynchronous save, the caller
+copies all blocks before it returns. From a GPU, it only starts copies, and the threads
+wait for them.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ RING_SLOTS = 4
 
 
 class PartWriter:
-    """Writes this replica's blocks to a file that exists.
+    """Writes this replica's blocks to an existing file.
 
-    ``image`` has `RING_SLOTS` places, or a place per block if all are copied ahead.
-    The last thread calls ``then`` at the end. Writes are spread over ``spread_seconds``
-    until the caller joins the threads.
+    ``image`` has `RING_SLOTS` places for blocks, or a place per block if all blocks are
+    copied ahead. The last thread calls ``then`` at the end. Writes are spread over
+    ``spread_seconds``, but as fast as possible after the caller has called `join`.
     """
 
     def __init__(
@@ -68,9 +69,9 @@ class PartWriter:
         self._direct = direct
         self._then = then
         self._spread = spread_seconds
-        # More threads gain little, because one core uses much of the memory bandwidth.
+        # More copying threads gain little: one core uses much of the memory bandwidth.
         self._copiers = min(num_cores, _MOST_COPIERS)
-        # With more threads at once, the first block of each thread is ready later.
+        # Limits the threads that copy and hash, so that a first block is ready early.
         self._cores = threading.Semaphore(num_cores)
         self._hurry = threading.Event()
         self._file = -1
@@ -79,7 +80,8 @@ class PartWriter:
         self._arrivals: dict[int, Arrival] = {}
         self._values: Mapping[str, Source] = {}
         self._ahead = False
-        # Index of a block, and the place of its copy or None; a None ends a thread.
+        # Items: the index of a block, and the place of its copy (None if the thread
+        # must copy it). An item None ends a thread.
         self._todo: SimpleQueue[tuple[int, int | None] | None] = SimpleQueue()
         # Places that are free for the next block.
         self._free: SimpleQueue[int] = SimpleQueue()
@@ -91,9 +93,9 @@ class PartWriter:
     def start(self, values: Mapping[str, Source], *, ahead: bool) -> None:
         """Start threads that write all blocks.
 
-        If ``ahead``, all blocks are copied first, and values may change on return; for
-        values on a GPU, by later work of its current stream. If not ``ahead``, values
-        may change only after `join`.
+        If ``ahead``, all blocks are copied first, and the program may change values
+        after the return (values on a GPU: by later work in its current stream). If not
+        ``ahead``, the program may change values only after `join`.
         """
         self._ahead = ahead
         asks = any(map(is_elsewhere, values.values()))
@@ -105,7 +107,7 @@ class PartWriter:
                     with self._timed("copy"):
                         self._copy_all(values, asks)
         finally:
-            # Drop values that are copied, so that their memory can be freed.
+            # Drop values that are copied already, so that their memory can be freed.
             self._values = {} if ahead else values
             feeds = asks and not ahead and self.error is None
             wanted = NUM_THREADS if ahead or feeds else RING_SLOTS
@@ -125,7 +127,7 @@ class PartWriter:
                         self._todo.put(None)
 
     def _feed(self) -> None:
-        """Copy each block, in the caller's thread, to the next free place."""
+        """Copy block after block, in the caller's thread, to the next free place."""
         for slot in range(RING_SLOTS):
             self._free.put(slot)
         with self._telling():
@@ -138,9 +140,9 @@ class PartWriter:
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Record an error, which all replicas raise together at the end of a save.
+        """Record an error of a block, for all replicas to raise at the end of the save.
 
-        A lost server, or an exception that ends the program, is also raised at once.
+        A lost server, or an exception that ends the program, is also raised here.
         """
         try:
             yield
@@ -158,7 +160,7 @@ class PartWriter:
             try:
                 missing = list((map if asks else pool.map)(copy, indices))
             except RuntimeError:
-                # No more threads, or the program ends: copy in this thread.
+                # The system refuses threads, or the program ends: copy in this thread.
                 missing = list(map(copy, indices))
         if self._downloads is not None:
             for index, pairs in enumerate(missing):
@@ -182,7 +184,7 @@ class PartWriter:
                 thread.start()
                 self._threads.append(thread)
             except BaseException as error:
-                # If the system refuses a thread, all replicas raise it at the end.
+                # If the system refuses a thread, all replicas raise this at the end.
                 self._fail(error)
                 self._leave(wanted - number)
                 if not isinstance(error, RuntimeError):
@@ -203,7 +205,10 @@ class PartWriter:
         self._leave(1)
 
     def _made(self, index: int, slot: int | None, number: int) -> memoryview:
-        """Return a block, copied and hashed; ``number`` is this thread's number."""
+        """Return a block, after copying it (if necessary) and hashing it.
+
+        ``number`` is the number of this thread.
+        """
         if self._ahead:
             self._await_turn(index)
             self._await_copy(index)
@@ -226,7 +231,7 @@ class PartWriter:
                 arrival.wait()
 
     def _leave(self, count: int) -> None:
-        """Count threads that have ended; the last thread closes the file."""
+        """Count ``count`` threads as ended; the last thread closes the file."""
         with self._lock:
             self._left -= count
             last = self._left == 0
@@ -270,13 +275,13 @@ class PartWriter:
             if self._file >= 0:
                 self._flush()
             if self._downloads is not None and self.error is not None:
-                # Wait, because the next image may use memory that the GPU still writes.
+                # Wait for the GPU, which may still write to memory of the next save.
                 self._downloads.wait()
         except BaseException as error:
             self._fail(error)
         self._values, self._downloads = {}, None
         self._arrivals.clear()
-        # Break the cycle with the owner, so that both objects are freed at once.
+        # Break the reference cycle with the owner, so that both are freed immediately.
         then, self._then = self._then, None
         self.done.set()
         if then is not None:
@@ -296,11 +301,11 @@ class PartWriter:
             self._file = -1
 
     def ended(self) -> bool:
-        """Return whether the threads have ended, and cleaned up."""
+        """Return whether all threads have ended."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def join(self, seconds: float | None = None) -> bool:
-        """Stop spreading writes, and wait; return whether the threads have ended."""
+        """Wait for the threads, without delays; return whether they have ended."""
         self._hurry.set()
         for thread in self._threads:
             thread.join(seconds)

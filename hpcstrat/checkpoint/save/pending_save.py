@@ -1,4 +1,4 @@
-"""A running save on one replica, and the last steps that publish the checkpoint."""
+"""A running save on one replica, and the publication of its file on replica 0."""
 
 from __future__ import annotations
 
@@ -56,22 +56,23 @@ __all__ = [
 
 @dataclass(eq=False)
 class Publication:
-    """The end of a save on replica 0, which publishes the checkpoint or removes it.
+    """The last step of a save, on replica 0: publishes the file, or removes it.
 
-    The file gets its name only when all its bytes are on the disk, and older
-    checkpoints are removed only after that. So a power failure at any time leaves an
-    intact checkpoint. The saving thread or the caller publishes, whichever is first.
+    The file gets its final name only when all its bytes are on the disk, and older
+    checkpoints are removed only after that. Therefore a power failure at any time
+    leaves an intact checkpoint. Either the saving thread or the main thread publishes,
+    whichever is first.
     """
 
     path: str
     # Name of the file until it is published, in the same folder.
     temporary: str
     replaces: bool
-    # The file to replace; another job may have replaced it since.
+    # The file to replace, as it was at the start of the save.
     found: Identity | None
-    # Checkpoints of later steps, to remove when this one is on the disk.
+    # Checkpoints of later steps, to remove when this checkpoint is on the disk.
     abandoned: list[tuple[str, Identity | None]]
-    # Removes older checkpoints when this one is on the disk.
+    # Removes older checkpoints when this checkpoint is on the disk.
     retention: Retention
     header: Header
     skeleton: Skeleton
@@ -87,7 +88,7 @@ class Publication:
         return self.ended > 0 or self.error is not None
 
     def do(self, hashes: Array) -> None:
-        """Publish the checkpoint, after all parts are on the disk; store any error."""
+        """Publish the checkpoint, when all parts are on the disk; store any error."""
         with self._lock:
             if self.over:
                 return
@@ -102,7 +103,8 @@ class Publication:
                 self.error = error
                 self._remove()
                 if published and not replaces:
-                    # Without the flush, a power failure may remove the name.
+                    # Without the flush, a power failure may lose the name: remove the
+                    # file.
                     with suppress(OSError):
                         remove(self.path)
                 return
@@ -116,7 +118,7 @@ class Publication:
             self._tidy()
 
     def drop(self, error: BaseException) -> None:
-        """Remove the file, unless the checkpoint is published or has failed."""
+        """Unless the save is over, remove its file, and store the error."""
         with self._lock:
             if not self.over:
                 self.error = error
@@ -127,13 +129,13 @@ class Publication:
             remove(self.temporary)
 
     def _write(self, hashes: Array) -> None:
-        """Write the prefix and the record, and truncate the file to its size."""
+        """Write the prefix and the commit record, and truncate the file to its size."""
         plan, header = self.skeleton.plan, self.header
         prefix = self.skeleton.prefix(header, self.created_unix_ns)
         table = hashes.astype("<u8").tobytes()
         prefix[plan.table_start : plan.table_start + len(table)] = table
         record = pack_record(plan, bytes(prefix), header.step, header.num_replicas)
-        # Use the page cache, because these pieces are neither aligned nor large.
+        # Use the page cache: prefix and record are not page-aligned, and not large.
         with closing(open_to_write(self.temporary, False)) as file:
             write_all(file, memoryview(prefix), 0)
             write_all(file, memoryview(record), plan.data_end)
@@ -157,7 +159,7 @@ class Publication:
         left = []
         for path, identity in self.abandoned:
             try:
-                # Keep a file that another job has written there since.
+                # Keep a file that another job has written at this path since.
                 if identity_of(path) == identity:
                     remove(path)
             except FileNotFoundError:
@@ -178,7 +180,7 @@ class Publication:
         try:
             self.retention.apply(Found(self.path, step, self.created_unix_ns, metrics))
         except Exception as error:
-            # The checkpoint is complete in spite of this error.
+            # The new checkpoint is complete, so that this error must not fail the save.
             get_logger("checkpoint").warning(
                 "old checkpoints in %s were not removed: %s",
                 os.path.dirname(self.path),
@@ -188,12 +190,12 @@ class Publication:
 
 _FIRST_NAP_SECONDS, _LAST_NAP_SECONDS = 0.001, 0.05
 _PATIENCE_SECONDS = 60.0
-# A thread waits up to this time until old files are freed: see `gives_back`.
+# Time for which a thread waits until removed files are freed: see `_await_room`.
 _FREEING_SECONDS = 5.0
 
 
 def checked_bandwidth(value: SupportsFloat | None) -> float:
-    """Return a limit in bytes per second, infinite for None; ValueError if invalid."""
+    """Return a limit in bytes per second, infinity for None; raise if invalid."""
     if value is None:
         return math.inf
     try:
@@ -215,32 +217,33 @@ class SaveOptions:
     # Whether to replace a checkpoint of this step, and to remove later steps.
     replaces: bool
     abandons: bool
-    # time.perf_counter() when the caller requested the save.
+    # time.perf_counter() at the call of `save`.
     began: float
-    # Limit of all replicas together in the background, in bytes per second.
+    # Limit for the background writes of all replicas together, in bytes per second.
     bandwidth: float = math.inf
 
 
 @dataclass(slots=True)
 class NewFile:
-    """The file that replica 0 has made, as it is sent to the other replicas."""
+    """Message of replica 0 about the file that it has made for a save."""
 
     temporary: str
-    # Distinguishes verdicts of this save from the verdicts of an earlier save.
+    # Random bytes that identify verdicts of this save.
     nonce: bytes
     # Plain state of replica 0; each replica writes a part of it.
     python: dict[str, bytes]
-    # None if the plan is that of the last save, which all replicas have kept.
+    # None if the plan is the same as in the last save, which all replicas have kept.
     plan: FileLayout | None
     direct: bool
 
 
 class PendingSave:
-    """One replica's view of a save that has not ended.
+    """A save that has not ended, on one replica.
 
-    Threads of this replica hash and write its blocks. In a background save, the threads
-    also write a verdict to the file, and a thread of replica 0 publishes the file when
-    all parts are written, without MPI calls of the main threads.
+    Threads of this replica hash and write its blocks. In a background save, the last
+    thread also writes a verdict to the file. A thread of replica 0 reads the verdicts,
+    and publishes the file when all parts are written. So the main threads make no MPI
+    calls.
     """
 
     def __init__(
@@ -259,18 +262,18 @@ class PendingSave:
         self.blocking_seconds = 0.0
         # Only replica 0 has a publication.
         self.publication: Publication | None = None
-        # None until writing has begun; ``error`` tells why writing cannot begin.
+        # None until writing has begun. If it cannot begin, ``error`` is the cause.
         self.part: PartWriter | None = None
         self.error: BaseException | None = None
-        # Set when threads must stop waiting for verdicts of other replicas.
+        # Set when replica 0's thread must stop waiting for verdicts of other replicas.
         self._stop = threading.Event()
-        # Whether a verdict could not be written or read, so that the main threads must
-        # exchange the outcome.
+        # True if a verdict could not be written or read. The main threads must then
+        # exchange the outcome, in `Saver.finish`.
         self._unheard = False
 
     @property
     def failed(self) -> bool:
-        """Whether the save has failed, or needs the main threads to end."""
+        """Whether the save has failed, or cannot end without the main threads."""
         error = None if self.part is None else self.part.error
         return self._unheard or self.error is not None or error is not None
 
@@ -285,7 +288,8 @@ class PendingSave:
     ) -> None:
         """Start copying and writing this replica's blocks.
 
-        In a background save, all blocks are copied on return; if not, after `join`.
+        In a background save, all blocks are copied when this returns; in another save,
+        after `join`.
         """
         ahead = self.order.asynchronous
         self.part = PartWriter(
@@ -304,11 +308,11 @@ class PendingSave:
         self.part.start(values, ahead=ahead)
 
     def _in_background(self, part: PartWriter) -> None:
-        """In a thread, write the verdict on this part, or publish on replica 0."""
+        """In the last thread, write this replica's verdict; on replica 0, publish."""
         error = part.error
         try:
             if self.publication is None:
-                # Replica 0 needs no verdict on a part without blocks.
+                # Replica 0 waits for no verdict on a part without blocks.
                 if part.blocks:
                     verdict = part.hashes if error is None else _number(error)
                     write_verdict(*self._where(self.rank), verdict)
@@ -318,12 +322,12 @@ class PendingSave:
                 self._publish_when_all_are_there(self.publication, part)
                 self._await_room()
         except OSError as problem:
-            # Instead of the verdict, the main threads will exchange the outcome.
+            # The main threads will exchange the outcome instead.
             self._unheard = True
             get_logger("checkpoint").debug("no verdict on %s: %s", self.order, problem)
 
     def _where(self, rank: int) -> tuple[str, FileLayout, tuple[int, int], bytes]:
-        """Return the arguments of `read_verdict` for a replica."""
+        """Return the arguments of `read_verdict` for the replica of this rank."""
         place = rank, self.num_ranks
         return self.file.temporary, self.plan, place, self.file.nonce
 
@@ -341,21 +345,21 @@ class PendingSave:
                     return
                 nap = min(1.5 * nap, _LAST_NAP_SECONDS)
             if isinstance(verdict, int):
-                # The main threads report the rank and the cause when they synchronize.
+                # The main threads report the rank and the cause in `Saver.finish`.
                 publication.drop(OSError(verdict, os.strerror(verdict)))
                 return
             hashes[list(blocks)] = verdict
         publication.do(hashes)
 
     def _await_room(self) -> None:
-        """Wait until old files are freed, because freeing slows writes of new files."""
+        """Wait until removed files are freed, because freeing slows later writes."""
         end = time.monotonic() + _FREEING_SECONDS
         while gives_back() and time.monotonic() < end:
             if self._stop.wait(_FIRST_NAP_SECONDS):
                 return
 
     def join(self) -> None:
-        """Wait for the threads of this replica."""
+        """Wait for this replica's threads; they stop waiting for other replicas."""
         if self.part is not None:
             self._stop.set()
             self.part.join()
@@ -396,7 +400,7 @@ os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def give_up_all(error: BaseException) -> None:
-    """Give up all running saves, because ranks were lost that would finish them."""
+    """Give up all running saves, after the loss of a rank that has a part of them."""
     for save in list(_under_way):
         save.give_up(error)
 

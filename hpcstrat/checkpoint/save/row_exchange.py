@@ -1,8 +1,8 @@
-"""Exchange of values that have a separate row for each replica or each group.
+"""Exchange of rows before a save, for datasets with a row per replica or per group.
 
-Each replica writes its own row; the replicas of a group write a part of their row each.
-The hash of a block covers all its bytes, so that the writer of a block must receive the
-bytes of other rows in it.
+A large row is written by the replica that has it; a group's replicas each write a part
+of their row. If a block has bytes of several rows, one replica writes the block, and
+needs all its bytes for its hash. Therefore that replica receives the other rows' bytes.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from hpcstrat.engine.typing import Array, Replicas
 
 __all__ = ["DatasetRows", "exchange_rows"]
 
-# Each round exchanges the rows in this many bytes of blocks, in buffers of this size.
+# A round exchanges the rows of blocks of at most this total size.
 _ROUND_BYTES = 256 << 20
 
 
 class DatasetRows:
-    """This replica's bytes of a dataset with rows; ``own`` is row number ``row``."""
+    """One dataset with rows: the bytes that this replica has, receives and writes."""
 
     def __init__(self, extent: Extent, row: int, own: Array) -> None:
         self.extent = extent
         self._each, self.row, self._own = extent.row_bytes, row, own
-        # Pieces with bytes of other rows, by the offset of their first byte.
+        # Pieces with bytes of other rows, by the offset of a piece's first byte.
         self._mixed: dict[int, Array] = {}
-        # Pairs to copy: bytes in the memory of a GPU, and host memory for these bytes.
+        # Copies that the caller must make: pairs of bytes on a GPU, and host memory.
         self.missing: list[tuple[Array, Array]] = []
 
     def __getitem__(self, source: slice, /) -> Array:
-        """Return a piece: a view of this row, or an array that `prepare` has made."""
+        """Return a piece: a view of this replica's row, or a buffer of `prepare`."""
         mixed = self._mixed.get(source.start)
         return self.own(source) if mixed is None else mixed
 
     def own(self, source: slice) -> Array:
-        """Return the bytes of a piece that are in this row, as a view, maybe empty."""
+        """Return a view, maybe empty, of a piece's bytes in this replica's row."""
         before = self.row * self._each
         low, high = max(source.start - before, 0), max(source.stop - before, 0)
         return self._own[low:high]
 
     def sent(self, source: slice) -> Array:
-        """Return this replica's bytes of a piece, in host memory, for a message.
+        """Return this replica's bytes of a piece in host memory, to send in a message.
 
-        Bytes of a GPU are valid only after the pairs of ``missing`` are copied.
+        If the bytes are on a GPU, the result is valid after ``missing`` was copied.
         """
         own = self.own(source)
         if not is_device(own):
@@ -59,9 +59,9 @@ class DatasetRows:
         return there
 
     def prepare(self, source: slice) -> Iterator[tuple[int, Array]]:
-        """Allocate a buffer for a piece, unless all of it is in this replica's row.
+        """Allocate a buffer for a piece that has bytes of other rows.
 
-        Yields each other row of the piece, and the part of the buffer for its bytes.
+        Yields the number of each other row, and the part of the buffer for its bytes.
         """
         first, last = source.start // self._each, (source.stop - 1) // self._each
         if first == last == self.row:
@@ -83,7 +83,7 @@ class DatasetRows:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Arrays that this replica sends and receives in one round, by other replica."""
+    """Arrays to send to, and to receive from, each other replica in one round."""
 
     sent: list[list[Array]]
     received: list[list[Array]]
@@ -97,12 +97,12 @@ def exchange_rows(
     *,
     fetch: Callable[[list[tuple[Array, Array]]], Any] | None = None,
 ) -> dict[str, DatasetRows]:
-    """Send the bytes of rows to the replicas that write the blocks of these bytes.
+    """Send bytes of rows to the replicas that write the blocks with these bytes.
 
     Collective over the strategy's replicas; if memory is short on one rank, all ranks
-    raise an error. ``values`` are this replica's rows, and the result has views of
-    these arrays. ``fetch`` copies from the memory of a GPU (`Downloads.fetch`), because
-    messages need host memory.
+    raise an error. ``values`` are this replica's rows; the returned objects refer to
+    these arrays. ``fetch`` (`Downloads.fetch`) copies from a GPU to the host, as
+    messages require.
     """
     collectives, what = strategy.collectives, f"exchange of rows for the save of {name}"
     place = strategy.replica_id, strategy.num_replicas_in_sync
@@ -135,7 +135,7 @@ def exchange_rows(
 
 
 def _mixed_blocks(plan: FileLayout, owners: Array) -> list[int]:
-    """Return the blocks with bytes of rows that the writer does not have."""
+    """Return the blocks with bytes of rows that the block's writer does not have."""
     found = set()
     for extent in plan.extents:
         if not extent.num_rows:
@@ -152,7 +152,7 @@ def _mixed_blocks(plan: FileLayout, owners: Array) -> list[int]:
 def _rounds(
     plan: FileLayout, rows: Mapping[str, DatasetRows], place: tuple[int, int]
 ) -> list[_Round]:
-    """Return the bytes that this replica sends and receives in each round."""
+    """Return the arrays that this replica sends and receives in each round."""
     rank, size = place
     # All replicas compute the same owners and blocks, without a message.
     owners = np.zeros(plan.num_blocks, np.intp)
@@ -163,7 +163,7 @@ def _rounds(
     rounds = []
     for first in range(0, len(mixed), count):
         made = _Round([[] for _ in range(size)], [[] for _ in range(size)])
-        # Sender and receiver use the order of the file, so that their bytes match.
+        # Sender and receiver both use the order in the file, so that messages match.
         for block in mixed[first : first + count]:
             for piece in plan.pieces(block):
                 if piece.path not in rows:

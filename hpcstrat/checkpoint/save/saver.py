@@ -1,9 +1,9 @@
-"""A save on all replicas: the work of each replica, and the synchronization at the end.
+"""The steps of a save on all replicas.
 
 Replica 0 makes the file. Every replica copies its blocks, and threads hash and write
 the blocks. Replica 0 publishes the file when all parts are on the disk. The main
-threads synchronize twice: at the start, and in the next call of `wait`, `save` or
-`close`. A background save is published even without the second call: see `PendingSave`.
+threads make collective calls twice: at the start, and in the next `wait`, `save` or
+`close`. A background save is published even without the second time: see `PendingSave`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["Saver"]
 
 
 class Saver:
-    """Saves checkpoints for one manager; each save ends before the next begins."""
+    """Saves checkpoints for one `CheckpointManager`, one save at a time."""
 
     def __init__(
         self,
@@ -82,9 +82,10 @@ class Saver:
         """Save, or start a save in the background; no other save may be running.
 
         Collective over the strategy's replicas; raises CheckpointError on every rank.
-        ``values`` are values over all replicas, or this replica's rows. They may change
-        on return, but on a GPU only by later work of its current stream. ``compare`` is
-        collective, and runs while the file is made or, if the caller waits, written.
+        ``values`` are values over all replicas, or this replica's rows. The program may
+        change these arrays after the return (on a GPU: by later work in its current
+        stream). ``compare`` is collective. It runs while replica 0 makes the file
+        (asynchronous save), or while threads write the file.
         """
         publications: list[Publication] = []
         try:
@@ -113,7 +114,8 @@ class Saver:
         rows = self._rows(save, values)
         try:
             data = _sources(values, rows) | state_bytes(header, file.python)
-            # Places for all of this replica's blocks, or for a few at a time.
+            # An asynchronous save holds all blocks of this replica at a time, others a
+            # few.
             slots = max(len(blocks), 1) if order.asynchronous else RING_SLOTS
             downloads = self._from_device(values)
             image = self._memory.image(slots, save.plan.block_bytes)
@@ -121,7 +123,7 @@ class Saver:
                 downloads.begin()
             save.write(image, data, blocks, self._num_cores, downloads=downloads)
         except UnavailableError as error:
-            # Raise at once: with servers, no other replica takes part in this save.
+            # Raise here: with parameter servers, this save has no other replicas.
             self._drop(save, error)
             raise
         except Exception as error:
@@ -134,7 +136,7 @@ class Saver:
         if order.asynchronous:
             return
         try:
-            # Compare while threads write, because only `finish` publishes the file.
+            # Compare while threads write; `finish` publishes the file only afterwards.
             compare()
         except BaseException as error:
             self._drop(save, error)
@@ -142,7 +144,7 @@ class Saver:
         self.finish()
 
     def _from_device(self, values: Mapping[str, Array]) -> Downloads | None:
-        """Return a copier of values from a GPU; None if no value is on a GPU."""
+        """Return the copier of values from a GPU; None if no value is on a GPU."""
         if not any(map(is_device, values.values())):
             return None
         if self._downloads is None:
@@ -155,10 +157,10 @@ class Saver:
         make: Callable[[], NewFile],
         compare: Callable[[], None],
     ) -> NewFile:
-        """Make the file in a thread of replica 0, and call ``compare`` meanwhile."""
+        """Make the file in a thread of replica 0; call ``compare`` meanwhile."""
         with ThreadPoolExecutor(1, "hpcstrat-make") as pool:
             if self._strategy.replica_id == 0:
-                # If the system refuses a thread, `on_rank_0` makes the file.
+                # If the system refuses a thread, `on_rank_0` makes the file here.
                 with suppress(RuntimeError):
                     make = pool.submit(make).result
             compare()
@@ -168,7 +170,7 @@ class Saver:
     def _rows(
         self, save: PendingSave, values: Mapping[str, Array]
     ) -> dict[str, DatasetRows]:
-        """Exchange rows, and return the rows of values that this replica writes."""
+        """Exchange rows between replicas; return the bytes that this replica writes."""
         if not save.plan.has_rows:
             return {}
         try:
@@ -200,8 +202,9 @@ class Saver:
     ) -> NewFile:
         """Make the file; called in a thread of replica 0.
 
-        The publication is appended to the list at once, because after an error or an
-        interrupt the caller gets no result, and must still remove the file.
+        The publication is appended to ``publications`` rather than returned, because
+        after an error or interrupt the caller gets no result, but must still remove the
+        file.
         """
         path = order.path
         damaged = self._retention.is_damaged
@@ -243,16 +246,16 @@ class Saver:
             temporary,
             secrets.token_bytes(NONCE_BYTES),
             python,
-            # Send no plan if the other replicas have it from an earlier save.
+            # Send no plan if the other replicas have this plan from the last save.
             None if plan is self._plan else plan,
             goes_direct(self._strategy.settings.direct_io, self._directory),
         )
 
     def _skeleton(self, header: Header, python: Mapping[str, bytes]) -> Skeleton:
-        """Return a skeleton of an earlier save that fits, or a new skeleton."""
+        """Return the skeleton of an earlier save if it fits, or make a new one."""
         known = [each for each in self._skeletons if each.fits(header, python)]
         others = [each for each in self._skeletons if each not in known]
-        # Keep one other skeleton, because saves with and without metrics may alternate.
+        # Keep one that does not fit: saves with and without metrics may alternate.
         for old in others[:-1]:
             self._skeletons.remove(old)
             old.close()
@@ -262,9 +265,9 @@ class Saver:
         return known[0]
 
     def busy(self) -> bool:
-        """Return whether any replica is still writing a save, or freeing old files.
+        """Return whether a replica is still writing a save, or freeing removed files.
 
-        Collective over the strategy's replicas if there is a save.
+        Collective over the strategy's replicas if a save has not been finished.
         """
         save = self._current
         if save is None:
@@ -273,7 +276,7 @@ class Saver:
         votes = self._strategy.collectives.all_gather_object(
             (ended, save.failed), f"whether the save of {save.order.path} is done"
         )
-        # After a failure, the other replicas may wait in vain for the failed part.
+        # After a failure the save is over, although threads of other replicas may wait.
         return not all(ended for ended, _ in votes) and not any(
             failed for _, failed in votes
         )
@@ -291,7 +294,7 @@ class Saver:
             save.join()
         except BaseException as interrupt:
             if not save.order.asynchronous:
-                # The program may change the variables after the interrupt.
+                # Give up: the program may change variables that are not yet written.
                 self._drop(save, interrupt)
             raise
         error = save.error or (part.error if part is not None else None)
@@ -314,7 +317,7 @@ class Saver:
             conclude = partial(_conclude, save, hashes, wrong)
             total = on_rank_0(self._strategy, what, conclude)
         except BaseException as problem:
-            # Remove the file, because nobody would finish it after the loss of a rank.
+            # Remove the file, because after the loss of a rank nothing would finish it.
             self._drop(save, problem)
             raise
         self._account(save, [part[1] for _, part in parts], total)
@@ -341,7 +344,7 @@ class Saver:
             get_logger("checkpoint").info("saved %s", self.last)
 
     def close(self) -> None:
-        """Finish the current save as `finish` does, and free all memory."""
+        """Wait for the current save as `finish` does, and free all memory."""
         try:
             self.finish()
         finally:
@@ -354,7 +357,7 @@ class Saver:
 def _num_cores(strategy: Replicas) -> int:
     if strategy.num_ranks > 1:
         return int(strategy.topology.cores_each)
-    # Other ranks of the job may use the cores for strategies of their own.
+    # In a job of several ranks, the other ranks may use the other cores.
     alone = launch_from_environment().size <= 1
     return len(os.sched_getaffinity(0)) if alone else 1
 
@@ -362,7 +365,7 @@ def _num_cores(strategy: Replicas) -> int:
 def _sources(
     values: Mapping[str, Any], rows: Mapping[str, DatasetRows]
 ) -> dict[str, Source]:
-    """Return the source of each value's bytes: a row, a server, or an array."""
+    """Return the source of each value's bytes: rows, other processes, or an array."""
     rest = {path: value for path, value in values.items() if path not in rows}
     return {
         **rows,
@@ -371,10 +374,10 @@ def _sources(
 
 
 def _conclude(save: PendingSave, hashes: list[bytes], wrong: list[str]) -> float:
-    """Publish on replica 0, unless a thread has; return the seconds of the save."""
+    """Publish the file on replica 0, unless a thread has; return the save's seconds."""
     publication = save.publication
     assert publication is not None
-    # If the file is published, only a replica without blocks can have failed.
+    # If a thread has published the file, ignore failures of replicas without blocks.
     if wrong and not publication.ended:
         error = CheckpointError("; ".join(wrong))
         publication.drop(error)

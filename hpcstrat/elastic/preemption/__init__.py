@@ -1,4 +1,4 @@
-"""Saving before a job ends, after a notice from a signal, scheduler or program."""
+"""Saving before a job ends, after a notice by a signal, the scheduler or a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving at a step that all ranks agree on, when any rank learns of the job's end."""
+"""`PreemptionCheckpointHandler`, which saves before the scheduler ends a job."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["PreemptionCheckpointHandler"]
 
 _EXIT_STATUS = 42
 _NAME = "preemption"
-# Estimate of the time of a save before the first save or restore. The speed is a third
-# of a shared disk's speed, because optimizers make their variables later.
+# Estimate of the time of a save, used before the first save or restore. It uses a third
+# of a shared disk's speed, because optimizers will add variables to the save.
 _FIRST_SAVE_SECONDS = 5.0
 _FIRST_BYTES_PER_SECOND = 50e6 / 3
 _LEAST_MARGIN_SECONDS = 10.0
-# The disk may be slower than before, because many jobs may save at the same time.
+# Factor for a slower disk, because many jobs may save at the same time.
 _MARGIN = 3.0
 
 
 class _Calls:
-    """The number of steps, as plain state of a checkpoint."""
+    """The number of steps, an object with plain state that is saved."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -42,15 +42,15 @@ class _Calls:
 
 
 class PreemptionCheckpointHandler:
-    """Saves and exits at a step that all ranks agree on, before the job is ended.
+    """Saves and exits, at the same step on all ranks, before the job is ended.
 
-    Collective over the strategy's replicas, as are its methods. A new handler restores
-    the newest checkpoint, if there is one, and listens for signals.
+    Collective over the strategy's replicas, as are the handler's methods. A new handler
+    restores the newest checkpoint, if there is one, and listens for signals.
 
-    A signal to one rank is enough: the header of its next collective call notifies the
-    other ranks, so that a step costs nothing. The current step is finished; the next
-    `run` saves, and exits the program with status 42. The handler also saves and exits
-    shortly before the end of the job that the scheduler has set. When the job is
+    A signal to one rank is enough: that rank's next collective call notifies the other
+    ranks in its header, so that no extra messages are sent. All ranks finish the
+    current step. The next `run` saves, and exits the program with status 42. The
+    handler also saves and exits shortly before the job's time limit. When the job is
     started again, it continues from the checkpoint, on any number of ranks.
 
     Parameters
@@ -58,20 +58,20 @@ class PreemptionCheckpointHandler:
     cluster_resolver : ClusterResolver or None
         Not used, because MPI knows the cluster. For programs of tf.distribute.
     checkpoint_or_checkpoint_manager : CheckpointManager, or mapping of str to object
-        The objects to save. The handler adds an object to the manager,
-        ``"preemption"``, the number of steps. A mapping of objects by name, as for a
-        `CheckpointManager`, needs ``checkpoint_dir``.
+        The objects to save: a manager, or a mapping of objects by name, which needs
+        ``checkpoint_dir``. The handler adds the number of steps to these objects, by
+        the name ``"preemption"``.
     checkpoint_dir : str or path, optional
         Folder of the checkpoints of a mapping; only the newest checkpoint is kept.
     termination_config : TerminationConfig, optional
-        The events that are notices of the job's end, and the reaction to a notice.
+        Which events are notices of the job's end, and what to do after a notice.
 
     Raises
     ------
     ValueError
-        If a mapping is given without a folder, or a manager with one; or if an object
-        of the manager is named ``"preemption"``. If only some ranks have invalid
-        arguments, the other ranks raise ReplicaError.
+        If a mapping is given without ``checkpoint_dir``, or a manager together with
+        ``checkpoint_dir``; or if an object of the manager is named ``"preemption"``. If
+        only some ranks have invalid arguments, the other ranks raise ReplicaError.
     CheckpointError
         On every rank, if the newest checkpoint does not fit the objects.
     RuntimeError
@@ -108,16 +108,16 @@ class PreemptionCheckpointHandler:
         self._calls = _Calls()
         # Notice of a strategy with one replica; other strategies use a channel.
         self._notice = ""
-        # Whether all ranks knew of a notice when the last step ended; equal on all
-        # ranks.
+        # True if all ranks knew of a notice at the end of the last step. All ranks have
+        # the same value.
         self._due = False
-        # Whether the training continues for the rest of a grace period.
+        # True after the first save of a grace period, while the training continues.
         self._in_grace = False
-        # Seconds of the longest save so far, and an estimate before the first save.
+        # Seconds of the longest save so far; an estimate to use before the first save.
         self._longest_save = self._guess = 0.0
         self._manager = _manager_of(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._channel = self._manager.collectives.channel
-        # Discard notices to an earlier handler, which are the same on all ranks.
+        # Discard notices that an earlier handler received, and all ranks know.
         self._forget()
         try:
             self._manager._add_optional(_NAME, self._calls)
@@ -143,13 +143,13 @@ class PreemptionCheckpointHandler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Stop listening, but not during an exit, which another signal could kill."""
+        """Stop listening, except during an exit, which another signal could kill."""
         if kind is None or not issubclass(kind, SystemExit):
             self.close()
 
     @property
     def total_run_calls(self) -> int:
-        """Number of steps that were run, including earlier jobs of this training.
+        """Number of steps of this training, including the steps of earlier jobs.
 
         Not collective. The number is saved and restored with the checkpoint.
         """
@@ -161,14 +161,14 @@ class PreemptionCheckpointHandler:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Save and exit after a notice; without a notice, call and count a step.
+        """Call the next step; if there was a notice, save and exit instead.
 
         Collective over the strategy's replicas.
 
         Parameters
         ----------
         distributed_train_function : callable
-            The step, called on every rank. It must make a collective call now and then,
+            The step, called on every rank. It must sometimes make collective calls,
             because ranks learn of a notice from the headers of these calls.
         *args, **kwargs : object
             Arguments of the function.
@@ -181,7 +181,7 @@ class PreemptionCheckpointHandler:
         Raises
         ------
         SystemExit
-            On every rank, after everything is saved.
+            On every rank, if there was a notice; everything is saved then.
         CheckpointError
             On every rank, if the save fails; older checkpoints are unchanged.
         """
@@ -193,17 +193,17 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Count a step, and save and exit if a notice arrived before that step.
+        """Count a step; if a notice arrived before that step, save and exit.
 
-        Collective over the strategy's replicas. For loops that call their step
-        themselves: call this method after each step. Raises the errors of `run`.
+        Collective over the strategy's replicas. For loops that do not use `run`: call
+        this method after each step. Raises the errors of `run`.
 
         Parameters
         ----------
         *args, **kwargs : object
             Arguments of the manager's ``save``, or of ``save_fn``.
         """
-        # Count the step before the save, unlike tf.distribute, so that a loop that
+        # Unlike tf.distribute, count the step before the save, so that a loop that
         # starts at total_run_calls repeats no step.
         self._calls.number += 1
         if self._due:
@@ -212,9 +212,10 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Do nothing; programs of tf.distribute put training loops in this context.
+        """Do nothing; this context exists for programs of tf.distribute.
 
-        Not collective. tf.distribute needs it for TPUs; this handler always listens.
+        Not collective. In tf.distribute, training loops on TPUs need this context. This
+        handler always listens for notices.
 
         Yields
         ------
@@ -254,7 +255,7 @@ class PreemptionCheckpointHandler:
             self._channel.noticed = {}
 
     def _save_seconds(self) -> float:
-        """Return an estimate of how long before the job's end a save must begin."""
+        """Return how many seconds before the job's end a save must begin."""
         last = self._manager.last_save
         if last is not None:
             self._longest_save = max(self._longest_save, last.total_seconds)
@@ -262,7 +263,7 @@ class PreemptionCheckpointHandler:
         return max(_MARGIN * known, known + _LEAST_MARGIN_SECONDS)
 
     def _act(self, *args: Any, **kwargs: Any) -> None:
-        """Save; then exit, or continue for the grace period."""
+        """Save, and then exit, or begin the grace period if there is one."""
         told = self._told()
         self._forget()
         first = self._is_first
@@ -278,7 +279,7 @@ class PreemptionCheckpointHandler:
             self._config.save_fn(*args, **kwargs)
         else:
             self._manager.save(*args, **kwargs)
-            # A save in the background must be on the disk before the exit.
+            # Wait for an asynchronous save, which must be on the disk before the exit.
             self._manager.wait()
         self._longest_save = max(self._longest_save, time.monotonic() - began)
         if self._config.grace_period and not self._in_grace:

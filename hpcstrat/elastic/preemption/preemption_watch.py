@@ -1,4 +1,4 @@
-"""Watching, on one rank and without MPI calls, for notices that the job will end."""
+"""Watch of one rank, without MPI calls, for notices that the job will end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _POLL_SECONDS = 1.0
 
 
 class PreemptionWatch:
-    """Reports signals, a true result of a program's function, and the end of the job.
+    """Reports notices: a signal, a true result of a function, or the job's near end.
 
-    ``tell`` receives the reason, in a signal handler or a thread. ``save_seconds``
-    returns how many seconds before the job's end a save must begin. With ``asks``, this
-    rank asks the scheduler for the end of the job.
+    ``tell`` is called with the reason, in a signal handler or a thread.
+    ``save_seconds`` returns how many seconds before the job's end a save must begin. If
+    ``asks``, this rank asks the scheduler when the job will end.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PreemptionWatch:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends_at: float | None = None
-        # The thread asks the batch system, because the answer may take a while.
+        # The thread asks for this job's end, because the answer may take a while.
         self._job: BatchJob | None = None
         if not isinstance(config.job_end, str):
             self._ends_at = config.job_end
@@ -53,7 +53,7 @@ class PreemptionWatch:
             self._start()
 
     def be_done_in(self, seconds: float) -> None:
-        """Ignore notices from now on, and report only when this time is nearly over."""
+        """Ignore notices from now on; report only that ``seconds`` are nearly over."""
         self._function = None
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
@@ -76,12 +76,12 @@ class PreemptionWatch:
             )
         for number in config.signals or ():
             before = signal.signal(number, self._on_signal)
-            # Python cannot restore a handler of C code, only the default handler.
+            # Python cannot restore a handler of C code (None): restore the default.
             self._before[int(number)] = signal.SIG_DFL if before is None else before
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:
-            # In a forked child, such as a data loader's worker, end the process.
+            # End this forked child process, such as a data loader's worker.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -101,7 +101,7 @@ class PreemptionWatch:
             try:
                 self._look_once()
             except Exception as error:
-                # An error of the program's function must not end the job.
+                # An error of the program's function must not end this thread.
                 get_logger("preemption").warning(
                     "the termination_watcher_fn raised %s: %s; that is no notice",
                     type(error).__name__,

@@ -1,4 +1,4 @@
-"""Options for the notices of a job's end, and for the reaction to a notice."""
+"""`TerminationConfig`: the notices of a job's end, and what to do after one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(frozen=True)
 class TerminationConfig:
-    """Options of a `PreemptionCheckpointHandler`: notices, and reactions to notices.
+    """Options of a `PreemptionCheckpointHandler`: its notices, and how it reacts.
 
     Not collective.
 
@@ -32,19 +32,20 @@ class TerminationConfig:
         Function that is called without arguments on every rank, after everything is
         saved; default: ``sys.exit(42)``. If it returns, the training continues.
     grace_period : float, optional
-        Seconds from a notice until the job is ended. If above 0, everything is saved at
-        once, and the training continues. When the time is nearly over, everything is
-        saved again, and the program exits. Default: 0, save and exit at once.
+        Seconds from a notice until the job is ended. If above 0, everything is saved
+        after the current step, and the training continues. When the time is nearly
+        over, everything is saved again, and the program exits. Default: 0, save and
+        exit after the current step.
     save_fn : callable, optional
         Function that is called on every rank instead of the manager's ``save``.
     signals : sequence of signal.Signals or str, optional
-        Signals that are a notice if any rank receives one. Default: SIGTERM and
-        SIGUSR1; in jobs of LSF and SGE also SIGUSR2, their warning signal.
+        Signals that are a notice if at least one rank receives one of them. Default:
+        SIGTERM and SIGUSR1; in jobs of LSF and SGE also SIGUSR2, their warning signal.
     job_end : float or "scheduler" or None
         End of the job, in seconds since the epoch; ``"scheduler"`` asks Slurm, PBS,
-        Flux, LSF or SGE for the end of this job. The program saves and exits early
-        enough for a save as long as the longest save so far. ``"slurm"`` is an older
-        name of ``"scheduler"``.
+        Flux, LSF or SGE for the end of this job. The program saves and exits so early
+        that a save as long as the longest save so far can end in time. ``"slurm"`` is
+        an older name of ``"scheduler"``.
     requeue : bool
         Whether the first rank asks Slurm, LSF or SGE to requeue the job before it
         exits. PBS and Flux do not do this for users: see ``jobs/pbs/``, ``jobs/flux/``.

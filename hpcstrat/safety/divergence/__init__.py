@@ -1,1 +1,1 @@
-"""Checks that copies of a variable are equal on all replicas."""
+"""Checks that the copies of each mirrored variable are equal on all replicas."""

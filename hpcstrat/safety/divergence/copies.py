@@ -1,17 +1,17 @@
-"""Periodic checks that mirrored variables have equal copies on all replicas.
+"""Periodic checks that the copies of mirrored variables are equal on all replicas.
 
-Each call of ``run`` begins with the hash of a slice, about a thousandth of the bytes of
-all mirrored variables; successive calls hash successive slices. In a correct program
-the copies are equal at that point. The hash becomes part of the header of the following
-collective calls. The ranks compare these headers anyway, so that the check needs no
-extra message. Each hash is seeded with the previous hash, so that one collective call
-also checks all earlier calls of ``run``. Slices of variables on a GPU are hashed a few
-calls of ``run`` later, see `hpcstrat.safety.divergence.gpu_copies`.
+Each call of ``run`` begins by hashing a slice: about a thousandth of the bytes of all
+mirrored variables. Successive calls hash successive slices. In a correct program, the
+copies are equal at that point. The hash is sent in the headers of the collective calls
+that follow. The ranks compare these headers anyway, so that the check needs no extra
+message. Each hash is seeded with the previous hash, so that a collective call also
+checks all earlier calls of ``run``. Slices of variables on a GPU are hashed a few calls
+of ``run`` later, see `hpcstrat.safety.divergence.gpu_copies`.
 
-Different hashes do not prove that copies differ: garbage collection may free a variable
-earlier on one rank than on another. All ranks are in the same call when they see
-different hashes. They then compare all copies, and continue the call if the copies are
-equal.
+Different hashes do not prove that copies differ, because garbage collection may free a
+variable earlier on one rank than on another. When ranks see different hashes, all ranks
+are in the same collective call. They then compare all copies, and continue this call if
+the copies are equal.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ __all__ = ["MirroredCopies"]
 _SHARE = 1000
 _MOST_BYTES = 1 << 20
 _LEAST_BYTES = 16 << 10
-# The fixed cost of hashing a piece, in bytes that could be read in that time.
+# Fixed cost of hashing a piece, as the number of bytes that are hashed in that time.
 _PIECE_BYTES = 4 << 10
-# A search for NaN costs far more than a hash. NaN spreads to other elements, so that a
-# search in every 32nd turn is enough.
+# Each slice is searched for NaN in every 32nd turn, because a search costs far more
+# than a hash. That is enough, because NaN spreads to other elements.
 _LOOKS_EVERY = 32
 
 _COMPARISON = describe_call("comparison of mirrored variables")
 
 _Key = tuple[int, str, tuple[int, ...], str]
-# Work of one call of ``run``: pieces to hash, and floats to search for NaN.
+# The work in one call of ``run``: pieces of memory to hash, and ranges of elements
+# (variable, start, stop) to search for NaN.
 _Slice = tuple[list[memoryview], list[tuple["_Variable", int, int]]]
 _Variable = weakref.ref[MirroredVariable]
 
 
 class MirroredCopies:
-    """The mirrored variables of all strategies that share one channel."""
+    """Checks the mirrored variables of all strategies that share a channel."""
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
         self._channel = channel
@@ -68,7 +69,7 @@ class MirroredCopies:
         self._interval = (settings.divergence_interval or 0) if full else 0
         self._variables: dict[int, _Variable] = {}
         self._number = 0
-        # Counts added and removed variables; each change requires new slices.
+        # Number of added and removed variables: now, and when the slices were planned.
         self._changes = 0
         self._planned = 0
         self._slices: list[_Slice] = []
@@ -85,7 +86,10 @@ class MirroredCopies:
         return max(len(self._slices), lagging.num_slices if lagging else 0)
 
     def add(self, variable: MirroredVariable) -> None:
-        """Check a variable until it is freed; collective over the replicas."""
+        """Check a variable from now on, until it is freed.
+
+        Logically collective over the replicas.
+        """
         number = self._number = self._number + 1
         freed = functools.partial(self._forget, number)
         self._variables[number] = weakref.ref(variable, freed)
@@ -107,28 +111,27 @@ class MirroredCopies:
             self._on_device.finish()
 
     def _forget(self, number: int, _: Any = None) -> None:
-        """Stop checking a variable; the garbage collector may call this at any time."""
+        """Stop checking a variable; the garbage collector can call this at any time."""
         if self._variables.pop(number, None) is not None:
             self._changes += 1
-            # The slices would keep the variable's memory alive.
+            # Drop the slices, which would keep the variable's memory alive.
             self._slices = []
             if self._on_device is not None:
                 self._on_device.slices = []
 
     def _alive(self) -> Iterator[tuple[int, MirroredVariable]]:
-        # Copy the dict in one step: during a loop over the dict itself, the garbage
-        # collector may free a variable and change the dict.
+        # Copy the dict, because the garbage collector may change it during the loop.
         for number, reference in self._variables.copy().items():
             variable = reference()
             if variable is not None:
                 yield number, variable
 
     def mark(self, run_index: int, mark: int) -> int:
-        """Return the hash for the headers of calls that follow this call of ``run``.
+        """Return the new hash (mark) to send in headers, at the beginning of ``run``.
 
-        Logically collective over the replicas; collective in every
-        ``divergence_interval``-th call of ``run`` if a full comparison with a tolerance
-        is set.
+        Logically collective over the replicas. It is collective in every
+        ``divergence_interval``-th call of ``run``, if the settings ask for full
+        comparisons with a tolerance.
         """
         if self._planned != self._changes:
             self._plan()
@@ -147,11 +150,11 @@ class MirroredCopies:
         return mark
 
     def _rolled(self, run_index: int, mark: int) -> int:
-        """Hash the next slice of the variables in host memory."""
+        """Return the mark after hashing the next slice of variables in host memory."""
         slices = self._slices
-        # Increment the mark, as `Position.enter_run` does, so that marks after
-        # different numbers of steps differ. An exclusive or with the step number would
-        # make some of these marks equal.
+        # Increment the mark, as `Position.enter_run` does, so that the marks of ranks
+        # differ if they have run different numbers of steps. An exclusive or with the
+        # step number would make some of these marks equal.
         mark = mark + 1 & (1 << 63) - 1
         if not self._rolls or not slices:
             return mark
@@ -161,23 +164,22 @@ class MirroredCopies:
         return _hashed(mark, slices[index : index + 1])
 
     def difference(self, comm: Any) -> DivergenceError | None:
-        """Compare all copies after marks differed; return an error for all replicas.
+        """Compare all copies, because marks differed; return an error for all replicas.
 
         Collective over ``comm``; all replicas are in the same call. Returns None if the
         copies are equal.
         """
         if self._on_device is not None:
-            # Ranks that freed different variables have copied different slices to the
-            # host.
+            # The slices on their way to the host may differ between ranks.
             self._on_device.forget_copies()
         copies, freed = self._common(comm)
         now = self._channel.position.run_index
         last = self._compared_at
         if freed:
-            # A program may create and free variables all the time. Limit how often all
+            # A program may create and free variables all the time: limit how often all
             # copies are compared, so that comparisons take no longer than hashing.
-            # Replica 0 decides, because ranks that freed different variables have
-            # different ``num_slices``.
+            # Replica 0 decides for all, because ``num_slices`` differs between ranks
+            # that freed different variables.
             recent = last is not None and now - last < self.num_slices
             if comm.bcast(recent):
                 return None
@@ -194,7 +196,7 @@ class MirroredCopies:
         """Compare all copies of all variables now.
 
         Collective over the replicas. If copies differ, raises DivergenceError on every
-        replica, for the first such variable.
+        replica, for the first variable that differs.
         """
         self._channel.agree(_COMPARISON)
         with self._channel.moving(_COMPARISON) as comm:
@@ -204,7 +206,10 @@ class MirroredCopies:
             raise error
 
     def _common(self, comm: Any) -> tuple[list[Copy], bool]:
-        """Return the variables alive on all ranks, and whether others were freed."""
+        """Return the variables alive on all ranks, and whether some are not.
+
+        Collective over ``comm``.
+        """
         alive = {
             (number, v.name, v.shape, v.dtype.str): v for number, v in self._alive()
         }
@@ -232,8 +237,8 @@ class MirroredCopies:
         alive = [(v, octets(v.component)) for v in every if not is_device(v.component)]
         if self._on_device is not None:
             self._on_device.plan([v for v in every if is_device(v.component)])
-        # For a noncontiguous array, ``octets`` would return a copy, which later updates
-        # of the variable do not change.
+        # Of a noncontiguous array, ``octets`` would return a copy, which stays
+        # outdated.
         assert all(v.component.flags.c_contiguous for v, _ in alive)
         total = sum(rows.size + _PIECE_BYTES for _, rows in alive)
         share = max(total // _SHARE + _PIECE_BYTES, _LEAST_BYTES)
@@ -254,7 +259,7 @@ class MirroredCopies:
         self._planned = changes
 
     def _look_for_nan(self, floats: list[tuple[_Variable, int, int]]) -> None:
-        """Warn, once in a program, about the first variable with NaN or infinities."""
+        """Warn about the first variable that has NaN or infinities in these ranges."""
         for reference, start, stop in floats:
             variable = reference()
             if variable is None:
@@ -297,6 +302,6 @@ def _add_piece(
 def _hashed(mark: int, slices: list[_Slice]) -> int:
     for pieces, _ in slices:
         for piece in pieces:
-            # A noncontiguous piece has padding between its numbers.
+            # A piece is noncontiguous if there is padding between its numbers.
             mark = xxh3_64_intdigest(piece if piece.contiguous else bytes(piece), mark)
     return mark >> 1

@@ -1,4 +1,4 @@
-"""Comparison of mirrored variables between replicas, on request."""
+"""`check_mirrored`: comparison of mirrored variables between replicas."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def check_mirrored(
     variables: Mapping[str, Variable],
     turn: int | None = None,
 ) -> None:
-    """Compare all mirrored variables, or a part of their bytes, between replicas.
+    """Compare mirrored variables, or a part of their bytes, between replicas.
 
     Collective over the strategy's replicas; the names of ``variables`` are the same on
     every replica. If copies differ, raises DivergenceError on every replica. SyncOnRead
-    and sharded variables are skipped; plain variables must be equal, too. With ``turn``
-    only a part is compared: 16 MiB, or an eighth of this replica's share of all bytes
-    if that is larger. Turns 0, 1, 2 and so on cover all bytes.
+    and sharded variables are skipped; plain variables are compared, too. If ``turn`` is
+    given, only a part is compared: 16 MiB, or an eighth of a replica's share of all
+    bytes if that is larger. Turns 0, 1, 2 and so on cover all bytes.
     """
     if strategy.num_ranks == 1:
         return
@@ -46,15 +46,15 @@ def check_mirrored(
     with strategy.collectives.moving(what) as comm:
         error = compare(comm, part, tolerance)
         if error is not None and turn is not None:
-            # `compare` reports an index relative to the array that it receives: compare
-            # whole arrays for the index within the variable.
+            # The error has an index within the compared part of an array: compare whole
+            # arrays, to report the index within the variable.
             error = compare(comm, copies, tolerance)
     if error is not None:
         raise error
 
 
 def _part(copies: Sequence[Copy], total: int, turn: int, nbytes: int) -> Iterator[Copy]:
-    """Yield the parts of arrays that lie in one of the equal parts of all bytes."""
+    """Yield the parts of arrays that are compared in a turn, ``nbytes`` in total."""
     start = turn % max(1, -(-total // nbytes)) * nbytes
     stop = start + nbytes
     for copy in copies:

@@ -1,7 +1,7 @@
-"""Checks that values of the program, outside of variables, are equal on all replicas.
+"""`check_equal`: compares values, other than variables, between replicas.
 
-The values are arrays of any library, numbers and texts; the variables of a strategy are
-checked by `hpcstrat.safety.divergence.copies`. If all values are equal, a check costs
+The values are arrays of any library, numbers and texts. (Variables of a strategy are
+checked by `hpcstrat.safety.divergence.copies`.) If all values are equal, a check costs
 one exchange of headers and one allreduce of 16 bytes.
 """
 
@@ -37,27 +37,27 @@ _ADVICE = (
     "give all replicas one's value, as strategy.broadcast_object does, or compute it "
     "alike on all, from the same seed"
 )
-# Matches the address in the text of a function, which differs between processes.
+# Matches an address in the text of an object, which differs between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True, slots=True)
 class _ComparedLeaf:
-    """A value to compare: a whole leaf, or one field of structured elements."""
+    """A part of a leaf to compare: all of it, or one field of structured elements."""
 
     leaf: int
     field: str
-    # Type and shape of an array, or type and value of another leaf.
+    # Type and shape of an array; type and value of a leaf that is no array.
     kind: str
     digest: int
     array: Array | None = None
 
 
 def check_equal(strategy: Replicas, tree: Tree) -> None:
-    """Raise an error on every replica if a tree differs; see `Strategy.check_equal`.
+    """Raise an error on every replica if the tree's values differ between replicas.
 
-    Collective over the strategy's replicas.
+    Collective over the strategy's replicas. See `Strategy.check_equal`.
     """
     parts: list[_ComparedLeaf] = []
     try:
@@ -73,8 +73,8 @@ def check_equal(strategy: Replicas, tree: Tree) -> None:
         return
     signature = repr((containers, [(p.kind, p.digest) for p in parts]))
     own = xxh3_64_intdigest(signature.encode(errors="replace")) >> 1
-    # One allreduce with MAX returns the maximum and the negated minimum. If their sum
-    # is 0, all digests are equal.
+    # One allreduce with MAX computes the maximum and the negated minimum of the
+    # digests. If the sum of both is 0, all digests are equal.
     extremes = np.array([own, -own], np.int64)
     strategy.collectives.barrier(_WHAT)
     with strategy.collectives.moving(_WHAT) as comm:
@@ -87,7 +87,7 @@ def check_equal(strategy: Replicas, tree: Tree) -> None:
 
 
 def _parts(tree: Tree, index: int, leaf: Any) -> Iterator[_ComparedLeaf]:
-    """Yield the arrays or values of a leaf that are compared."""
+    """Yield the parts of a leaf to compare."""
     scalar = isinstance(leaf, (str, bytes, type(None), *_NUMBERS))
     if scalar and not isinstance(leaf, np.generic):
         kind = f"{type(leaf).__name__} {leaf!r:.60}"
@@ -115,7 +115,7 @@ def _parts(tree: Tree, index: int, leaf: Any) -> Iterator[_ComparedLeaf]:
 
 
 def _array_of(leaf: Any) -> tuple[str, Array]:
-    """Return type and shape in words, and an array of the same bits and shape."""
+    """Return type and shape of a leaf as text, and its values as a NumPy array."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(leaf, torch.Tensor):
         plain = leaf.detach().cpu().resolve_conj().resolve_neg()
@@ -123,7 +123,7 @@ def _array_of(leaf: Any) -> tuple[str, Array]:
         try:
             return words, plain.numpy()
         except (TypeError, RuntimeError):
-            # NumPy does not know this type, such as bfloat16: compare the bits as
+            # NumPy does not know this type (such as bfloat16): use the bits as
             # integers.
             bits = getattr(torch, f"int{8 * leaf.element_size()}")
             return words, plain.view(bits).numpy()
@@ -134,7 +134,7 @@ def _array_of(leaf: Any) -> tuple[str, Array]:
 
 
 def _fields(name: str, array: Array) -> Iterator[tuple[str, Array]]:
-    """Yield the fields of structured elements, without the padding between fields."""
+    """Yield the name and array of each field, without padding between the fields."""
     if array.dtype.names is None:
         yield name, array
         return
@@ -161,19 +161,19 @@ def _path(tree: Tree, leaf: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A description of a part that ranks exchange to find the first difference."""
+    """A part's description, which ranks exchange to find the first difference."""
 
     path: str
     kind: str
     digest: int
-    # None for leaves that are no arrays; their value is part of ``kind``.
+    # None for a leaf that is no array, whose value is in ``kind``.
     shape: tuple[int, ...] | None
 
 
 def _difference(
     comm: Any, tree: Tree, containers: str, parts: Sequence[_ComparedLeaf]
 ) -> DivergenceError | None:
-    """Return an error for the first part that differs, or None if no part differs."""
+    """Return an error for the first part that differs, or None; collective."""
     own = [
         _Described(
             path=_path(tree, part.leaf) + part.field,

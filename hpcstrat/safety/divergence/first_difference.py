@@ -32,7 +32,7 @@ ADVICE = (
 )
 """Advice at the end of a message."""
 
-# Bytes that two ranks compare at a time when they search for the first difference.
+# Two ranks search for their first difference in blocks of this size.
 _BLOCK_BYTES = 1 << 16
 _SHOWN_RANKS = 8
 
@@ -58,13 +58,16 @@ def octets(array: Array) -> np.ndarray[Any, np.dtype[np.uint8]]:
         flat = flat.view(np.longdouble)
     rows = flat.view(np.uint8).reshape(-1, flat.dtype.itemsize)
     if array.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
-        # x87 numbers have 10 bytes, followed by padding with undefined content.
+        # Long doubles of x86 have 10 bytes, followed by padding with undefined content.
         rows = rows[:, :10]
     return rows
 
 
 def compare_bits(comm: Any, copies: Sequence[Copy]) -> DivergenceError | None:
-    """Return an error if the bits of arrays differ; collective over ``comm``."""
+    """Compare the bits of arrays; return an error if ranks differ, or None.
+
+    Collective over ``comm``; the arrays are in the same order on every rank.
+    """
     from mpi4py import MPI
 
     own = np.array([digest_of(copy.array) for copy in copies], np.int64)
@@ -99,10 +102,10 @@ def first_difference(
     reference: int,
     ranks: Sequence[int],
 ) -> tuple[str, tuple[int, ...]]:
-    """Describe the first element of an array that differs between two ranks.
+    """Return a text about the first element that differs, and the element's index.
 
-    Collective over ``comm``. Only ``reference`` and the first rank of ``ranks`` compare
-    their arrays, which must have the same shape and dtype.
+    Collective over ``comm``. The ranks ``reference`` and ``ranks[0]`` compare their
+    arrays, which must have the same shape and dtype.
     """
     index, values = _first_element(comm, array, reference, ranks[0])
     element = index_of(index, shape)
@@ -117,7 +120,7 @@ def first_difference(
 def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
     """Return the first rank with the most frequent value, and all ranks without it.
 
-    If several values are equally frequent, the value of the lowest rank counts.
+    If several values are equally frequent, the value that has the lowest rank counts.
     """
     counts: dict[Any, int] = {}
     for value in found:
@@ -128,7 +131,7 @@ def most_common(found: Sequence[Any]) -> tuple[int, list[int]]:
 
 
 def index_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of an element as a tuple of Python integers."""
+    """Return the index of the element at flat position ``place``, as integers."""
     return tuple(int(i) for i in np.unravel_index(place, shape))
 
 
@@ -138,7 +141,7 @@ def digest_of(array: Array) -> int:
 
 
 def _digest(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    """Hash bytes to 63 bits, so that the negative hash fits into 64 bits, too."""
+    """Return a 63-bit hash of bytes, whose negative also fits into 64 bits."""
     data: Any = rows if rows.flags.c_contiguous else rows.tobytes()
     return xxh3_64_intdigest(data) >> 1
 
@@ -146,7 +149,10 @@ def _digest(rows: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
 def _first_element(
     comm: Any, array: Array | None, reference: int, odd: int
 ) -> tuple[int, tuple[str, str]]:
-    """Return on every rank where two arrays differ first, and both values."""
+    """Return where the arrays of two ranks differ first, and both values.
+
+    Collective over ``comm``; the result is the same on every rank.
+    """
     found = None
     if comm.rank in (reference, odd):
         assert array is not None
@@ -170,19 +176,19 @@ def _first_element(
 
 
 def _text(element: Array) -> tuple[str, str]:
-    """Return a number as decimal text, and its bytes as hex, the highest byte first."""
+    """Return the decimal text of a number, and its bytes in hexadecimal."""
     return str(element[0]), octets(element)[:, ::-1].tobytes().hex()
 
 
 def _distinct(own: tuple[str, str], other: tuple[str, str]) -> tuple[str, str]:
-    """Return two numbers as text, with their bytes if the decimal texts are equal."""
+    """Return texts of two numbers, with their bytes if the decimal texts are equal."""
     if own[0] != other[0]:
         return own[0], other[0]
     return f"{own[0]} (0x{own[1]})", f"{other[0]} (0x{other[1]})"
 
 
 def replicas_text(ranks: Sequence[int]) -> str:
-    """Return a text that names the replicas, or the first few if there are many."""
+    """Return a text that names the replicas; of many replicas, the first ones."""
     if len(ranks) > _SHOWN_RANKS:
         shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
         return f"{len(ranks)} replicas ({shown}, ...)"

@@ -1,10 +1,10 @@
-"""Checks of mirrored variables on a GPU, delayed by a few calls of ``run``.
+"""Hashing of mirrored variables on a GPU, to check that replicas' copies are equal.
 
-At each call of ``run``, the next slice is copied to page-locked host memory, on the
-program's current stream. The host does not wait for this copy. It hashes the copy that
-was started `LAG` calls before; that copy is complete unless the host is `LAG` calls
-ahead of the GPU. At each call, all ranks therefore hash the same slice with its values
-from the same point of the program.
+Each call of ``run`` starts to copy the next slice to page-locked host memory, in the
+program's current stream, and does not wait for the copy. It hashes the slice whose copy
+was started `LAG` calls before. That copy is complete, unless the host is `LAG` calls
+ahead of the GPU. Therefore all ranks hash the same slice in a call, with values from
+the same point of the program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAG = 8
 _SHARE = 1000
 _MOST_BYTES = 1 << 20
 _LEAST_BYTES = 64 << 10
-# The fixed cost of a copy, in bytes that could be copied in that time.
+# Fixed cost of a copy, as the number of bytes that are copied in that time.
 _PIECE_BYTES = 32 << 10
 _LOOKS_EVERY = 32
 
@@ -40,20 +40,19 @@ NotFinite = tuple[MirroredVariable, int, Any]
 
 
 class _HashedPiece(NamedTuple):
-    """Consecutive elements of a variable, beginning with element ``start``."""
+    """A piece of a slice: adjacent elements of a variable, from element ``start``."""
 
     variable: weakref.ref[MirroredVariable]
     start: int
     array: Any
 
 
-# A search for NaN: a variable, the index of the first element to search, and these
-# elements in the host copy.
+# Elements to search for NaN: variable, index of the first one, copy on the host.
 _Look = tuple[weakref.ref[MirroredVariable], int, Array]
 
 
 class _CopyToHost(NamedTuple):
-    """A slice that is being copied to the host; empty fields without a slice."""
+    """A slice that is being copied to the host; an empty one stands for no slice."""
 
     data: Array | None = None
     mark: Mark | None = None
@@ -61,7 +60,10 @@ class _CopyToHost(NamedTuple):
 
 
 class DeviceCopies:
-    """Slices of the mirrored variables on a GPU; the slices keep the memory alive."""
+    """Copies slices of the mirrored variables on a GPU to the host, and hashes them.
+
+    ``slices`` keep the variables' memory alive.
+    """
 
     def __init__(self) -> None:
         self.slices: list[list[_HashedPiece]] = []
@@ -100,7 +102,7 @@ class DeviceCopies:
         self._variables = [weakref.ref(variable) for variable in variables]
         largest = max((_nbytes(part) for part in slices), default=0)
         if largest and (not self._slots or self._slots[0].nbytes < largest):
-            # Copies in progress keep references to their old host memory.
+            # The old host memory stays alive, because copies in progress refer to it.
             block = pinned_memory((LAG + 1) * budget)
             self._slots = list(block.reshape(LAG + 1, budget))
             self._marks = [Mark() for _ in self._slots]
@@ -108,9 +110,9 @@ class DeviceCopies:
     def roll(self, run_index: int, mark: int) -> tuple[int, NotFinite | None]:
         """Start copying the next slice, and hash the slice of `LAG` calls before.
 
-        Returns the new mark, or ``mark`` if there was nothing to hash, and the first
-        element that is not finite, if this slice was searched. Waits for the GPU if it
-        is `LAG` calls of ``run`` behind.
+        Returns two values: the new mark (``mark`` itself if there was nothing to hash),
+        and, if this slice was searched, its first element that is not finite. Waits for
+        the GPU if it is `LAG` calls of ``run`` behind.
         """
         self._under_way.append(self._copied(run_index))
         if len(self._under_way) <= LAG:
@@ -145,10 +147,11 @@ class DeviceCopies:
         return _CopyToHost(slot[:at], self._marks[number].record(), looks)
 
     def forget_copies(self) -> None:
-        """Discard the copies in progress, after all bytes have been compared.
+        """Discard the copies in progress, because they may differ between ranks.
 
-        Logically collective over the replicas. This waits for the copies, because they
-        would overwrite the page-locked memory after its next owner has filled it.
+        Logically collective over the replicas. Waits until the copies are complete,
+        because they would overwrite the page-locked memory after its next owner has
+        filled it.
         """
         self.finish()
         self._under_way = deque(_CopyToHost() for _ in self._under_way)
@@ -160,7 +163,7 @@ class DeviceCopies:
                 copied.mark.event.synchronize()
 
     def hashed(self, mark: int) -> int:
-        """Wait for the GPU, and hash all bytes now."""
+        """Wait for the GPU, and return a hash of all bytes of the variables."""
         for reference in self._variables:
             variable = reference()
             if variable is not None:

@@ -1,9 +1,9 @@
-"""A log with one digest of mirrored variables for each step, to compare two runs.
+"""A log with a digest (hash) of mirrored variables for each step, to compare two runs.
 
-``hpcstrat verify-bits`` compares the logs of two runs that should have the same bits,
-and prints the first step at which they differ. Each step hashes one slice of the
-variables, and successive steps hash successive slices, so that a step takes a few
-microseconds for variables of any size.
+``hpcstrat verify-bits`` compares the logs of two runs whose values should have the same
+bits, and prints the first step at which the logs differ. Each step hashes only one
+slice of the variables, so that this takes a few microseconds for variables of any size.
+Successive steps hash successive slices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Slice = tuple[list[str], list[memoryview]]
 
 
 class StepDigests:
-    """Writes the digests of one rank into a file in ``folder``.
+    """Writes the digests of this rank to a new file in ``folder``.
 
     Creates the folder. Raises OSError if the file cannot be written.
     """
@@ -45,18 +45,18 @@ class StepDigests:
         self._step = 0
 
     def add(self, variable: Any) -> None:
-        """Log a variable from the next step on, until it is freed."""
+        """Include a variable in the log from the next step on, until it is freed."""
         self._variables.append(weakref.ref(variable, self._freed))
         self._slices = []
 
     def _freed(self, reference: Any) -> None:
         if reference in self._variables:
             self._variables.remove(reference)
-        # Slices would keep the memory of the freed variable alive.
+        # Drop the slices, which would keep the memory of the freed variable alive.
         self._slices = []
 
     def record(self) -> None:
-        """Write the digest of the next slice, before each step and at the end."""
+        """Write the digest of the next slice; call before each step, and at the end."""
         if self._file is None:
             return
         if not self._slices:
@@ -72,7 +72,7 @@ class StepDigests:
             self._file.flush()
 
     def _plan(self, file: IO[str]) -> None:
-        """Divide variables in host memory into slices, and log the names in each."""
+        """Divide variables in host memory into slices; log the names in each slice."""
         left = 0
         for reference in self._variables:
             variable = reference()
@@ -101,7 +101,7 @@ class StepDigests:
 
 
 def read_digests(path: str | os.PathLike[str]) -> dict[int, tuple[str, str]]:
-    """Return the digest of each step in a file, with the names of its variables.
+    """Return, by step, the digest in a log and the names of the hashed variables.
 
     Raises ValueError if the file is no log of digests.
     """

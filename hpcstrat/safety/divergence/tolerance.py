@@ -1,7 +1,6 @@
-"""Comparison of copies that may differ by rounding errors.
+"""Comparison of replicas' copies of variables, which may differ by rounding errors.
 
-Values are compared by allreduces of fixed-size pieces, so that the memory for buffers
-is bounded.
+The values are compared by allreduces, piece by piece, so that buffers are small.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from hpcstrat.safety.divergence.first_difference import (
 
 __all__ = ["compare"]
 
-# Real numbers that are compared at a time; each needs four float64 of buffers.
+# Number of real numbers in a piece; each needs four float64 in buffers.
 _PIECE = 1 << 15
 
 
 def compare(
     comm: Any, copies: Sequence[Copy], tolerance: float
 ) -> DivergenceError | None:
-    """Compare arrays between ranks, and return the same error on all ranks, or None.
+    """Compare arrays between ranks; return the same error on all ranks, or None.
 
     Collective over ``comm``; ``copies`` has the same variables in the same order on
-    every rank. The smallest and the largest copy of an element of a floating array may
-    differ by ``tolerance`` times the largest absolute value in all copies of the array;
-    NaN and infinities must be in the same places. A tolerance of 0 compares bits.
-    Arrays of other types are compared by bits, before the floating arrays.
+    every rank. Bits are compared if ``tolerance`` is 0, and for arrays that are not of
+    floating type. In floating arrays, the copies of an element may differ by
+    ``tolerance`` times the largest absolute value in all copies of the array. NaN and
+    infinities must be in the same places.
     """
     if not tolerance:
         return compare_bits(comm, copies)
@@ -48,8 +47,7 @@ def compare(
     from mpi4py import MPI
 
     floating = [c for c in copies if _is_floating(c.array)]
-    # Use the largest value in the copies of all ranks, so that each rank computes the
-    # same allowed difference.
+    # Use the largest value of all ranks, so that all ranks allow the same difference.
     largest = np.array([_largest(_reals(c.array)) for c in floating])
     comm.Allreduce(MPI.IN_PLACE, largest, op=MPI.MAX)
     for copy, scale in zip(floating, largest, strict=True):
@@ -77,7 +75,7 @@ def _largest(reals: Array) -> float:
 
 
 def _split(piece: Array) -> tuple[Array, Array]:
-    """Return the values with 0 for NaN and infinities, and codes for these."""
+    """Return the values, with 0 instead of NaN and infinities, and codes of these."""
     with np.errstate(over="ignore"):
         values = piece.astype(np.float64)
     kinds = np.zeros(values.shape)
@@ -94,8 +92,7 @@ def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | 
     reals = _reals(copy.array)
     for start in range(0, reals.size, _PIECE):
         values, kinds = _split(reals[start : start + _PIECE])
-        # The maximum of the negated values is the negated minimum: one allreduce
-        # computes both.
+        # The maximum of negated values is the negated minimum: one allreduce suffices.
         extremes = np.stack([values, -values, kinds, -kinds])
         comm.Allreduce(MPI.IN_PLACE, extremes, op=MPI.MAX)
         bad = extremes[2] != -extremes[3]
@@ -107,11 +104,11 @@ def _compare_values(comm: Any, copy: Copy, allowed: float) -> DivergenceError | 
 
 
 def _error(comm: Any, copy: Copy, place: int, allowed: float) -> DivergenceError:
-    """Return an error that names the ranks whose value at ``place`` is too far off."""
+    """Return an error that names ranks whose value at ``place`` differs too much."""
     reals = _reals(copy.array)
     found = np.array(comm.allgather(float(reals[place])))
     if np.isfinite(found).all():
-        # The copy that is close to the largest number of copies is the reference.
+        # As the reference, use the copy that has the most other copies close to it.
         order = np.sort(found)
         near = np.searchsorted(order, found + allowed, "right")
         near -= np.searchsorted(order, found - allowed, "left")

@@ -1,1 +1,1 @@
-"""Detection of missing ranks while MPI starts and a strategy is created."""
+"""Detection of ranks that are missing when MPI starts, or a strategy is created."""

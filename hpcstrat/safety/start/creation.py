@@ -1,9 +1,9 @@
-"""Checks, time limit and reports of late ranks for the creation of a strategy.
+"""The creation of a strategy: checks of the calls, time limit, reports of late ranks.
 
-Before the first channel exists, ranks cannot exchange headers. They compare their calls
-by a nonblocking allgather on the communicator of the program instead. Ranks of one host
-find missing ranks in the shared file of `presence`. A thread reports missing ranks,
-even while MPI starts, and ends the process if its main thread is blocked.
+Before the first channel exists, ranks cannot exchange headers. Instead, ranks compare
+their calls by a nonblocking allgather on the program's communicator. A rank finds the
+missing ranks of its host by the shared file of `presence`. A thread reports missing
+ranks, even while MPI starts, and ends the process if its main thread is blocked.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = ["Creation"]
 
 _REPEAT = 10
 _MOST_MADE = 16
-# Seconds between the report and the end of the process. The least limit is longer than
-# the limits of collective calls, because a start takes longer than a call.
+# Seconds from the report of missing ranks to the limit, and the smallest limit. A
+# smaller ``limit_seconds`` is for collective calls; a start takes longer.
 _LEAD_SECONDS = 5.0
 _LEAST_LIMIT_SECONDS = 10.0
 _SLOW_SECONDS = 60.0
@@ -52,24 +52,24 @@ _LOOK_SECONDS = 0.25
 _SPIN_SECONDS = 0.001
 _NAP_STEP_SECONDS = 2e-5
 _LONGEST_NAP_SECONDS = 0.001
-# Delays before this thread ends the process: for a failed rank to notify the other
-# ranks by MPI or for the launcher to end the job (first), and for the main thread to
-# raise an error (second).
+# Delays before this process ends. First: time in which a failed rank can notify the
+# other ranks by MPI, or the launcher can end the job. Second: time in which the main
+# thread can raise an error.
 _GRACE_SECONDS = 5.0
 _MAIN_SECONDS = 20.0
 
-# Number of strategies that this process has begun to create, for each group of ranks.
+# Number of strategies that this process has begun to create, by group of ranks.
 _turns: dict[str, int] = {}
 
 
 class Creation:
-    """Context manager around the creation of a strategy and the start of MPI."""
+    """Context manager that watches over the start of MPI and a strategy's creation."""
 
     def __init__(self, what: str, given: Settings) -> None:
         try:
             settings = given.resolved()
         except (AttributeError, TypeError, ValueError):
-            # Continue with the defaults: replica 0 or the caller reports the wrong
+            # Use default settings here: replica 0 or the caller reports the invalid
             # setting.
             settings = Settings().resolved({})
         assert settings.warn_seconds is not None
@@ -105,7 +105,7 @@ class Creation:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop the watching thread, and publish how the creation ended."""
+        """Stop the watching thread, and publish whether the creation succeeded."""
         self._ended.set()
         if self._board is not None:
             stage = MADE if kind is None else LEFT_BY_ERROR
@@ -116,7 +116,7 @@ class Creation:
             self._board.show(stage=stage, reason=reason, made=made)
 
     def _step(self, stage: str) -> None:
-        """Record and publish that this rank has begun a step of the creation."""
+        """Record and publish that this rank begins a step of the creation now."""
         self._since = self._reported_at = time.monotonic()
         self._hopeless_since = math.inf
         if self._board is not None:
@@ -129,7 +129,7 @@ class Creation:
             )
 
     def pause(self, pauses: bool) -> None:
-        """Record whether a channel's own watchdog watches this rank for now."""
+        """Pause or resume the watching thread; a channel's watchdog watches instead."""
         self._pauses = pauses
         self._step(CREATES)
 
@@ -143,14 +143,15 @@ class Creation:
         survives: bool = False,
         guesses: bool = False,
     ) -> None:
-        """Wait until all ranks are about to create the same strategy.
+        """Wait for all ranks, and check that all are about to create the same strategy.
 
         Collective over ``comm``. Raises a CollectiveError on every rank if ranks are
         about to create different strategies, or if some ranks do not arrive in time. If
-        a rank has a ``problem``, it raises this problem, and the other ranks raise a
-        ReplicaError. With ``survives``, the death of a rank raises RankLostError. With
-        ``guesses``, the other ranks may use another communicator: this rank raises its
-        problem after a few seconds without them.
+        a rank has a ``problem`` (an exception), it raises this exception, and the other
+        ranks raise a ReplicaError. If ``survives``, the death of a rank raises
+        RankLostError. If ``guesses``, this rank may use another communicator than the
+        other ranks: if these do not arrive within a few seconds, it raises its
+        ``problem``.
         """
         self._survives, self._guess = survives, problem if guesses else None
         group, every = comm.Get_group(), mpi.COMM_WORLD.Get_group()
@@ -163,8 +164,7 @@ class Creation:
             except mpi.Exception as error:
                 if not survives or not is_loss(mpi, error, comm):
                     raise
-                # Other ranks may wait for this rank in the communicator: end their
-                # waits.
+                # Revoke: other ranks may still wait for this rank in the allgather.
                 revoke([comm])
                 raise RankLostError(
                     f"expected all ranks in {call.text}, found that one was lost; form "
@@ -176,15 +176,16 @@ class Creation:
         self._step(CREATES)
 
     def join(self, mpi: Any, ranks: Sequence[int], text: str) -> None:
-        """Set the ranks of the job, in order, that create the strategy together.
+        """Set the ranks of the job that create the strategy together.
 
         From now on, the watching thread reports which of these ranks are missing, and
-        limits the wait for them, even inside a blocking call of MPI.
+        limits the wait for them, even while the main thread is in a blocking call of
+        MPI.
         """
         world = mpi.COMM_WORLD
         if self._board is not None and world.rank != self._board.launch.rank:
-            # MPI has spawned these processes, or the launcher numbers ranks
-            # differently: pages cannot be assigned to ranks.
+            # Do not use the pages: MPI has spawned these processes, or the launcher
+            # numbers ranks in another way, so that a page's rank is unknown.
             self._board = None
         self._ranks = ranks
         some = len(self._ranks) < world.size
@@ -195,7 +196,7 @@ class Creation:
         self._step(CREATES)
 
     def _compare(self, comm: Any, call: Call, problem: Exception | None) -> None:
-        """Compare calls, and raise an error on all ranks that have no ``problem``."""
+        """Compare the calls of all ranks; on an error, raise if ``problem`` is None."""
         own = np.array([call.digest, FAILED if problem else 0], np.int64)
         table = np.empty((comm.size, 2), np.int64)
         request = comm.Iallgather(own, table)
@@ -232,7 +233,7 @@ class Creation:
             self._polls = False
 
     def _check(self, now: float) -> None:
-        """Raise an error if ranks will never arrive, or did not arrive in time."""
+        """Raise an error if ranks will never arrive, or have not arrived in time."""
         if self._guess is not None and now > self._since + _GRACE_SECONDS:
             raise self._guess
         gone = self._hopeless(now)
@@ -257,11 +258,10 @@ class Creation:
         return missing_ranks(self._board, self._ranks, *place, seen_only=seen_only)
 
     def _hopeless(self, now: float) -> list[Missing]:
-        """Return ranks that will never arrive, some seconds after this is known."""
+        """Return the ranks known to never arrive, once that is known for 5 seconds."""
         gone: list[Missing] = []
         if not self._survives:
-            # Strategies that survive deaths use ULFM, in which MPI itself reports dead
-            # ranks.
+            # With ``survives``, MPI itself (ULFM) reports dead ranks.
             gone = [one for one in self._missing(seen_only=True) if one.gone]
         self._hopeless_since = min(self._hopeless_since, now) if gone else math.inf
         return gone if now > self._hopeless_since + _GRACE_SECONDS else []
@@ -292,8 +292,7 @@ class Creation:
         if waited < min(due, self._limit):
             return
         missing = self._missing(seen_only=self._met)
-        # After all ranks have arrived, MPI and file systems may still need up to a
-        # minute.
+        # If no rank is missing, MPI and file systems may still need up to a minute.
         least = 0.0 if missing or self._polls else _SLOW_SECONDS
         if waited > max(due, least):
             self._report(now, missing)
@@ -307,7 +306,7 @@ class Creation:
             )
 
     def _report(self, now: float, missing: Sequence[Missing]) -> None:
-        """Report the missing ranks, on one rank per host only."""
+        """Report the missing ranks; only one rank of each host does so."""
         self._reported_at, board = now, self._board
         own = 0 if board is None else board.launch.rank
         lacking = {one.rank for one in missing}
@@ -317,7 +316,7 @@ class Creation:
             return
         knows = any(one.known for one in missing)
         if not knows and min(self._ranks, default=own) != own and lacking:
-            # A rank of another host reports, which knows at least as much as this host.
+            # A rank of another host reports: it knows as much about the missing ranks.
             return
         late = [one.described() for one in missing[:SHOWN_RANKS]]
         if self._ended.is_set() or self._since > now:

@@ -1,4 +1,4 @@
-"""Preparations of a rank at ``import hpcstrat``, without MPI."""
+"""Preparations at ``import hpcstrat``, before MPI starts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SIGNAL = "HPCSTRAT_STACK_SIGNAL"
 
 
 def begin() -> None:
-    """Publish that this rank exists, and let an uncaught error end the job.
+    """Publish that this rank exists, and install the hook for uncaught exceptions.
 
     Also sets environment variables that MPI reads at its start, because the program may
     start MPI before it creates a strategy.
     """
     if is_of_multiprocessing():
-        # A child of multiprocessing is no rank, although it inherits the environment.
+        # A child process of multiprocessing has a rank's environment, but is no rank.
         return
     prepare_environment()
     uncaught.install()

@@ -1,4 +1,4 @@
-"""Search for ranks that are missing at the start, by the pages of `presence`."""
+"""Search for ranks that are missing at the start, in the shared file of `presence`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _MOST_REASON = 160
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A rank for which other ranks wait."""
+    """A rank that is missing at the start, so that other ranks wait for it."""
 
     rank: int
     host: str
-    # A relative clause about the rank; may be empty.
+    # What is known about the rank, as a relative clause; may be empty.
     words: str = ""
-    # Whether this host has seen the rank, or knows that it has not started.
+    # True if this host has seen the rank, or knows that it has not started.
     known: bool = True
-    # Whether it is certain that the rank will not arrive.
+    # True if it is certain that the rank will not arrive.
     gone: bool = False
     page: dict[str, Any] = field(default_factory=dict)
 
@@ -58,10 +58,11 @@ def missing_ranks(
     *,
     seen_only: bool = False,
 ) -> list[Missing]:
-    """Return the ranks that are not known to wait in the same step as this rank.
+    """Return the ranks among ``ranks`` that do not wait in the same step as this rank.
 
-    An empty group stands for the start of MPI. If no rank of this host is known to be
-    missing, the result has all ranks of other hosts, unless ``seen_only``.
+    The step is creation number ``turn`` of a strategy of a group, or, if ``group`` is
+    empty, the start of MPI. If no rank of this host is missing, all ranks of other
+    hosts are returned, because their steps are unknown, unless ``seen_only``.
     """
     if board is None:
         return []
@@ -75,8 +76,8 @@ def missing_ranks(
             continue
         over = page["stage"] == LEFT or (page["ended"] and not _lives(page))
         same = page["stage"] == FAILED and _is_of(page, group, turn)
-        # If the process had not started MPI and the launcher is not its direct parent,
-        # it may have been only a child of the rank's script.
+        # If the process had not started MPI, and the launcher is not its direct parent,
+        # it may have been only an earlier command of the rank's script.
         gone = bool((over and (page["mpi"] or page["own"])) or same)
         host = str(page["host"])
         found.append(Missing(rank, host, _words(page), gone=gone, page=page))
@@ -88,7 +89,7 @@ def _with_unseen(
 ) -> list[Missing]:
     here, known = platform.node(), board.num_local == board.launch.size
     if found and not known:
-        # Return the missing ranks of this host; other hosts report theirs.
+        # Return only the missing ranks of this host: other hosts report their own.
         return found
     if known:
         words = "which has not come to `import hpcstrat`"
@@ -131,7 +132,7 @@ def _words(page: dict[str, Any]) -> str:
 
 
 def _lives(page: dict[str, Any]) -> bool:
-    """Return whether a process without a lock on its page still runs."""
+    """Return whether a process that has released its page still runs."""
     if page["pids"] != pid_namespace():
         return False
     try:

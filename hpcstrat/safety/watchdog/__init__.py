@@ -1,1 +1,1 @@
-"""Reports about late ranks, and the end of jobs that make no progress."""
+"""Watchdog: reports late ranks, and ends a job that makes no progress."""

@@ -1,11 +1,11 @@
-"""Detection of NCCL kernels that never end, after a failure or in a deadlock.
+"""Detection of NCCL kernels that never end, because of a failure or a deadlock.
 
-A program sees a failure of NCCL at its next collective call. The program may never make
-this call, because it waits inside of CUDA for an NCCL kernel that never ends. NCCL
-itself reports only network errors. If a rank of the same node dies, or its GPU hangs,
-the kernels of the other ranks wait forever without an error
-(github.com/NVIDIA/nccl/issues/585). A CUDA event after each call of NCCL shows whether
-its kernel has ended.
+A collective call raises an error if NCCL has failed. But the program may never make
+another collective call, because it waits inside of CUDA for an NCCL kernel that never
+ends. NCCL itself reports only network errors. If a rank of the same node dies, or its
+GPU hangs, the kernels of the other ranks wait forever without an error
+(github.com/NVIDIA/nccl/issues/585). Therefore a CUDA event is recorded after each call
+of NCCL, and the watchdog checks these events.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _GRACE_SECONDS = 60.0
 
 
 class GpuWatch:
-    """Checks this process's NCCL kernels, in the watchdog's thread."""
+    """Checks NCCL kernels of this process; used by the watchdog's thread."""
 
     def __init__(self) -> None:
-        # Time at which NCCL failed, and start of the wait that was reported last.
+        # Time at which NCCL has failed; start time of the last wait that was reported.
         self._failed_at = math.inf
         self._told_for = math.inf
         self._looking: threading.Thread | None = None
 
     def reason_to_end(self, watches: Sequence[Watch]) -> str:
-        """Return why this process has to end, or an empty text; log a warning first."""
+        """Return why this process must end, or an empty text; log warnings before."""
         if not library.is_loaded():
             return ""
         from hpcstrat.engine.gpu.transports import nccl_group
@@ -50,7 +50,7 @@ class GpuWatch:
                 "rank's never ends; set NCCL_DEBUG=INFO to see why"
             )
         if self._looking is None or not self._looking.is_alive():
-            # Look in a separate thread, because a call of CUDA may hang.
+            # Check the events in a separate thread, because a call of CUDA may hang.
             self._looking = threading.Thread(
                 target=nccl_group.look_at_kernels, name="hpcstrat-gpu", daemon=True
             )
@@ -87,7 +87,7 @@ def _calls(watches: Sequence[Watch]) -> str:
 
 
 def _silent(watches: Sequence[Watch]) -> str:
-    """Name the ranks of this worker whose watchdogs do not run."""
+    """Return a text that names the ranks of this worker whose watchdogs do not run."""
     states = [state for watch in watches for state in watch.states()]
     ranks = sorted({state.rank for state in states if not state.fresh})
     return f", and {some_ranks(ranks)} of this worker shows no life" if ranks else ""

@@ -1,4 +1,4 @@
-"""An inquiry by one rank that finds the late ranks and reads their stacks."""
+"""An inquiry: a waiting rank's search for the late ranks, and for their stacks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Inquiry"]
 
 _SILENT = Stacks("which does not answer")
 _WORKERS_AT_ONCE = 64
-# Attempts to ask a worker: first process, end of the range of processes, seconds to
-# wait. Several processes are tried, because each of them may be stopped.
+# Attempts to ask a worker: its processes to ask (first, end), and seconds to wait.
+# Several processes are tried, because each of them may be stopped.
 _ATTEMPTS = ((0, 1, 0.4), (1, 2, 0.4), (2, 4, 0.4), (0, 16, 0.8))
 _NAP_SECONDS = 0.05
 _AGAIN_SECONDS = 0.5
@@ -26,7 +26,7 @@ _AGAIN_SECONDS = 0.5
 class Inquiry:
     """Finds the late ranks for which this rank waits.
 
-    ``serve`` answers messages of other ranks for some seconds, or until a message
+    ``serve`` answers the messages of other ranks, for some seconds or until a message
     arrives.
     """
 
@@ -46,13 +46,13 @@ class Inquiry:
 
     @property
     def obsolete(self) -> bool:
-        """Whether the wait is over, or a lower rank makes the inquiry."""
+        """Whether the wait is over, or a lower rank makes an inquiry instead."""
         watch = self._watch
         ended = watch.closed or watch.waiting() is not self._waiting
         return ended or (self._messages.yields and not self._reports)
 
     def run(self) -> bool:
-        """Ask all workers for states, set `late`, and send it to all that answered.
+        """Ask all workers for their ranks' states, set `late`, and send out `late`.
 
         Returns False if the inquiry has become obsolete.
         """
@@ -74,7 +74,10 @@ class Inquiry:
         return True
 
     def _ask_workers(self) -> None:
-        """Ask 64 workers at a time, so that their answers fit the socket's buffer."""
+        """Ask the other workers for states, in groups of 64.
+
+        More answers at a time might not fit into the socket's buffer.
+        """
         watch = self._watch
         topology = watch.topology
         others = [w for w in range(topology.num_workers) if w != topology.worker_id]
@@ -105,26 +108,25 @@ class Inquiry:
                 self._serve(_NAP_SECONDS)
 
     def _find_late(self) -> list[RankState]:
-        """Return the late ranks, as far as their states are known."""
+        """Return the late ranks, according to the states that are known."""
         states = self.states
         known = self._watch.channel.waiter.late
         if self._watch.channel.waiter.waiting is self._waiting and -1 not in known:
             missing = [state for state in states if state.rank in known]
             idle = [state for state in missing if not state.in_call]
             if idle or self._watch.topology.num_workers == 1:
-                # The ranks in a call wait for the idle ranks, so that the idle ranks
+                # Ranks in another call may wait for the idle ranks, so that only these
                 # are late.
                 return idle or missing
         idle = [state for state in states if not state.in_call]
         behind = [s for s in idle if s.sequence < self._sequence or not s.fresh]
         earlier = [s for s in states if s.sequence < self._sequence]
         others = [s for s in states if s.rank != self._watch.topology.replica_id]
-        # If no rank is late, a data exchange hangs in MPI: return the ranks in this
-        # exchange.
+        # If no rank is late, a data exchange hangs in MPI: return its ranks.
         return behind or idle or earlier or [s for s in others if s.state == EXCHANGES]
 
     def report(self) -> LateReport | None:
-        """Read the stacks of the late ranks, and return the report.
+        """Collect the stacks of the late ranks, and return the report.
 
         This takes some seconds. Returns None if the inquiry has become obsolete.
         """
@@ -135,7 +137,7 @@ class Inquiry:
         self._messages.tell_report()
         shown = {state.rank: state for state in self.late[:SHOWN_RANKS]}
         stacks = self._collect(list(shown))
-        # Leave out late ranks that have entered the call meanwhile.
+        # Remove late ranks that have entered the call meanwhile.
         for state in watch.states():
             came = state.in_call and state.sequence >= self._sequence
             if came and state.rank in shown:
@@ -166,12 +168,12 @@ class Inquiry:
         )
 
     def _late_rank(self, state: RankState, stacks: Stacks) -> LateRank:
-        """Describe a late rank, whose last known state may be outdated."""
+        """Return the description of a late rank; its known state may be outdated."""
         last, ago = "", None
         known, number = self._watch.channel.last_call, state.sequence
         if state.age == math.inf or number < self._sequence - 1:
-            # The rank has not answered, but it must have begun the previous call,
-            # because this rank has begun the current call.
+            # The rank has not answered, but must have begun the previous call, because
+            # this rank has begun the current one.
             number = self._sequence - 1
         elif state.fresh or number >= self._sequence - 1:
             ago = state.waited + (0 if state.fresh else state.age)
@@ -193,7 +195,7 @@ class Inquiry:
         )
 
     def _collect(self, ranks: list[int]) -> dict[int, Stacks]:
-        """Return the stacks of the late ranks that answer."""
+        """Return the stacks of those late ranks that answer in time."""
         watch, found = self._watch, dict[int, Stacks]()
         deadline = time.monotonic() + STALE_SECONDS + 3 * watch.tick_seconds + 1
         again_at = -math.inf
@@ -211,7 +213,7 @@ class Inquiry:
         return found
 
     def _want(self, found: dict[int, Stacks]) -> None:
-        """Ask late ranks for stacks, by shared memory or by messages."""
+        """Ask for stacks that are not in ``found``, by shared memory and messages."""
         watch = self._watch
         watch.publish(wants_stacks=True)
         for worker, answer in self._messages.answers.items():

@@ -1,4 +1,4 @@
-"""The text of a report about late ranks."""
+"""The report about late ranks, and its text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class LateRank:
-    """A rank for which other ranks wait."""
+    """A late rank, for which other ranks wait, in a report."""
 
     rank: int
     host: str
@@ -27,8 +27,7 @@ class LateRank:
     # Seconds for which the rank still expects to be slow; negative if that time is
     # over.
     slow_left: float = 0.0
-    # Whether the rank has been inside of ``expect_slow`` since the other ranks began to
-    # wait.
+    # True if the rank was in ``expect_slow`` at some time since the wait began.
     is_slow: bool = False
 
     def __str__(self) -> str:
@@ -51,19 +50,19 @@ class LateRank:
 
 @dataclass(frozen=True, slots=True)
 class LateReport:
-    """Late ranks, and the ranks that wait for the late ranks."""
+    """A report: the late ranks, and the ranks that wait for them."""
 
     waiting: Sequence[int]
     # Seconds that the reporting rank has waited.
     seconds: float
-    # The call in which they wait: ``in barrier (train.py:41, call 812)``.
+    # The call in which these ranks wait: ``in barrier (train.py:41, call 812)``.
     place: str
-    # The first late ranks.
+    # The first late ranks; there are ``num_late`` in total.
     late: Sequence[LateRank]
     num_late: int
 
     def __str__(self) -> str:
-        """Return the whole report, in several lines."""
+        """Return the text of the report, which may have several lines."""
         have = "has" if len(self.waiting) == 1 else "have"
         lines = [
             f"{some_ranks(self.waiting)} {have} waited {self.seconds:.0f} s "

@@ -1,7 +1,7 @@
 """A rank's page in shared memory, which shows its state to the ranks of its worker.
 
-Each page has one writer. Checksums let a reader detect an incomplete page, which it may
-read during a write, or after a process was killed during a write.
+Only the rank itself writes its page. By checksums, a reader detects a page that is not
+complete, because its rank is writing it, or was killed during a write.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ LONG_AGO = -1e9
 _HEADER = struct.Struct("=dqqdddddddII")
 _CHECK = struct.Struct("=I")
 _TEXT_START = 128
-# Readers try again, because a write takes only some microseconds.
+# Readers try again if a page is incomplete, because a write takes microseconds.
 _ATTEMPTS = 3
 
 
 @dataclass(slots=True)
 class Status:
-    """A rank's status; times are in seconds of the machine's monotonic clock."""
+    """The content of a rank's page; times are seconds of the monotonic clock."""
 
     beat: float = 0.0
     sequence: int = 0
@@ -63,18 +63,18 @@ class Status:
     asks_at: float = -math.inf
     # Time at which this rank last began an inquiry.
     inquires_at: float = -math.inf
-    # Time of the last report of any rank, as far as this rank knows.
+    # Time of the last report by any rank that this rank knows of.
     reported_at: float = -math.inf
     # Time at which this rank last learned which ranks are late.
     verdict_at: float = -math.inf
-    # Time until which the late ranks are allowed to be late, see `Watch.decide`.
+    # Time until which the late ranks have announced to be slow: see `Watch.decide`.
     patient_until: float = -math.inf
     text: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RankState:
-    """The known state of a rank; all times are seconds before now."""
+    """A rank's state, as far as it is known; times are relative to now."""
 
     rank: int
     sequence: int = -1
@@ -93,7 +93,7 @@ class RankState:
 
     @property
     def in_call(self) -> bool:
-        """Whether a recent page shows that the rank waits in a call or at its end."""
+        """Whether the rank is in a call, or at its end, according to a recent page."""
         return self.fresh and self.state != BUSY
 
 
@@ -101,7 +101,7 @@ _WORDS = ("in the program", "waits in a call", "exchanges data", "has ended")
 
 
 def grouped(states: Iterable[RankState]) -> list[dict[str, Any]]:
-    """Return the ranks grouped by number of calls and state, for readable output."""
+    """Return ranks grouped by number of calls and by state, for people to read."""
     groups: dict[tuple[int, str], list[RankState]] = {}
     for state in states:
         words = _WORDS[state.state] if state.fresh else "does not answer"
@@ -118,14 +118,14 @@ def grouped(states: Iterable[RankState]) -> list[dict[str, Any]]:
 
 
 class Page:
-    """The page of one rank."""
+    """The page of a rank in shared memory, ``memory``."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._text = b""
 
     def write(self, status: Status) -> None:
-        """Write a status, without its text if the text does not fit the page."""
+        """Write a status to the page; leave out its text if the text is too long."""
         text = b""
         if status.text:
             # File names may contain bytes that are not valid UTF-8.

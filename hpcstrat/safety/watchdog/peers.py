@@ -1,9 +1,9 @@
-"""The processes of a job, and datagrams between their watchdogs.
+"""The processes of a job, and messages between their watchdogs.
 
-The messages use UDP, because the watchdog's thread must make no call of MPI. Each
-message is JSON, signed with a key that the ranks have exchanged over MPI. Datagrams
-without a valid signature are ignored. Network failures raise no errors: a rank that
-cannot be reached counts as a rank that does not answer.
+Messages are UDP datagrams, because the watchdog's thread must not call MPI. Each
+message is JSON, signed with a secret key that the ranks have exchanged by MPI.
+Datagrams without a valid signature are ignored. Network failures raise no errors: a
+rank that cannot be reached counts as a rank that does not answer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ROW = np.dtype(
 
 
 def open_socket() -> socket.socket | None:
-    """Return a nonblocking UDP socket for `Mail`, or None if that fails."""
+    """Return a new nonblocking UDP socket for `Mail`, or None on failure."""
     opened = None
     try:
         opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -70,7 +70,7 @@ def open_socket() -> socket.socket | None:
 
 
 class Peers:
-    """All processes of a topology, and their shared secret ``key``.
+    """The processes of all ranks of a topology, and the secret key for messages.
 
     Collective over ``topology.replica_comm``.
     """
@@ -81,7 +81,7 @@ class Peers:
         row["pid"], row["start"], row["main"] = process.pid, process.start, process.main
         row["signal"], row["handle"] = process.signal, process.handle
         row["net"], row["pids"] = _namespace("net"), _namespace("pid")
-        # Truncation may split the last character of the name.
+        # `host` replaces a last character that was cut in two here.
         row["host"] = platform.node().encode()[:_HOST_CHARACTERS]
         if port:
             found = _addresses()[:_MOST_ADDRESSES]
@@ -109,7 +109,7 @@ class Peers:
         return found
 
     def process(self, rank: int) -> Process | None:
-        """Return a rank's process; None on another machine or in another container."""
+        """Return a rank's process; None if in another container or machine."""
         row, own = self._table[rank], self._own
         if not own["pids"] or row["pids"] != own["pids"]:
             return None
@@ -117,7 +117,7 @@ class Peers:
         return Process(*(int(row[name]) for name in names))
 
     def places(self, rank: int) -> list[tuple[str, int]]:
-        """Return the addresses and ports to which messages for a rank are sent."""
+        """Return the addresses (host and port) to send messages for a rank to."""
         row, own = self._table[rank], self._own
         port = int(row["port"])
         if not port:
@@ -139,7 +139,7 @@ class Mail:
         self.socket = opened
 
     def send(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
-        """Send a message, which may be lost."""
+        """Send a message to each of ``ranks``; a message may be lost."""
         data = json.dumps(message).encode()
         datagram = _signature(self._peers.key, data) + data
         if len(datagram) > _LARGEST_BYTES:
@@ -156,7 +156,7 @@ class Mail:
             except BlockingIOError:
                 return
             except OSError:
-                # For example, an earlier message of this rank had no receiver.
+                # For example, an earlier message of this rank has found no receiver.
                 continue
             signature, data = datagram[:_SIGNATURE_BYTES], datagram[_SIGNATURE_BYTES:]
             if hmac.compare_digest(signature, _signature(self._peers.key, data)):
@@ -174,7 +174,10 @@ def _signature(key: bytes, data: bytes) -> bytes:
 
 
 def _namespace(kind: str) -> int:
-    """Return a number equal for processes of one Linux namespace; 0 if unknown."""
+    """Return a number that identifies this process's Linux namespace of this kind.
+
+    Returns 0 if the namespace is unknown.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         number = os.stat(f"/proc/self/ns/{kind}").st_ino

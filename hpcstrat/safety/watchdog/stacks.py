@@ -1,9 +1,9 @@
-"""Stacks of the threads of a process, even if Python cannot run in the process.
+"""Stacks of a process's threads, even if its Python threads cannot run.
 
-A process reads its own stacks by ``sys._current_frames``. If its threads cannot run,
+A process reads its own stacks by ``sys._current_frames``. If a process cannot do this,
 because C code holds the interpreter lock, another rank of the same host sends it a
-real-time signal. Every process has registered `faulthandler` for this signal, with a
-file in memory. The other rank reads this file through ``/proc``.
+real-time signal. In every process, `faulthandler` handles this signal, and writes the
+stacks to a file in memory. The other rank reads this file through ``/proc``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_BYTES = 4500
 _MOST_CHARACTERS = 200
 _DUMP_SECONDS = 0.5
 _NAP_SECONDS = 0.005
-# A dump of faulthandler counts as complete if it has not grown for this time.
+# The output of faulthandler counts as complete if it has not grown for this time.
 _SETTLED_SECONDS = 0.03
 _LARGEST_DUMP = 1 << 20
 
@@ -59,9 +59,9 @@ _Frame = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """The stacks of a process."""
+    """The stacks of a process, as text for reports."""
 
-    # A relative clause about the process if it is not running as usual; may be empty.
+    # A relative clause about the process, such as "which is stopped"; may be empty.
     words: str = ""
     # The main thread's innermost frame outside of the library, such as ``evaluate
     # (train.py:52)``; empty if unknown.
@@ -75,29 +75,29 @@ class Process:
     """A process of this machine, with the signal and file for its stacks."""
 
     pid: int
-    # Start time in clock ticks, to detect that ``pid`` was reused.
+    # Start time in clock ticks, to detect that another process has this ``pid`` now.
     start: int
     main: int
-    # Signal at which the process writes its stacks; 0 if there is none.
+    # Signal that makes the process write its stacks; 0 if there is none.
     signal: int
-    # File descriptor, in that process, of the file for its stacks.
+    # The process's file descriptor of the file for its stacks.
     handle: int
 
 
 class _OwnProcess:
-    """This process after `prepare`, and the signal's offset from SIGRTMIN."""
+    """The result of the last `prepare`, and its ``offset``."""
 
     process: Process | None = None
     offset: int | None = None
 
 
 def prepare(offset: int, *, quiet: bool = False) -> Process:
-    """Let other ranks of this host read this process's stacks, until it ends.
+    """Let other ranks of this host read this process's stacks, from now on.
 
-    ``offset`` counts the signal from SIGRTMIN; 0 disables it. A second call with the
-    same offset has no effect. If the signal is in use, this call logs a warning and
-    uses no signal; a ``quiet`` call leaves the warning to the next call. Raises
-    ValueError if there is no such signal.
+    ``offset`` is the signal's number minus SIGRTMIN; 0 means no signal. A second call
+    with the same offset has no effect. If the program uses the signal, this call logs a
+    warning and uses no signal; a ``quiet`` call leaves the warning to the next call.
+    Raises ValueError if there is no signal with this number.
     """
     number = signal.SIGRTMIN + offset
     if number > signal.SIGRTMAX:
@@ -122,7 +122,10 @@ def prepare(offset: int, *, quiet: bool = False) -> Process:
 
 
 def _register(number: int, handle: int, quiet: bool) -> tuple[int, int]:
-    """Return the signal and the file's descriptor, or 0 and -1 on failure."""
+    """Register faulthandler for a signal; return the signal and the file.
+
+    Returns 0 and -1 on failure. The file is a descriptor, new if ``handle`` is -1.
+    """
     if _is_caught(os.getpid(), number):
         if not quiet:
             get_logger().warning(
@@ -138,13 +141,13 @@ def _register(number: int, handle: int, quiet: bool) -> tuple[int, int]:
             return 0, -1
         flags = fcntl.fcntl(handle, fcntl.F_GETFL)
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_APPEND)
-    # Never unregister the handler: a later signal would then end the process.
+    # Never unregister the handler: after that, a late signal would end the process.
     faulthandler.register(number, file=handle, all_threads=True, chain=False)
     return number, handle
 
 
 def _is_caught(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal, or ignores it."""
+    """Return whether a process handles or ignores a signal."""
     masks = re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)", _proc(pid, "status"), re.MULTILINE)
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
@@ -157,7 +160,7 @@ def _proc(pid: int, name: str) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return state and start time of a process; state ``"X"`` if it has ended."""
+    """Return the state letter and start time of a process; ``"X"`` if it has ended."""
     try:
         _, fields = process_stat(pid)
     except OSError:
@@ -166,20 +169,19 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def site_of(thread: int) -> str:
-    """Return file and line of a thread's innermost frame outside the library."""
+    """Return ``file:line`` of a thread's innermost frame in the user's code."""
     where = _where(_frames(sys._current_frames().get(thread)))
     return where.rpartition("(")[2].rstrip(")")
 
 
 def own_stacks() -> Stacks:
-    """Return the stacks of this process's threads, without the watchdog's."""
+    """Return the stacks of this process's threads, but not of the watchdog's thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     threads = {
         ident: _frames(frame)
         for ident, frame in sys._current_frames().items()
-        # Leave out this thread, which may be the watchdog's, unless it is the main
-        # thread.
+        # Leave out the calling thread (the watchdog's), unless it is the main thread.
         if ident == main or ident != threading.get_ident()
     }
     others = [
@@ -201,7 +203,7 @@ def _frames(frame: FrameType | None) -> list[_Frame]:
 
 
 def look_at(process: Process) -> Stacks:
-    """Return the stacks of a process of this machine and this user.
+    """Return the stacks of another process of this user on this machine.
 
     Takes up to half a second. If the process does not answer, the result says why.
     """
@@ -229,7 +231,7 @@ def look_at(process: Process) -> Stacks:
 
 
 def _is_watching(frames: Sequence[_Frame]) -> bool:
-    """Return whether a thread is the library's own, to leave it out of reports."""
+    """Return whether frames are of a watching thread of the library."""
     return any(
         file.startswith(_SAFETY) and name in ("_loop", "_watch")
         for file, _, name in frames
@@ -237,7 +239,7 @@ def _is_watching(frames: Sequence[_Frame]) -> bool:
 
 
 def _dump(process: Process) -> str:
-    """Return the stacks that a process writes at a signal; empty if it does not."""
+    """Send a process its signal, and return the stacks that it writes, or nothing."""
     pid = process.pid
     try:
         own = os.open(f"/proc/{pid}/fd/{process.handle}", os.O_RDWR | os.O_CLOEXEC)
@@ -247,8 +249,7 @@ def _dump(process: Process) -> str:
         if os.fstat(own).st_size > _LARGEST_DUMP:
             os.ftruncate(own, 0)
         start = os.fstat(own).st_size
-        # A process that has called exec meanwhile has no handler: the signal would kill
-        # it.
+        # After a call of exec, the process has no handler: the signal would kill it.
         if not _is_caught(pid, process.signal) or not _send(process):
             return ""
         size, deadline, settled = start, time.monotonic() + _DUMP_SECONDS, 0.0
@@ -267,7 +268,10 @@ def _dump(process: Process) -> str:
 
 
 def _send(process: Process) -> bool:
-    """Send the signal to this process, never to another process with its number."""
+    """Send a process its signal; never signal a newer process with the same number.
+
+    Returns whether the signal was sent.
+    """
     handle = -1
     with contextlib.suppress(AttributeError, OSError):
         handle = os.pidfd_open(process.pid)
@@ -297,7 +301,7 @@ def _where(frames: Iterable[_Frame]) -> str:
 def _composed(
     words: str, main: list[_Frame], others: Sequence[tuple[str, list[_Frame]]]
 ) -> Stacks:
-    """Return stacks of limited total size, the main thread's first."""
+    """Return a `Stacks` with text of limited size, the main thread first."""
     lines = _lines("main thread", main, _MAIN_FRAMES)
     for title, frames in others[:_OTHER_THREADS]:
         lines += _lines(title, frames, _OTHER_FRAMES)

@@ -1,4 +1,4 @@
-"""State of one rank's watchdog for one channel, shared with the ranks of its worker."""
+"""The state of the watchdog for one channel, which ranks of a worker share."""
 
 from __future__ import annotations
 
@@ -32,18 +32,21 @@ __all__ = ["HELD_SECONDS", "Watch"]
 HELD_SECONDS = 6.0
 """How long another rank's inquiry keeps this one from its own."""
 
-# Time that the report of another rank may take to appear.
+# Time after the start of a report by another rank in which it should appear.
 _REPORT_SECONDS = 4.0
 _LONGEST_TICK_SECONDS = 1.0
 _SHORTEST_TICK_SECONDS = 0.05
 _TICKS_IN_WARNING = 4
-# Time for which ranks continue to publish their stacks after a request.
+# After a request, ranks publish their stacks for this time.
 _ASKED_SECONDS = 4.0
 _LOOKED_SECONDS = 4.0
 
 
 class Watch:
-    """The watchdog's state for a channel. Collective over ``topology.replica_comm``."""
+    """The state of this rank's watchdog for a channel.
+
+    Collective over ``topology.replica_comm``.
+    """
 
     def __init__(self, channel: Channel, settings: Settings) -> None:
         assert settings.warn_seconds is not None
@@ -78,16 +81,16 @@ class Watch:
         self._looked: dict[int, tuple[float, Stacks]] = {}
 
     def waiting(self) -> Waiting | None:
-        """Return this rank's current wait for headers or inside of MPI, or None."""
+        """Return this rank's current wait (for headers, or inside of MPI), or None."""
         return self.channel.waiter.waiting or self._exchange
 
     def keep_alive(self) -> None:
-        """Publish once per tick that this rank's watchdog runs."""
+        """Publish this rank's state once per tick, to show that its watchdog runs."""
         if time.monotonic() > self._status.beat + self.tick_seconds:
             self.publish()
 
     def publish(self, wants_stacks: bool = False) -> None:
-        """Publish this rank's state to its worker; any thread may call this."""
+        """Write this rank's state to its page; any thread may call this."""
         with self._lock:
             if self.closed:
                 return
@@ -108,7 +111,7 @@ class Watch:
             self._own.write(status)
 
     def _observe(self, now: float) -> None:
-        """Update the status with the main thread's state and its start time."""
+        """Update the status: the main thread's state, and the time of its beginning."""
         channel, status = self.channel, self._status
         waiting, exchanging = channel.waiter.waiting, channel.exchanging
         status.sequence = channel.num_calls
@@ -116,8 +119,7 @@ class Watch:
             status.state = LEAVES if waiting.leaves else WAITS
         else:
             status.state = BUSY if exchanging is None else EXCHANGES
-        # An exchange of many pieces may take any time while pieces move: restart its
-        # time at each move.
+        # An exchange may take any time while pieces move: each move restarts its time.
         key = status.sequence, status.state, waiting, self.topology.moves
         if key != self._key:
             self._key = key
@@ -130,7 +132,7 @@ class Watch:
         return max((s.asks_at for s in self.statuses() if s), default=-math.inf)
 
     def statuses(self) -> list[Status | None]:
-        """Return the worker's statuses, with None for ranks without a complete page."""
+        """Return the statuses of the worker's ranks; None if a page is incomplete."""
         return [page.read() for page in self._pages]
 
     def states(self) -> list[RankState]:
@@ -151,7 +153,7 @@ class Watch:
         ]
 
     def stacks_of(self, rank: int) -> tuple[Stacks, str] | None:
-        """Return stacks and last call of a rank of this worker; None before an answer.
+        """Return stacks and last call of a rank of this worker; None if not yet known.
 
         Takes up to half a second if the rank cannot publish its stacks itself.
         """
@@ -164,7 +166,7 @@ class Watch:
         return Stacks(*status.text["stacks"]), status.text["last"]
 
     def look_at(self, rank: int) -> Stacks:
-        """Return the stacks of a process that does not update its page."""
+        """Return the stacks of a rank whose process does not update its page."""
         process, now = self.peers.process(rank), time.monotonic()
         if process is None:
             return Stacks("which does not answer")
@@ -175,7 +177,7 @@ class Watch:
         return stacks
 
     def begin_inquiry(self) -> bool:
-        """Publish to the worker that this rank makes an inquiry.
+        """Publish on this rank's page that this rank begins an inquiry.
 
         Returns False if a lower rank has begun an inquiry at the same time.
         """
@@ -185,10 +187,10 @@ class Watch:
         return not self.others_inquire(self.topology.worker_comm.rank)
 
     def others_inquire(self, below: int | None = None) -> bool:
-        """Return whether another rank of the worker makes an inquiry.
+        """Return whether another rank of the worker is making an inquiry.
 
-        With ``below``, only ranks below this position count. Inquiries that began more
-        than 6 seconds ago count as ended.
+        If ``below`` is given, only ranks at lower positions in the worker are
+        considered. Inquiries that began more than 6 seconds ago count as ended.
         """
         begun = time.monotonic() - HELD_SECONDS
         return any(
@@ -197,19 +199,19 @@ class Watch:
         )
 
     def reported_at(self) -> float:
-        """Return the time of the last known report of any rank, or -infinity."""
+        """Return the time of the last report known in this worker, or -infinity."""
         return max((s.reported_at for s in self.statuses() if s), default=-math.inf)
 
     def note_report(self) -> None:
-        """Record and publish that a rank reports now."""
+        """Record and publish that this rank, or another, now reports late ranks."""
         with self._lock:
             self._status.reported_at = time.monotonic()
         self.publish()
 
     def decide(self, at: float, late: Sequence[int], patient_until: float) -> None:
-        """Record and publish the ranks that are late, as found at time ``at``.
+        """Record and publish the result of an inquiry at time ``at``: the late ranks.
 
-        Until ``patient_until`` all of them are allowed to be late.
+        All late ranks have announced to be slow until ``patient_until`` or longer.
         """
         with self._lock:
             self._late = list(late)[:8]
@@ -218,7 +220,7 @@ class Watch:
         self.publish()
 
     def adopt(self, waiting: Waiting) -> None:
-        """Copy the result of the worker's newest inquiry into this rank's wait."""
+        """Copy the newest result of an inquiry in this worker to this rank's wait."""
         reported_at = self.reported_at()
         if reported_at > waiting.start:
             waiting.held_until = reported_at + _REPORT_SECONDS

@@ -1,10 +1,10 @@
-"""A thread that reports late ranks, and ends a job that makes no progress.
+"""The watchdog's thread: reports late ranks, and ends a job that makes no progress.
 
-Each process has one such thread, which wakes about once a second. The thread makes no
-call of MPI; it only reads state that calls of the program record. When a rank has
+Each process has one watchdog's thread, which wakes about once a second. The thread
+makes no calls of MPI; it only reads state that collective calls record. When a rank has
 waited longer than ``warn_seconds``, the lowest waiting rank finds the late ranks
-(`inquiry`) and reports them. After ``limit_seconds`` the wait in the main thread raises
-an error. If the main thread cannot raise an error, because MPI blocks it, the
+(`inquiry`) and reports them. After ``limit_seconds``, the wait in the main thread
+raises an error. If the main thread cannot raise an error, because MPI blocks it, the
 watchdog's thread ends the process. The thread also ends a process that waits inside of
 CUDA for kernels that do not end (`gpu_watch`).
 """
@@ -37,12 +37,12 @@ from hpcstrat.safety.watchdog.watchdog_messages import WatchdogMessages
 __all__ = ["end_process", "expect_slow", "register", "stop", "unregister"]
 
 _REPEAT = 10
-# Delay between inquiries of different workers, and of ranks within a worker, so that
-# most of them find that another rank already makes the inquiry.
+# Inquiries of different workers, and of ranks of a worker, are delayed by different
+# times, so that most ranks find that another rank already makes an inquiry.
 _STAGGER_SECONDS = 0.05
 _LONGEST_STAGGER_SECONDS = 2.0
 _OVERDUE_SECONDS = 15.0
-# Time after the limit for the main thread to raise an error.
+# Time after the limit in which the main thread can raise an error.
 _GRACE_SECONDS = 20.0
 _CLOSE_SECONDS = 5.0
 _FLUSH_SECONDS = 1.0
@@ -52,7 +52,7 @@ EXIT_CODE = 75
 
 
 class _Watchdog:
-    """The watchdog's thread of this process."""
+    """The watchdog of this process: its thread, and the channels that it watches."""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -66,7 +66,7 @@ class _Watchdog:
         self._thread.start()
 
     def end(self) -> None:
-        """End the watchdog's thread; called by another thread."""
+        """End the watchdog's thread; call this from another thread."""
         self._ended = True
         self.wake()
         self._thread.join(_CLOSE_SECONDS)
@@ -74,7 +74,7 @@ class _Watchdog:
             os.close(self._wake)
 
     def wake(self) -> None:
-        """Wake the thread now."""
+        """Wake the watchdog's thread now."""
         os.eventfd_write(self._wake, 1)
 
     def _loop(self) -> None:
@@ -90,7 +90,7 @@ class _Watchdog:
     def _guarded(
         self, one: WatchdogMessages, act: Callable[[WatchdogMessages], None]
     ) -> None:
-        """Call ``act`` for one channel; errors in ``act`` must not harm the program."""
+        """Call ``act`` for one channel; log its errors instead of raising them."""
         watch = one.watch
         if not watch.turn_lock.acquire(blocking=False):
             return
@@ -110,7 +110,7 @@ class _Watchdog:
             watch.turn_lock.release()
 
     def _serve(self, seconds: float) -> None:
-        """Answer messages for some seconds, or until a message arrives."""
+        """Wait for some seconds, or until messages arrive, and answer these."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         handles = {}
@@ -149,7 +149,7 @@ class _Watchdog:
             end_process(_endless(watch, waiting))
 
     def _is_due(self, watch: Watch, waiting: Waiting, now: float) -> bool:
-        """Return whether an inquiry is due, and this rank has to make it."""
+        """Return whether this rank has to make an inquiry now."""
         slow_until = watch.channel.waiter.slow_until
         warn, looked = watch.warn_seconds, waiting.looked_at
         milestones = [
@@ -158,8 +158,7 @@ class _Watchdog:
             looked + _REPEAT * warn,
         ]
         if waiting.patient_until > now:
-            # A rank that announced a slow part may have finished it since the last
-            # look.
+            # A rank that announced to be slow may have finished its slow part since.
             milestones.append(looked + warn)
         passed = [at for at in milestones if looked < at <= now]
         if not passed or watch.others_inquire():
@@ -191,8 +190,7 @@ class _Watchdog:
             return
         if reported_at > waiting.start and now < reported_at + (_REPEAT - 0.5) * warn:
             return
-        # Disable the time limit of the wait during the report, which takes bounded
-        # time.
+        # During the report, which takes bounded time, the wait has no time limit.
         waiting.held_until = math.inf
         report = inquiry.report()
         if report is not None:
@@ -203,7 +201,7 @@ class _Watchdog:
 
 
 def _waits_long(status: Status, watch: Watch, now: float) -> bool:
-    """Return whether a rank has waited long enough to make an inquiry."""
+    """Return whether a rank with this status has waited long enough to inquire."""
     shortest = min(watch.warn_seconds, watch.limit_seconds / 2)
     return (
         status.state != BUSY
@@ -213,7 +211,7 @@ def _waits_long(status: Status, watch: Watch, now: float) -> bool:
 
 
 def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
-    """Return whether the limit has passed and the main thread raises no error."""
+    """Return whether the time limit has passed, but the main thread has not raised."""
     waiter = watch.channel.waiter
     end = waiting.begin(waiter.slow_until) + watch.limit_seconds
     if waiting.timeout_seconds is not None:
@@ -223,7 +221,7 @@ def _is_over(watch: Watch, waiting: Waiting, now: float) -> bool:
 
 
 def _endless(watch: Watch, waiting: Waiting) -> str:
-    """Return a text with the call in which this rank waits, and the late ranks."""
+    """Return the reason for the end of a process that waits too long, as text."""
     seconds = time.monotonic() - waiting.start
     late = some_ranks(waiting.late) if waiting.late else "other ranks"
     return (
@@ -234,13 +232,13 @@ def _endless(watch: Watch, waiting: Waiting) -> str:
 
 
 def end_process(reason: str) -> None:
-    """End this process because its main thread is blocked; this ends the job.
+    """End this process, and so the job, because its main thread is blocked.
 
-    Called by a thread other than the main thread.
+    Call this from a thread other than the main thread.
     """
     os.write(2, f"hpcstrat: {place()} ends the job: {reason}\n".encode())
     hang_file.add_event("end", reason=reason)
-    # Flush in another thread, because the main thread may hold a lock of these files.
+    # Flush in another thread, because the main thread may hold a lock of sys.stdout.
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(_FLUSH_SECONDS)
@@ -253,7 +251,7 @@ def _flush() -> None:
 
 
 class _State:
-    """The watchdog of this process."""
+    """Holder of this process's watchdog, if it runs."""
 
     watchdog: _Watchdog | None = None
 
@@ -263,7 +261,7 @@ _deadlines: list[float] = []
 
 
 def _running() -> _Watchdog | None:
-    """Return the watchdog, or None without one and in a forked child."""
+    """Return this process's watchdog; None if there is none, or in a forked child."""
     watchdog = _State.watchdog
     if watchdog is None or watchdog.process != os.getpid():
         return None
@@ -271,7 +269,10 @@ def _running() -> _Watchdog | None:
 
 
 def register(channel: Channel, settings: Settings) -> None:
-    """Watch over a channel until `unregister`. Collective over the channel's ranks."""
+    """Watch over a channel from now on, until `unregister`.
+
+    Collective over the channel's ranks.
+    """
     assert settings.limit_seconds is not None
     hang_file.keep_in(settings.hang_folder or "", known_states)
     channel.waiter.limit_seconds = settings.limit_seconds
@@ -300,13 +301,13 @@ def known_states() -> list[dict[str, Any]]:
 
 
 def unregister(channel: Channel) -> None:
-    """Stop watching a channel, and end the thread after the last channel."""
+    """Stop watching a channel; after the last channel, end the watchdog's thread."""
     watchdog = _running()
     for one in [] if watchdog is None else list(watchdog.watched):
         if one.watch.channel is channel and watchdog is not None:
             channel.waiter.watched = False
             watchdog.watched.remove(one)
-            # Set this before the lock is acquired, so that a running inquiry ends.
+            # Close before acquiring the lock, so that a running inquiry ends.
             one.watch.closed = True
             watchdog.wake()
             is_free = one.watch.turn_lock.acquire(timeout=_CLOSE_SECONDS)
@@ -337,7 +338,7 @@ def _tell_slow(slow_until: float) -> None:
 
 @contextmanager
 def expect_slow(seconds: float) -> Iterator[None]:
-    """Extend the other ranks' limits for this rank; see ``Strategy.expect_slow``."""
+    """Let other ranks wait longer for this rank; see ``Strategy.expect_slow``."""
     deadline = time.monotonic() + seconds
     _deadlines.append(deadline)
     _tell_slow(max(_deadlines, default=deadline))
@@ -345,6 +346,5 @@ def expect_slow(seconds: float) -> Iterator[None]:
         yield
     finally:
         _deadlines.remove(deadline)
-        # Other ranks count their waits from now on, or from the deadline if that was
-        # earlier.
+        # Other ranks count their waits from this time: now, or an earlier deadline.
         _tell_slow(max(_deadlines, default=min(deadline, time.monotonic())))

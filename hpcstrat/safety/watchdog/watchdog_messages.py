@@ -1,7 +1,7 @@
-"""Questions and answers between watchdogs of different workers, for one channel.
+"""Messages between the watchdogs of different workers, for one channel.
 
-Any process of a worker answers for all ranks of the worker, so that a stopped process
-does not prevent an answer.
+Each process of a worker can answer for all ranks of the worker, so that there is an
+answer even if a process is stopped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hpcstrat.safety.watchdog.watch import HELD_SECONDS, Watch
 
 __all__ = ["WatchdogMessages"]
 
-# Number of workers, and of ranks per worker, that are notified when a rank expects to
-# be slow.
+# When a rank expects to be slow, it notifies this number of workers, and this number of
+# ranks of each.
 _WORKERS_TOLD = 2
 _RANKS_TOLD = 2
 
@@ -27,10 +27,10 @@ _RANKS_TOLD = 2
 class WatchdogMessages:
     """Sends, receives and answers the messages of this rank.
 
-    ``held_until`` is the time at which another rank's inquiry should be over.
-    ``yields`` is true if a lower rank has begun an inquiry in this round. ``answers``
-    has the current round's answers by worker; ``found`` has stacks and last calls of
-    ranks of other workers.
+    A round is one inquiry of this rank. ``held_until`` is the time at which another
+    rank's inquiry should be over. ``yields`` is True if a lower rank has begun an
+    inquiry in this round. ``answers`` has the answers of this round by worker.
+    ``found`` has stacks and last calls of ranks of other workers.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -47,35 +47,38 @@ class WatchdogMessages:
         self.failures = 0
 
     def begin(self) -> None:
-        """Begin a round; from now on, answers to earlier questions are ignored."""
+        """Begin a round: ignore answers to questions of earlier rounds from now on."""
         self._round += 1
         self.yields = False
         self.answers.clear()
         self.found.clear()
 
     def ask(self, ranks: Sequence[int]) -> None:
-        """Ask ranks for their workers' states; answers go to `answers`."""
+        """Ask ranks for the states of their workers; answers go to `answers`."""
         self._send(ranks, "ask", {})
 
     def ask_stacks(self, to: int, ranks: Sequence[int]) -> None:
-        """Ask rank ``to`` for stacks of its worker's ranks; answers go to `found`."""
+        """Ask rank ``to`` for stacks of ranks of its worker; answers go to `found`."""
         self._send([to], "stacks", {"ranks": ranks})
 
     def tell_verdict(self, late: Sequence[int], left: float) -> None:
-        """Send the late ranks and their allowed lateness to ranks that answered."""
+        """Send the result of the inquiry to the ranks that answered.
+
+        These are the late ranks, and the seconds for which they may still be slow.
+        """
         senders = [answer["from"] for answer in self.answers.values()]
         self._send(senders, "verdict", {"late": late, "left": max(left, LONG_AGO)})
 
     def tell_report(self) -> None:
-        """Notify all ranks that have answered that this rank reports."""
+        """Notify the ranks that answered that this rank makes the report."""
         senders = [answer["from"] for answer in self.answers.values()]
         self._send(senders, "report", {})
 
     def tell_slow(self, slow_until: float) -> None:
         """Notify two other workers that this rank expects to be slow.
 
-        These workers answer for this rank if C code stops its watchdog and its worker
-        has no other rank.
+        These workers can then answer for this rank, if C code stops its watchdog and
+        its worker has no other rank.
         """
         topology, peers = self.watch.topology, self.watch.peers
         note = {"left": slow_until - time.monotonic()}
@@ -84,7 +87,7 @@ class WatchdogMessages:
             self._send(peers.ranks(worker)[:_RANKS_TOLD], "note", note)
 
     def noted(self, rank: int) -> float:
-        """Return for how many more seconds a rank of another worker will be slow."""
+        """Return the seconds for which a rank of another worker expects to be slow."""
         return max(self._notes.get(rank, -math.inf) - time.monotonic(), LONG_AGO)
 
     def receive(self) -> None:
@@ -112,8 +115,8 @@ class WatchdogMessages:
         self._send([message["from"]], kind, {**more, "round": message["round"]})
 
     def _answer_ask(self, message: dict[str, Any]) -> None:
-        # Only one rank reports: the first that asks, or the lowest if several ask at
-        # once.
+        # Only one rank reports: the first that asks, or, of several at the same time,
+        # the lowest one.
         self.held_until = time.monotonic() + HELD_SECONDS
         if message["from"] < self._rank:
             self.yields = True
@@ -153,5 +156,5 @@ class WatchdogMessages:
 
 
 def _row(state: RankState) -> list[float]:
-    """Return a state in few bytes, because a message holds all states of a worker."""
+    """Return a state as a list of rounded numbers, to keep messages short."""
     return [x if isinstance(x, int) else round(x, 2) for x in astuple(state)]
