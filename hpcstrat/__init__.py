@@ -146,7 +146,7 @@ _MODULES = {
     "partitioners": "variables.partitioners",
     "testing": "testing",
 }
-# Public names, by the module that defines them.
+# The public names that each module defines.
 _NAMES = {
     "checkpoint": ("CheckpointManager", "KeepBest"),
     "engine.reduction.cross_device_ops": (
@@ -248,13 +248,13 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-# The finder for old paths is first, because other finders would load the modules of a
-# moved package a second time.
+# The finder for old import paths is the first finder, because later finders would load
+# the modules of a moved package a second time.
 sys.meta_path.insert(0, OldPaths())
 
 # If the launcher's environment variables show a job of several ranks, report this
-# rank's state from now on, so that other ranks see its start and its end even before
-# MPI runs.
+# rank's state from now on: even before MPI runs, the other ranks then see that this
+# rank has started or ended.
 if "mpi4py.MPI" in sys.modules or any(
     os.environ.get(name, "1") != "1"
     for name in (

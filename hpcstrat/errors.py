@@ -1,8 +1,8 @@
 """Exceptions that hpcstrat raises.
 
-Every message is one sentence with the expected value, the value found, and after a
-``;`` advice. Wrong arguments raise the built-in ``ValueError``, ``TypeError`` and
-``RuntimeError``, as in tf.distribute.
+Every message is one sentence: it names the expected value and the value found, and
+after a ``;`` says what to change. Wrong arguments raise the built-in ``ValueError``,
+``TypeError`` and ``RuntimeError``, as in tf.distribute.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class CollectiveError(HpcstratError, RuntimeError):
         self.ranks = tuple(ranks)
 
     def __str__(self) -> str:
-        """Return the message, which a mixed-in class such as KeyError would quote."""
+        """Return the message without quotes.
+
+        A subclass may also be a KeyError, whose ``__str__`` would quote the message."""
         return str(self.args[0])
 
 
@@ -76,10 +78,10 @@ class DivergenceError(CollectiveError):
     ranks : sequence of int
         The replicas whose value differs from the value of most replicas.
     variable : str
-        Name of the first variable that differs, in order of creation; or path of the
-        first leaf of a tree that differs, such as ``tree['bias'][0]``.
+        Name of the first variable, in order of creation, whose copies differ. For
+        ``check_equal``, path of the first different leaf, such as ``tree['bias'][0]``.
     element : tuple of int
-        Index of the first element of the variable that differs.
+        Index of the first element that differs in this variable or leaf.
     """
 
     def __init__(
@@ -132,4 +134,4 @@ class CancelledError(HpcstratError):
 
 
 class UnavailableError(HpcstratError):
-    """A parameter server was lost, or a worker with needed data."""
+    """A parameter server, or a worker whose data is needed, was lost."""

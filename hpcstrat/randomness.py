@@ -32,9 +32,9 @@ class RandomStreams:
     """The random streams of one name; made by ``Strategy.random``.
 
     A `CheckpointManager` can save this object. A restore on the same number of replicas
-    continues the streams bit for bit. On another number of replicas, replicas with a
-    saved stream continue it, and additional replicas get new, unused streams. A restore
-    does not replace the generator objects.
+    continues the streams bit for bit. If the number of replicas has changed, each
+    replica with a saved stream continues it, and additional replicas get new, unused
+    streams. A restore does not replace the generator objects.
 
     Parameters
     ----------
@@ -64,11 +64,11 @@ class RandomStreams:
         self.generation = 0
         self._strategy = strategy
         self._stream = _words_of(name)
-        # The generation in which each stream of this process's replicas began.
+        # For each replica of this process, the generation in which its stream began.
         replicas = strategy.local_replicas
         self._births = [0 for _ in replicas]
-        # Generators are made with a key, not with a SeedSequence, because its spawn()
-        # counts children, and the saved state does not contain this count.
+        # Generators are made with a key, not with a SeedSequence, because
+        # SeedSequence.spawn() counts its children, and this count is not saved.
         self._own = [self._new(0, replica) for replica in replicas]
         self._shared = [self._new(0, _SHARED) for _ in replicas]
 
@@ -87,7 +87,7 @@ class RandomStreams:
         return self._own[own_index() or 0]
 
     def generator_of(self, index: int) -> np.random.Generator:
-        """Return the generator of a replica of this process, given by its index.
+        """Return the generator of this process's replica with this index, from 0.
 
         For the library's own modules.
         """
@@ -128,7 +128,8 @@ class RandomStreams:
         CollectiveError
             If replicas have made different calls on ``shared``. On every replica.
         """
-        # The state of the shared stream is gathered, too, to check that it is equal.
+        # The shared stream's state is gathered, too, to check that all replicas' states
+        # are equal.
         rows = [self._packed(index) for index in range(len(self._own))]
         both = self._strategy.collectives.all_gather(
             np.stack(rows), 0, f"state of the random streams {self.name!r}"
@@ -146,7 +147,7 @@ class RandomStreams:
             "bit_generator": _BIT_GENERATOR,
             "root_entropy": self.seed,
             "generation": self.generation,
-            # The rows are copied, because a view would keep the other column alive.
+            # Both results are copied, because a view would keep ``both`` alive.
             "state": np.ascontiguousarray(own),
             "shared": shared[0].copy(),
         }
@@ -215,7 +216,7 @@ class RandomStreams:
         self.restore_own_state(state, own, changed=changed)
 
     def own_state(self) -> dict[str, Any]:
-        """Return `state` with the rows of this process's replicas only.
+        """Return the same dict as `state`, but with only this process's replicas.
 
         For the library's own modules.
         """
@@ -235,10 +236,11 @@ class RandomStreams:
     def restore_own_state(
         self, state: dict[str, Any], rows: Sequence[Array | None], *, changed: bool
     ) -> None:
-        """Restore a row for each replica of this process; None starts a new stream.
+        """Continue the streams of this process's replicas from saved states.
 
-        Every replica must pass the same ``shared`` and ``generation``. For the
-        library's own modules.
+        ``rows`` has a saved state for each of these replicas, or None for a new stream.
+        Every replica must pass the same ``shared`` and ``generation`` in ``state``. For
+        the library's own modules.
         """
         self.check_state(state)
         self.generation = int(state["generation"]) + changed
@@ -284,7 +286,7 @@ def _words_of(name: str) -> tuple[int, ...]:
 
 
 def _pack(generator: np.random.Generator, birth: int) -> Array:
-    """Return a generator's state as words, which begin with the stream's generation."""
+    """Return a generator's state as 12 words; the first is the stream's generation."""
     state: Any = generator.bit_generator.state
     # The last word contains the position in the buffer, and an unused half of a drawn
     # word.

@@ -1,11 +1,11 @@
 """Metrics: averages over the examples of all replicas since the last reset.
 
 Each replica updates its own totals, without communication. In cross-replica context
-`Metric.result` sums the totals of all replicas in one reduction, and `results` sums
-those of several metrics in one reduction. So an average counts every example once, even
-if the replicas' batches differ in size. Names, updates and weights follow
-``tf.keras.metrics``; sums are float64. `Log` writes metrics to a file, once for each
-step even if the job is requeued.
+`Metric.result` sums the totals of all replicas in one reduction, and `results` sums the
+totals of several metrics in one reduction. So an average counts every example once,
+even if the replicas' batches differ in size. Names, updates and weights follow
+``tf.keras.metrics``; sums are float64. `Log` writes metrics to a file that contains
+each step only once, even if the job is requeued.
 """
 
 from hpcstrat.metrics.averages import Mean, MeanMetricWrapper, Sum

@@ -75,7 +75,7 @@ class Sum(Metric):
 
 
 class _Average(Metric):
-    """Base of metrics: a sum of weighted values, divided by the sum of weights."""
+    """Base class of metrics that are weighted averages of values."""
 
     def __init__(self, name: str, dtype: Any) -> None:
         super().__init__(name, dtype, ("total", "count"))
@@ -215,7 +215,7 @@ def as_float64(value: ArrayLike) -> Array:
 
 
 def mean_over(array: Array, axis: int | tuple[int, ...]) -> Array:
-    """Return the mean over dimensions; 0 if they are empty."""
+    """Return the mean over some dimensions; 0 if these dimensions have no elements."""
     total = _sum_over(array, axis)
     return total / max(1, array.size // max(1, total.size))
 
@@ -235,7 +235,9 @@ def of_one_library(first: Array, second: Array) -> tuple[Array, Array]:
 def _fitted(
     values: Array, weights: Array, combine: Callable[..., Any]
 ) -> tuple[Array, Array]:
-    """Return values and weights with shapes that can be multiplied, as in tf.keras."""
+    """Return values and weights in shapes that can be multiplied, as in tf.keras.
+
+    ``combine`` sums or averages the values over dimensions that the weights lack."""
     values, weights = of_one_library(values, weights)
     if weights.ndim == values.ndim + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]

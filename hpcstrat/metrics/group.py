@@ -1,4 +1,4 @@
-"""Functions and a class that read several metrics in one reduction."""
+"""A function and a class that read several metrics in one reduction."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def results(metrics: Mapping[str, Metric] | Iterable[Metric]) -> Any:
 
 
 class MetricGroup:
-    """Metrics by name that are read, reset and saved together.
+    """Several named metrics that are read, reset and saved together.
 
     Parameters
     ----------

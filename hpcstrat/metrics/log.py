@@ -1,4 +1,4 @@
-"""A log of numbers, text and pictures, which a restore truncates to its checkpoint."""
+"""A log of numbers, text and pictures, truncated when a checkpoint is restored."""
 
 from __future__ import annotations
 
@@ -218,13 +218,15 @@ class Log:
         return {"place": self._place}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names of a saved position; for the library's own modules."""
+        """Return all names of the position in files; for the library's own modules."""
         return [name]
 
     def checkpoint_defer(
         self, name: str, value: Array, strategy: Any = None, *, is_part: bool = False
     ) -> None:
-        """Raise ValueError for unknown state; for the library's own modules."""
+        """Raise ValueError, because a log has no saved state but its position.
+
+        For the library's own modules."""
         raise ValueError(
             f"expected the place of a log, found {name!r}; restore what was saved"
         )
@@ -236,7 +238,7 @@ class Log:
             self._cut((position, digest))
 
     def _reduced(self, how: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the sums or means over all replicas."""
+        """Return the sum or mean of each value over all replicas, as ``how`` says."""
         context = self._context()
         # Each distributed value is reduced by a separate call of `reduce`.
         apart = {n: v for n, v in values.items() if isinstance(v, DistributedValues)}
@@ -255,7 +257,9 @@ class Log:
         return found
 
     def _from(self, replica: int, value: Any) -> Any:
-        """Return a replica's value on replica 0; the other results are unused."""
+        """On replica 0, return the value that the given replica passed.
+
+        The results on other replicas are not used."""
         if replica == 0:
             return value
         collectives = self._strategy.collectives
@@ -277,7 +281,7 @@ class Log:
         return self._is(0)
 
     def _begin(self) -> None:
-        """Move lines of an earlier training away, before this training's first line."""
+        """Move an earlier training's lines to another file, before the first record."""
         if not self._is_begun:
             self._cut(LogFile(self.folder).place())
 
@@ -307,7 +311,9 @@ class Log:
         return found
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of each sink; drop a sink that fails. The file has all data."""
+        """Call a method of each sink.
+
+        A sink that raises an error is removed; the log's file still has all data."""
         if not self._is_begun:
             return
         for sink in [*self._sinks]:

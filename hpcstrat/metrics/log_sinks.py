@@ -91,9 +91,10 @@ class TensorBoard:
         self._add(summary=Summary(value=values), **about)
 
     def cut(self, kept: Sequence[_Record], removed: Sequence[_Record]) -> None:
-        """Drop steps from the first removed step on; for the library's own modules.
+        """Drop the first removed step and all later steps from TensorBoard.
 
-        Kept records of these steps are written again."""
+
+        Kept records of these steps are written again. For the library's own modules."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self.close()

@@ -1,4 +1,4 @@
-"""The base class of metrics, which sum the totals of all replicas when read."""
+"""The base class of metrics: reading a metric sums the totals of all replicas."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Metric(AnnouncesInitErrors):
     def __init__(self, name: str, dtype: Any, totals: Sequence[str]) -> None:
         self.name = name
         self.dtype = np.dtype(dtype)
-        # Sums on a GPU, by replica of this process and name of the total, because
-        # updates must not wait for the GPU. `_settle` adds these sums to the totals in
-        # host memory.
+        # Sums of values on a GPU, by the replica's index in this process and the
+        # total's name. They stay on the GPU, because updates must not wait for it;
+        # `_settle` adds them to the totals in host memory.
         self._on_device: dict[tuple[int, str], Array] = {}
         # All totals have one dtype, so that a message needs only one buffer. Counts are
         # float64, too, because sums of weights need not be integers.
@@ -64,8 +64,8 @@ class Metric(AnnouncesInitErrors):
 
     @property
     def collectives(self) -> Any:
-        """The collective calls of `result`; for the library's own modules."""
-        # The decorator in `channel.entries` reads an attribute of this name.
+        """The object for `result`'s collective calls; for the library's own modules."""
+        # The decorator `channel.entries.collective` reads this property.
         first: Any = next(iter(self._totals.values()), None)
         distributed = isinstance(first, SyncOnReadVariable)
         return first.collectives if distributed else ObjectCollectives(None)
@@ -167,10 +167,11 @@ class Metric(AnnouncesInitErrors):
 
 
 def read_totals(variables: Sequence[Variable]) -> list[Array]:
-    """Return totals over all replicas, or inside ``run`` this replica's, on the host.
+    """Return the sums of the totals of all replicas, in host memory.
 
-    Collective over the strategy's replicas in cross-replica context, in one reduction;
-    else not collective. Raises ValueError for variables of several strategies.
+    Inside ``run``, this replica's own totals are returned. Collective over the
+    strategy's replicas in cross-replica context, in one reduction; else not collective.
+    Raises ValueError for variables of several strategies.
     """
     # No collective call is made inside ``run``, because other replicas may not read
     # their totals.

@@ -100,7 +100,7 @@ def _absolute_of_columns(y_true: ArrayLike, y_pred: ArrayLike) -> Array:
 
 
 class _PairMetric(MeanMetricWrapper):
-    """Base of metrics whose function and default name a subclass sets."""
+    """Base class of metrics; a subclass sets the function and the default name."""
 
     _of_pairs: Callable[[ArrayLike, ArrayLike], ArrayLike]
     _default_name: str
@@ -136,7 +136,7 @@ class Accuracy(_PairMetric):
 
 
 class BinaryAccuracy(_PairMetric):
-    """The fraction of predictions that equal their label after a threshold.
+    """The fraction of predictions that are on their label's side of a threshold.
 
     A prediction above the threshold counts as label 1, others as label 0. If an example
     has several columns, their matches are averaged.

@@ -27,8 +27,8 @@ _TOTAL = VariableAggregation.SUM
 class _Start:
     """The state of an accumulation at the beginning of the current ``run``.
 
-    ``before`` has copies of this replica's sum and count for each variable that has
-    changed since.
+    ``before`` has copies of this replica's sum and count for each variable whose sum
+    has changed since then.
     """
 
     calls: int
@@ -41,9 +41,9 @@ class Accumulation:
     """This replica's sums of gradients, stored as variables that checkpoints save.
 
     A checkpoint contains the total of the sums over replicas. After a restore, each
-    replica has an equal share of the total, on any number of replicas. Because it is
-    then unknown which replica had which gradient, the replicas exchange at the end of
-    the accumulation which variables have a gradient.
+    replica has an equal share of the total, on any number of replicas. The checkpoint
+    does not say which replica had a gradient of a variable, so the replicas exchange at
+    the end of the accumulation which variables have a gradient.
     """
 
     def __init__(self, slots: Slots, steps: int, is_mean: bool) -> None:
@@ -66,7 +66,7 @@ class Accumulation:
 
     @property
     def own(self) -> dict[str, Variable]:
-        """The state that belongs to no variable, by its name in files."""
+        """The counter of calls, by its name in files; empty before the first call."""
         return {} if self._calls is None else {_CALLS: self._calls}
 
     def add(
@@ -74,12 +74,12 @@ class Accumulation:
     ) -> Sequence[tuple[Gradient | None, Variable]] | None:
         """Add gradients to the sums; return the sums if they are complete, else None.
 
-        Collective over the strategy's replicas only the first time. If a step is a
+        Collective over the strategy's replicas only in the first call. If a step is a
         single call, the gradients themselves are returned.
         """
         if self.steps == 1:
             return pairs
-        # Sums are made for all variables, even without a gradient, because making a sum
+        # Every variable gets a sum, even if its gradient is None, because making a sum
         # is collective.
         self.build([variable for _, variable in pairs])
         assert self._calls is not None
@@ -110,11 +110,13 @@ class Accumulation:
         count += 1
 
     def sums(self) -> list[Array]:
-        """Return this replica's sums, or zeros, in the same order as `add`."""
+        """Return this replica's sum for each variable, in the order of `add`."""
         return [self._sum_and_count(variable)[0] for variable in self._pending.values()]
 
     def unclaimed(self) -> dict[str, bool]:
-        """Map restored sums without a variable to whether each has a gradient."""
+        """Map the name of each restored sum without a variable to a flag.
+
+        The flag says whether this replica's part of the sum contains a gradient."""
         found = self._slots.waiting(_COUNT)
         return {name: bool(count.component) for name, count in found.items()}
 
@@ -157,7 +159,7 @@ class Accumulation:
             self._start = _Start(0, False, {}, {})
 
     def undo(self, error: Exception, strategy: Strategy) -> None:
-        """Restore or clear the sums after a call that has failed.
+        """Restore or clear the sums after a failed call of ``apply_gradients``.
 
         With ``on_error="raise"`` all replicas restore their sums from before the
         ``run``, and can repeat the step. With ``"abort"``, or after a NonFiniteError,
@@ -207,8 +209,8 @@ class Accumulation:
     def restored(self, num_replicas: int, now: int) -> bool:
         """Continue sums that ``num_replicas`` replicas saved, on ``now`` replicas.
 
-        Returns whether restored sums are dropped, because gradients are no longer
-        accumulated.
+        Returns whether restored sums are dropped, because ``accumulate_steps`` is now
+        1.
         """
         slots, self._start, self._pending = self._slots, None, {}
         counted = slots.waiting(_CALLS).get("", self._calls)
@@ -218,8 +220,8 @@ class Accumulation:
             return self.inherits
         if self.inherits:
             self._pending = {id(v): v for v, _ in slots.of_kind(_SUM)}
-        # The mean will be divided by the present number of replicas, so the sums are
-        # scaled.
+        # For a mean, the sums will be divided by the present number of replicas, so
+        # they are scaled here.
         if self._is_mean and now != num_replicas:
             sums = [slot for _, slot in slots.of_kind(_SUM)]
             sums += slots.waiting(_SUM).values()

@@ -112,7 +112,9 @@ class Adam(Optimizer):
         return taken
 
     def _first_stage(self, step: Step, gradient: Array, *slots: Array) -> None:
-        """Update the moments; overwrite the gradient with the step for a rate of 1."""
+        """Update the moments, and overwrite the gradient with Adam's step.
+
+        The step is for a learning rate of 1."""
         if self._in_one_pass((gradient, *slots), step):
             return
         m, v = slots
@@ -134,8 +136,8 @@ class Adam(Optimizer):
         np.divide(m, scratch, out=gradient)
         gradient /= number(self._bias(step))
 
-    # Powers are computed in double precision, because in float32 the difference from 1
-    # would lose digits.
+    # Powers of beta are computed in double precision, because in float32
+    # ``1 - beta**number`` would lose digits.
 
     def _root(self, step: Step) -> float:
         return math.sqrt(1 - self.beta_2**step.number)

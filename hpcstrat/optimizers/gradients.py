@@ -104,9 +104,11 @@ def _in_place_of(variable: Variable, array: Array, placed: bool) -> Array:
 
 
 def zero_gradient(variable: Variable, sparse: bool) -> Gradient:
-    """Return a gradient of zeros, or without rows, on the variable's device.
+    """Return a gradient of zeros, or if ``sparse`` without rows, for a variable.
 
-    In host memory, dense zeros are a read-only view of a single zero."""
+
+    It is on the variable's device. In host memory, dense zeros are a read-only view of
+    a single zero."""
     module = array_module(variable.component)
     if sparse:
         values = module.empty((0, *variable.shape[1:]), variable.dtype)
@@ -152,12 +154,13 @@ def clip_to_norm(
     limit: float,
     total: Callable[[Any], Any] = lambda squares: squares,
 ) -> Any:
-    """Clip arrays in place to a norm over all arrays; return the norm before clipping.
+    """Scale arrays in place so that their common norm is at most ``limit``.
 
-    ``total`` adds the squares of other ranks, if ranks have different arrays. If the
-    norm is not finite, all elements become NaN, so that the error is visible, as in
-    tf.clip_by_global_norm. Method: Pascanu, Mikolov and Bengio, On the difficulty of
-    training recurrent neural networks, ICML 2013, arXiv:1211.5063.
+    Returns the norm before scaling. If ranks have different arrays, ``total`` adds the
+    other ranks' sums of squares. If the norm is not finite, all elements become NaN, so
+    that the error is visible, as in tf.clip_by_global_norm. Method: Pascanu, Mikolov
+    and Bengio, On the difficulty of training recurrent neural networks, ICML 2013,
+    arXiv:1211.5063.
     """
     squares: Any = total(sum(sum_of_squares(array) for array in arrays))
     if is_device(squares) and all(map(is_device, arrays)):
@@ -272,7 +275,7 @@ def require_gradients(pairs: Pairs) -> None:
 
 
 class Filling:
-    """Replacement of missing gradients, so that all replicas reduce the same list."""
+    """Replaces missing gradients, so that all replicas reduce the same list."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
@@ -287,11 +290,11 @@ class Filling:
         """Return the gradients, with zeros for gradients that only other replicas have.
 
         Collective over the strategy's replicas. ``shares``, if given, are this
-        replica's gradients to use instead of zeros. ``unclaimed`` has the names of
-        variables that are not in ``pairs``, and whether this replica has a gradient for
-        them. A result is None if no replica has a gradient, and dense if the gradient
-        of any replica is dense. Raises ValueError on every replica if a replica has a
-        gradient for an unclaimed variable.
+        replica's gradients to use instead of zeros. ``unclaimed`` maps the name of each
+        known variable that is not in ``pairs`` to whether this replica has a gradient
+        for it. A result is None if no replica has a gradient, and dense if any
+        replica's gradient is dense. Raises ValueError on every replica if a replica has
+        a gradient for an unclaimed variable.
         """
         others = unclaimed or {}
         # Row 0 marks dense gradients, row 1 sparse gradients; the rows are summed over

@@ -95,7 +95,7 @@ class LAMB(AdamWithDecay):
 
 
 def _trusted(rate: float, value: Any, direction: Any) -> Any:
-    """Return a variable's rate from squared norms, on the GPU, without reading them."""
+    """Return a variable's learning rate, computed on the GPU from squared norms."""
     ratio = np.sqrt(value) / np.sqrt(direction)
     trusted = (value != 0) & (direction != 0)
     return rate * array_module(value).where(trusted, ratio, 1.0)

@@ -2,8 +2,8 @@
 
 With the backends `Copies` and `Parts`, a combined gradient has the same bits on every
 replica, so all replicas detect the same gradients without a message. Other backends
-exchange the result in `UpdateBackend.all_finite`. Finding the replica that caused a NaN
-needs a message.
+exchange the result in `UpdateBackend.all_finite`. Only the search for the replica that
+caused a NaN needs a collective call.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hpcstrat.optimizers.gradients import Gradient
 from hpcstrat.strategies import Strategy
 from hpcstrat.variables import Variable
 
-# Arrays of up to this size are copied together, because that is faster than a call for
-# each array.
+# Arrays of up to this size are copied into one array and tested together, because that
+# is faster than a test of each array.
 _SMALL = 1024
 
 _ADVICE = (
@@ -101,8 +101,8 @@ def all_finite(arrays: Iterable[Array]) -> bool:
 def is_finite(flat: Array) -> bool:
     """Return whether all elements of a flat array are finite."""
     # The fast test is one call of the BLAS, which supports only float32, float64 and
-    # their complex dtypes. If the sum of squares overflows, which gives no warning,
-    # each element is tested.
+    # their complex dtypes. If the sum of squares is not finite, it may have overflowed,
+    # so each element is tested.
     if flat.dtype.char in "fdFD" and math.isfinite(np.vdot(flat, flat).real):
         return True
     return bool(np.isfinite(flat).all())
@@ -150,7 +150,9 @@ def _describe(
 
 
 def _parts(own: Any, element: tuple[int, ...]) -> Array:
-    """Return this replica's gradient at an element; for IndexedSlices, an array."""
+    """Return this replica's gradient at an element of a variable.
+
+    For IndexedSlices, return the values of all rows that have the element's index."""
     if not isinstance(own, IndexedSlices):
         return to_host(own[element])
     rows = own.values[own.indices == element[0]]

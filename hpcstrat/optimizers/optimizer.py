@@ -190,7 +190,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
         """
 
     def _is_marked(self, name: str) -> bool:
-        """Return whether the rule has a separate treatment for this variable."""
+        """Return a mark of the variable that has this name.
+
+        Only small variables with equal marks are updated as one array."""
         return False
 
     @property
@@ -227,7 +229,10 @@ class Optimizer(AnnouncesInitErrors, ABC):
         learning_rate: LearningRate = 0.0,
         iterations: Any = None,
     ) -> Optimizer:
-        """Return an optimizer's copy without state; for the library's own modules."""
+        """Return an optimizer without state, from the result of `rule`.
+
+        For the library's own modules.
+        """
         kind, options = rule
         copied: Optimizer = object.__new__(kind)
         copied.__dict__.update(options, _buffers={})
@@ -522,7 +527,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             clip_to_norm(arrays, self.clip_global_norm, backend.total)
 
     def arrays_of(self, variable: Variable, sharded: bool) -> list[Array]:
-        """Return the arrays of a variable and of its state, which the first call makes.
+        """Return the arrays of a variable and of its state; make missing state.
 
         For the library's own modules.
         """
@@ -619,7 +624,10 @@ class Optimizer(AnnouncesInitErrors, ABC):
         return {"iterations": self.iterations, **dict(sorted(rest.items()))}
 
     def checkpoint_spellings(self, name: str) -> list[str]:
-        """Return all names that saved state may have; for the library's own modules."""
+        """Return the names that state may have in files.
+
+        For the library's own modules.
+        """
         return spellings(unescaped(name))
 
     def checkpoint_defer(
@@ -643,10 +651,10 @@ class Optimizer(AnnouncesInitErrors, ABC):
             servers.wait(self)
 
     def checkpoint_reset(self, names: Sequence[str]) -> None:
-        """Reset state to its initial values.
+        """Reset the state of these names to its initial values.
 
-        A restore calls this method if the checkpoint does not contain ``names``,
-        because the checkpoint was saved before their state was made. For the library's
+        A restore calls this method for state that the checkpoint does not contain,
+        because the checkpoint was saved before that state was made. For the library's
         own modules.
         """
         variables = self.checkpoint_variables()
@@ -660,7 +668,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
                 variable.component[...] = initial
 
     def checkpoint_target(self, name: str) -> Variable | None:
-        """Return the parameter servers' variable for saved state, or None.
+        """Return the variable on parameter servers for the state of a name, or None.
 
         For the library's own modules.
         """

@@ -20,9 +20,10 @@ from hpcstrat.optimizers.sharding import Parts
 from hpcstrat.strategies.update_backends import UpdateBackend
 from hpcstrat.variables import Variable
 
-# Arrays of up to this size are copied into one array and back, because that takes less
-# time than calls of NumPy for each array: a step of 20 arrays of 4,096 elements takes
-# half the time, of 64 elements a quarter. A bundle and its state fit into the cache.
+# Arrays of up to this size are copied into one array and back, because NumPy calls for
+# each array take longer. With 20 arrays of 4,096 elements a step then takes half the
+# time, with 20 arrays of 64 elements a quarter. A bundle and its state fit into the
+# cache.
 _SMALL = 4096
 _MOST_IN_BUNDLE = 1 << 16
 
@@ -30,9 +31,9 @@ _MOST_IN_BUNDLE = 1 << 16
 class Bundle:
     """Small variables of one dtype that an elementwise rule updates as one array.
 
-    Each step copies the variables and their state into one array, and back. So the
-    variables' own memory stays valid for programs and checkpoints. The results have the
-    same bits as separate updates.
+    Each step copies the variables and their state into flat arrays, updates the flat
+    arrays, and copies the results back, so that programs and checkpoints can use the
+    variables' own memory. The results have the same bits as separate updates.
     """
 
     def __init__(self, indices: list[int], targets: list[Target]) -> None:
@@ -56,7 +57,7 @@ class Bundle:
         ]
 
     def update(self, rule: Any, gradients: Sequence[Array]) -> None:
-        """Update the bundled variables; ``gradients`` has those of all variables."""
+        """Update the bundled variables, given the gradients of all variables."""
         if gradients is not self.gradients:
             for view, index in zip(self.gradients, self.indices, strict=True):
                 view[...] = gradients[index]
@@ -68,7 +69,9 @@ class Bundle:
 
 
 def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
-    """Return bundles of small variables with equal dtypes and equal marks."""
+    """Return bundles of the small variables.
+
+    The variables of a bundle have the same dtype and the same ``rule._is_marked``."""
     groups: dict[Any, list[list[int]]] = {}
     if not is_of_elements(type(rule)):
         return []
@@ -85,7 +88,7 @@ def _bundles(rule: Any, targets: list[Target]) -> list[Bundle]:
 
 
 class Routine:
-    """The plan of steps with the same variables, and gradients of the same kinds.
+    """The plan of all steps that have the same variables and kinds of gradients.
 
     The plan keeps references to the arrays of the variables and of their state, which
     are never replaced. In a step, `UpdateBackend.reduce` combines gradients, and then
@@ -105,8 +108,8 @@ class Routine:
         ]
         self.backend = backend
         self.non_finite: str = strategy.settings.non_finite
-        # Whether gradients are NumPy arrays and summed as in the last step; and the
-        # arrays for the sums, if each step uses the same arrays.
+        # Whether all combined gradients are NumPy arrays, and the arrays into which
+        # every step sums gradients; both set by `repeat`.
         self.repeats = False
         self.sums: list[Array] | None = None
         # One target for each gradient or slice of a gradient; made in the first step.
@@ -140,8 +143,8 @@ class Routine:
         reduced = backend.gradients_here(reduced)
         if not self.begun:
             self._begin(optimizer, given[0], reduced)
-        # Rules receive the number of this step, counted from 1 as Adam's bias
-        # correction needs.
+        # Rules receive the number of this step, counted from 1, because Adam's bias
+        # correction is undefined for step 0.
         number = int(optimizer.iterations.component) + 1
         for step in self.steps:
             step.rate, step.number = rate, number
@@ -208,8 +211,8 @@ class Routine:
         """Return whether a step has this plan's variables, dtypes and shapes."""
         if strategy is not self._strategy or len(pairs) != len(self._expected):
             return False
-        # This comparison runs in every step, so it must be fast. Other gradients are
-        # checked by `checked`.
+        # This comparison runs in every step, so it must be fast. If it fails, `checked`
+        # examines the gradients.
         for (gradient, given), (variable, kind, dtype, shape, gpu) in zip(
             pairs, self._expected, strict=True
         ):

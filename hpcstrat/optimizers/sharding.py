@@ -13,7 +13,7 @@ from hpcstrat.variables import exchange_parts, part_of_rank
 
 
 class Parts(Copies):
-    """A backend in which each rank updates a part of each variable, and has its state.
+    """A backend: each rank updates a part of each variable, and stores its state.
 
     This is ZeRO stage 1 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). A
     rule with two stages runs its first stage on parts; the ranks exchange the results,

@@ -65,11 +65,11 @@ class Slots:
     def get(
         self, kind: str, variable: Variable, initial: float, *, sharded: bool = False
     ) -> Variable:
-        """Return a variable's state, equal on every replica; make it the first time.
+        """Return a variable's state, equal on every replica; the first call makes it.
 
         Collective over the strategy's replicas if the state must be made. The state has
         the variable's strategy, shape and dtype, and is on the same device. With
-        ``sharded`` each rank has a part of its elements.
+        ``sharded`` each rank stores only a part of the state's elements.
         """
         slot = self.find(kind, variable)
         if slot is None:
@@ -127,7 +127,7 @@ class Slots:
         return slot
 
     def count(self, name: str, strategy: Replicas) -> Variable:
-        """Return a counter of the optimizer that belongs to no variable.
+        """Return a counter that belongs to the optimizer, not to one variable.
 
         Collective over the strategy's replicas, unless the counter has been restored.
         """
@@ -144,10 +144,10 @@ class Slots:
         *,
         each_has: bool,
     ) -> Variable | None:
-        """Remove and return restored state of a name, or None; collective if found.
+        """Remove and return the restored state of this name, or return None.
 
-        With ``each_has`` each replica has its own component of the state, under every
-        strategy.
+        Collective over the strategy's replicas if there is restored state. With
+        ``each_has`` each replica has its own component of it, under every strategy.
         """
         found = next((n for n in spellings(name) if n in self._waiting), None)
         if found is None:
@@ -202,7 +202,9 @@ class Slots:
         }
 
     def of_kind(self, kind: str) -> Iterator[tuple[Variable, Variable]]:
-        """Yield existing variables with state of a kind, in the order of creation."""
+        """Yield pairs of a live variable and its state of the given kind.
+
+        The pairs are in the order in which the variables first got any state."""
         # The loop runs over a copy, because the garbage collector may free a variable
         # meanwhile and change the dict.
         for owned in list(self._owned.values()):
@@ -213,8 +215,8 @@ class Slots:
     def named(self) -> dict[str, Variable]:
         """Return all state, including restored state that waits, by its names in files.
 
-        The order is the same on every replica, even if after an error state waits on
-        one replica only. Raises ValueError if two variables have the same name.
+        The order is the same on every replica, even if an error has left waiting state
+        on one replica only. Raises ValueError if two variables have the same name.
         """
         found: list[tuple[str, Variable]] = list(self._waiting.items())
         for owned in list(self._owned.values()):
@@ -307,7 +309,7 @@ def spellings(name: str) -> list[str]:
 
 
 def file_names(names: Sequence[str]) -> list[str]:
-    """Return names in files for names ``<kind>/<name>``, each valid for a dataset.
+    """Return, for each name ``<kind>/<name>``, a name that HDF5 allows for a dataset.
 
     The result depends on the set of names, not on their order. Most names stay
     unchanged.

@@ -20,8 +20,8 @@ class Client:
     """Sends updates of variables to servers, and reads values of variables from them.
 
     A scheduled function waits for its updates when it ends. If ``flushes`` is true
-    (outside of scheduled functions), each update is awaited at once. A thread that
-    sends several updates and then waits must hold ``lock`` during both, so that it
+    (outside of scheduled functions), `done` waits for each update immediately. A thread
+    that sends several updates and then waits must hold ``lock`` during both, so that it
     receives the errors of its own updates.
     """
 
@@ -30,8 +30,8 @@ class Client:
         self.flushes = True
         self._sent: Counter[int] = Counter()
         self._dirty: dict[int, None] = {}
-        # By server: the number of updates that it must make to complete ended
-        # functions.
+        # By server of this node: the number of updates that this rank had sent when a
+        # function ended. `_settle` waits for them before this rank reads a value.
         self._unseen: dict[int, int] = {}
         self._readers = Readers()
         # By server of this node, in shared memory: for each rank, the number of its
@@ -47,17 +47,17 @@ class Client:
         self.servers = tuple(servers)
         bells = self.mailbox.wakeup_pipes
         for server in self.servers:
-            # The counts of lost servers are kept, because threads may still wait for
-            # them.
+            # The counts of lost servers are kept, because waiting threads may still
+            # read them.
             if (place := bells.place(server)) is not None:
                 self._counts[server] = bells.applied[place], bells.failed[place]
 
     def reader(
         self, server: int, place: FilePlace, shape: Any, dtype: Any
     ) -> Reader | None:
-        """Return a view of a shard in shared memory, or None.
+        """Return a reader of a shard in shared memory, or None.
 
-        It is None if the server is on another node.
+        The result is None if the server is on another node or cannot be read in place.
         """
         if server not in self._counts:
             return None
@@ -82,7 +82,7 @@ class Client:
         self._dirty[server] = None
 
     def tell(self, server: int, *message: Any) -> None:
-        """Send an update to a server, without waiting for it later."""
+        """Send an update to a server; no later call waits for this update."""
         self.mailbox.send(server, message)
         self._sent[server] += 1
 
@@ -90,8 +90,8 @@ class Client:
         """Return whether a server has an optimizer's rule, and record it as sent."""
         known = False
         with contextlib.suppress(Exception):
-            # If the options of rules cannot be compared, such as arrays, the caller
-            # sends the rule again.
+            # If the rule has options that cannot be compared, such as arrays, the
+            # caller sends the rule again.
             known = bool(self._rules.get((server, key)) == rule)
         self._rules[server, key] = rule
         return known
@@ -143,10 +143,10 @@ class Client:
             raise problem
 
     def pending(self) -> dict[int, int]:
-        """Return, by server of this node, the number of updates sent to it so far.
+        """Return how many updates this rank has sent to each server of this node.
 
-        Only servers with updates that may not be made yet are included. Updates on
-        servers of other nodes are awaited here.
+        Only servers with updates that may not be made yet are included. The call waits
+        for updates on servers of other nodes.
         """
         if not self._dirty:
             return {}
@@ -179,8 +179,8 @@ class Client:
     def check(self, wanted: dict[int, int]) -> None:
         """Raise the first error of updates, or UnavailableError for a lost server.
 
-        ``wanted`` is a result of `pending`. Results must be checked in the order of the
-        calls of `pending`, after their updates are made.
+        ``wanted`` is a result of `pending`. Check these results in the order in which
+        `pending` returned them, each after its updates are made.
         """
         for server, last in wanted.items():
             self._check_one(server, last)
@@ -234,7 +234,7 @@ class Client:
     def read_rows(
         self, server: int, number: int, reader: Reader | None, indices: Array
     ) -> Array:
-        """Return rows of a shard; in a message each index is sent only once."""
+        """Return rows of a shard; a message contains each row only once."""
         if reader is not None:
             self._settle(server)
             rows = reader.read(lambda array: array[indices])

@@ -64,7 +64,7 @@ def error_bytes(error: BaseException) -> bytes:
 
 
 def error_of(data: bytes) -> Exception:
-    """Return the exception that `error_bytes` pickled, with None for each handle.
+    """Return the exception that `error_bytes` pickled, with None in place of handles.
 
     If it cannot be unpickled here, return a RuntimeError with the same text.
     """

@@ -27,7 +27,7 @@ def embedding_lookup(table: Variable, ids: Any) -> Array:
     Returns
     -------
     ndarray of shape (..., ...)
-        A fresh array; its shape is the shape of ``ids`` and then the shape of a row.
+        A new array; its shape is the shape of ``ids`` followed by the shape of a row.
         Rows of one shard are read together, between two updates of the shard.
 
     Raises

@@ -58,7 +58,7 @@ def one_thread_at_a_time(method: _Method) -> _Method:
 
 
 class _Sending:
-    """A request of MPI that sends data, and the memory of these data."""
+    """An MPI request that sends data, and a reference to the data's memory."""
 
     __slots__ = ("data", "request")
 
@@ -100,8 +100,8 @@ class Mailbox:
     """Sends messages to the other ranks of the cluster, and receives their messages.
 
     Collective over ``topology.replica_comm``, as is `close`. ``lost`` is the set of
-    ranks that have died; ``on_loss`` is called with the ranks that are new in it. If a
-    program has several threads, a thread must hold ``lock`` when it uses the mailbox.
+    ranks that have died; ``on_loss`` is called with the ranks that are added to it. If
+    a program has several threads, a thread must hold ``lock`` when it uses the mailbox.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class Mailbox:
         self._mpi = topology.mpi
         self._channel = channel
         self._survives = topology.survives
-        # A copy, because a loss revokes the communicators of the topology.
+        # Duplicate the communicator, because the loss of a rank revokes the topology's
+        # communicators.
         self._comm = topology.replica_comm.Dup()
         self._comm.Set_errhandler(topology.mpi.ERRORS_RETURN)
         self.wakeup_pipes = bells
@@ -120,7 +121,8 @@ class Mailbox:
         self._outbox: list[_Sending] = []
         self._arriving: list[_Arriving] = []
         self._whole: deque[tuple[int, Any]] = deque()
-        # Reuse memory: allocating it for each update would take longer than the update.
+        # Buffers for large arrays are reused, because allocating memory for each update
+        # would take longer than the update.
         self._recycler = Recycler(_MOST_KEPT_BYTES)
         self._questions = itertools.count()
         self._looked_at = 0.0
@@ -162,8 +164,8 @@ class Mailbox:
             ]
         self.wakeup_pipes.ring(rank)
         if large and tag == INBOX:
-            # The caller may overwrite its arrays after this call. There is no wait for
-            # a reply, whose arrays are copies that belong to the server.
+            # Wait, because the caller may overwrite its arrays after this call. A reply
+            # needs no wait: its arrays are copies that belong to the server.
             self.wait(
                 lambda: self.drive() or not any(one in self._outbox for one in sent),
                 lambda: f"rank {rank} to take {sum(sizes)} bytes",
@@ -198,7 +200,7 @@ class Mailbox:
     def notice(self) -> bool:
         """Let MPI continue sending, and detect lost ranks; return False.
 
-        For waits on a value in shared memory, which make no other call to MPI.
+        Called in waits for a value in shared memory, which make no other MPI calls.
         """
         self.drive()
         if self._survives:
@@ -343,7 +345,7 @@ class Mailbox:
         return bool(self._outbox or self._arriving)
 
     def _look(self, seconds: float, what: Callable[[], str]) -> None:
-        """Check once in a second whether processes of this node have died."""
+        """Check once per second whether processes of this node have died."""
         if seconds < self._looked_at:
             self._looked_at = 0.0
         if seconds < self._looked_at + _LOOK_SECONDS:
@@ -369,7 +371,7 @@ class Mailbox:
         self.hear(lost_ranks(self._comm))
 
     def hear(self, lost: Iterable[int]) -> None:
-        """Record ranks that have died, and call ``on_loss`` with the new ones."""
+        """Record ranks that have died; call ``on_loss`` for those not yet recorded."""
         new = set(lost) - self.lost
         self.lost |= new
         self._arriving = [one for one in self._arriving if one.source not in new]

@@ -21,9 +21,9 @@ class ServerBytes:
     """The bytes, in C order, of a variable's value or optimizer state on servers.
 
     The bytes must be read in order, because only one piece is kept in memory at a time.
-    A piece has bytes of one shard, all read between two updates of it. ``slot`` is None
-    for the value of the variable, or the key, kind and initial value of an optimizer's
-    state.
+    A piece has bytes of one shard, all read between two updates of this shard. ``slot``
+    is None for the variable's value; for an optimizer's state, it has the optimizer's
+    key and the state's kind and initial value.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ServerBytes:
         return int(found.size)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """Yield each shard that has some of these bytes, and the range in the shard."""
+        """Yield each shard with bytes from ``start`` to ``stop``, and their range."""
         for part in self._parts:
             _, _, first, last, _ = part
             begin, end = first * self._row_bytes, last * self._row_bytes

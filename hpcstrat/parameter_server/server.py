@@ -42,7 +42,9 @@ class _StoredShard:
         self.steps: dict[int, int] = {}
 
     def update(self, change: Callable[[], None]) -> None:
-        """Call ``change`` with an odd version, so that readers of this node wait."""
+        """Call ``change``, which modifies the array.
+
+        Meanwhile the version is odd, so that readers on this node wait."""
         self.version[0] += 1
         try:
             change()
@@ -54,8 +56,8 @@ class VariableServer:
     """Serves requests until all ``users``, which are ranks, have ended or are lost.
 
     In the methods, ``client`` is the rank that sent a request. A client on this node
-    reads in shared memory how many of its updates were made and how many failed; any
-    other client asks.
+    reads in shared memory how many of its updates were made and how many failed; a
+    client on another node sends a request for these numbers.
     """
 
     def __init__(self, mailbox: Mailbox, users: Collection[int]) -> None:
@@ -182,7 +184,7 @@ class VariableServer:
     def _read_bytes(
         self, number: int, slot: tuple[int, str] | None, start: int, stop: int
     ) -> Array | None:
-        """Return bytes of a shard, or of an optimizer's state; None without state."""
+        """Return bytes of a shard, or of its state ``slot`` (None if not yet made)."""
         shard = self._shards[number]
         array = shard.array if slot is None else shard.slots.get(slot)
         return None if array is None else _bytes_of(array)[start:stop].copy()

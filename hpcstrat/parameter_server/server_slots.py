@@ -23,7 +23,7 @@ from hpcstrat.variables import Variable
 
 
 class _ServerSlot(Variable):
-    """State of one kind of all shards of a variable, read and assigned as one array."""
+    """One kind of a variable's optimizer state, read and assigned as one array."""
 
     is_remote = True
 
@@ -115,10 +115,10 @@ class ServerSlots:
                     _ServerSlot(optimizer, kind, variable).assign(value)
 
     def find(self, optimizer: Optimizer, name: str) -> Variable | None:
-        """Return the state of a name, even before any step, or None.
+        """Return the state that has this name in files, even before any step, or None.
 
-        It is None if the variable does not exist, or the optimizer has no state of this
-        kind.
+        The result is None if the variable does not exist, or if the optimizer has no
+        state of this kind.
         """
         kind, _, rest = name.partition("/")
         names = rest, unescaped(name).partition("/")[2]

@@ -70,7 +70,7 @@ def _conditioned(
 def _require_whole(
     optimizer: Optimizer, pairs: list[tuple[Any, ServerVariable]]
 ) -> None:
-    """Raise ValueError if a rule needs whole variables, and one is in shards.
+    """Raise ValueError if a rule needs whole variables, but a variable is in shards.
 
     For example, a rule that divides by the norm of a variable needs the whole variable.
     """

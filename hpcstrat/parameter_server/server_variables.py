@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 class Rows:
-    """An initial value of which each server makes its own rows.
+    """An initial value whose rows a function makes on the server that stores them.
 
     Use it for tables that do not fit into the memory of one rank.
 
@@ -37,8 +37,8 @@ class Rows:
         Data type of the variable.
     make : callable
         ``make(first, stop)`` returns the rows from ``first`` up to ``stop``, without
-        ``stop``. It runs on a server, and is called for at most 64 MiB, or for one row,
-        at a time.
+        ``stop``. It runs on a server. Each call makes at most 64 MiB of rows, but at
+        least one row.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ServerVariable(Variable):
             self._number, self._shards = told
             self._attach()
             return
-        # The numbers of the shards on servers, to free them with this object.
+        # Numbers of shards on servers, which are freed together with this object.
         self._shards, self._held = [], list[int]()
         weakref.finalize(self, strategy.forget, self._held).atexit = False
         try:
@@ -147,17 +147,18 @@ class ServerVariable(Variable):
         return _ShardLocation(server, number, start, stop, place)
 
     def _begin(self) -> None:
-        """Give the variable a new number, and register it with its present shards."""
+        """Number the variable anew, and register it with its present shards."""
         self._number = next(_numbers)
         self._held.append(self._number)
         self._attach()
         self._strategy.known(self._number, self)
 
     def move_from(self, lost: Collection[int], places: Mapping[int, int]) -> bool:
-        """Make the shards of lost servers again on others, with zeros.
+        """Make the shards of lost servers again on other servers, filled with zeros.
 
-        Return whether there were such shards. Call it on the coordinator, while no
-        function runs. For the library's own modules.
+        Return whether any shard was on a lost server. ``places`` maps a lost server to
+        the rank that replaces it. Called on the coordinator while no function runs. For
+        the library's own modules.
         """
         if not any(shard.server in lost for shard in self._shards):
             return False
@@ -237,9 +238,10 @@ class ServerVariable(Variable):
         return array
 
     def pieces(self, slot: tuple[int, str, float] | None = None) -> ServerBytes:
-        """Return the bytes on servers of the value, or of the optimizer state ``slot``.
+        """Return an object that reads and writes the value's bytes on servers.
 
-        For the library's own modules.
+        With ``slot``, the bytes are those of this optimizer state. For the library's
+        own modules.
         """
         parts = [
             (each.server, each.number, each.start, each.stop, each.reader)
@@ -291,7 +293,7 @@ class ServerVariable(Variable):
         return self
 
     def _by_shard(self, indices: Array) -> Iterator[tuple[_ShardLocation, Any]]:
-        """Yield each shard that has some of these rows, with a mask of its rows."""
+        """Yield each shard that has some rows of ``indices``, and the mask of these."""
         if len(self._shards) == 1:
             yield self._shards[0], slice(None)
             return
@@ -339,11 +341,11 @@ class ServerVariable(Variable):
         return out
 
     def gradient_parts(self, gradient: Any) -> Iterator[tuple[int, int, Any]]:
-        """Yield the server, the number, and the part of a gradient of each shard.
+        """Yield each shard's server, its number, and its part of a gradient.
 
-        Shards without rows in a sparse gradient are included, with no rows, because a
-        step must change the optimizer's state of all shards. For the library's own
-        modules.
+        A sparse gradient yields all shards, also those for which it has no rows,
+        because a step must change the optimizer's state of all shards. For the
+        library's own modules.
         """
         if not isinstance(gradient, IndexedSlices):
             for shard, part in self._parts(gradient):

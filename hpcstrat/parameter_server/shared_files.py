@@ -1,10 +1,10 @@
 """Arrays in memory of a server that other processes of the node can read.
 
 The arrays are in anonymous files (memfd), which other processes open by ``/proc`` and
-which end with the server's process. Before each array is its version, which is odd
-during a write. If a reader finds the same even version before and after its copy, the
-copy has no half-made update. This works only if stores become visible in program order,
-as on x86-64; on other processors servers send values in messages.
+which end with the server's process. In front of each array is its version, a number
+that is odd during a write. If a reader finds the same even version before and after its
+copy, the copy has no half-made update. This works only if stores become visible in
+program order, as on x86-64; on other processors servers send values in messages.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class WakeupPipes:
 
     Collective over ``topology.worker_comm``, as is `close`. ``applied[i, rank]`` is the
     number of updates that a server of this node has made for a rank, and ``failed[i,
-    rank]`` is the number of them that failed; ``i`` is the position of the server in
-    ``topology.worker_replicas``.
+    rank]`` is the number of these updates that failed; ``i`` is the position of the
+    server in ``topology.worker_replicas``.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -54,8 +54,8 @@ class WakeupPipes:
         counts = np.frombuffer(buffer, np.int64, 2 * table // 8, lines)
         self.applied, self.failed = counts.reshape(2, comm.size, world)
         self._read, self._write = _pipe()
-        # Number of sleeping threads. If there are several, a wakeup may reach the wrong
-        # one.
+        # Number of this rank's threads that sleep. If there are several, a wakeup may
+        # reach the wrong thread.
         self._num_asleep, self._lock = 0, threading.Lock()
         self._pipes = [
             _opened(pid, number)
@@ -121,8 +121,8 @@ class WakeupPipes:
         while True:
             self._count_asleep(1)
             try:
-                # Call it twice: in Open MPI the first probe may only receive a message
-                # that the second probe then finds.
+                # Call ``ready`` twice: in Open MPI its first probe may only receive a
+                # message, which the second probe then finds.
                 found = ready() or ready()
                 if found:
                     return found

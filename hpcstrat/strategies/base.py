@@ -123,8 +123,8 @@ class Strategy(OlderMethods):
         self.meetings = self.replicas.meetings
         self.cross_entry = self.replicas.cross_entry
         self.raises_together = on_error == "raise"
-        # Writes a digest of the variables at each call of `run`. None except on rank 0,
-        # and except if the settings request digests.
+        # Writes a digest of the variables at each call of `run`. It is used only on
+        # rank 0, if the settings request digests; otherwise it is None.
         self.digests: StepDigests | None = None
         # Functions to call once at the end of the current `run`. Their argument says
         # whether the run failed.
@@ -135,7 +135,7 @@ class Strategy(OlderMethods):
         self._settings: Settings | None = None
 
     def variable_class(self, options: VariableOptions) -> Any:
-        """Return the class of new variables; for the library's own modules."""
+        """Return the class of a new variable; for the library's own modules."""
         on_read = options.synchronization is VariableSynchronization.ON_READ
         return SyncOnReadVariable if on_read else MirroredVariable
 
@@ -154,7 +154,7 @@ class Strategy(OlderMethods):
         return Copies
 
     def apply_gradients(self, optimizer: Any, grads_and_vars: Any) -> bool:
-        """Make an optimizer's step, here or on the ranks that have the variables.
+        """Make one step of an optimizer, on these ranks or on parameter servers.
 
         Collective over the strategy's replicas. For the library's own modules.
         """
@@ -167,7 +167,9 @@ class Strategy(OlderMethods):
 
     @property
     def replica_id(self) -> int:
-        """Number of the running replica, else of this process's first replica."""
+        """Number of the running replica.
+
+        If no replica function is running, number of this process's first replica."""
         block = self.local_replicas
         if len(block) == 1:
             return block.start
@@ -177,7 +179,7 @@ class Strategy(OlderMethods):
 
     @property
     def collectives(self) -> Any:
-        """Collective calls of the replicas; in cross-replica context, of the processes.
+        """Collective calls between replicas; in cross-replica context, between ranks.
 
         For the library's own modules.
         """
@@ -218,9 +220,9 @@ class Strategy(OlderMethods):
     @property
     def settings(self) -> Settings:
         """The settings of timeouts and checks; the same on every replica."""
-        # Settings are resolved here, not in the constructor, because wrong environment
-        # variables raise an error: importing the package makes the default strategy,
-        # and must not fail.
+        # Settings are not resolved in the constructor, because wrong environment
+        # variables raise an error, and the import of the package, which makes the
+        # default strategy, must not fail.
         if self._settings is None:
             self._settings = Settings().resolved()
         return self._settings
@@ -333,7 +335,7 @@ class Strategy(OlderMethods):
             fn = active.recorder.around(fn, "run", "step", number)
         try:
             # `together` is not used here, because its null context would take a fifth
-            # of the time of an empty run.
+            # of the time of a `run` whose function does nothing.
             if self.raises_together:
                 with self.collectives.section("run"):
                     result = self.replicas.run(fn, args, kwargs)
@@ -363,7 +365,7 @@ class Strategy(OlderMethods):
         return self.collectives.section(what) if self.raises_together else _ALONE
 
     def require_idle(self, what: str) -> None:
-        """Raise if scheduled functions still run; for the library's own modules."""
+        """Raise an error if functions still run; for the library's own modules."""
 
     def expect_slow(self, seconds: float) -> AbstractContextManager[None]:
         """Let other ranks wait longer for this replica before they warn or give up.
@@ -374,15 +376,15 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         seconds : float
-            How long the block may take. For this replica's waits, and those of ranks
-            that wait for it, ``warn_seconds`` and ``limit_seconds`` are counted from
-            the end of the block or from ``seconds`` after its start, whichever is
-            earlier.
+            How long the block may take. When this replica waits, and when another rank
+            waits for it, ``warn_seconds`` and ``limit_seconds`` are counted from the
+            end of the block or from ``seconds`` after its start, whichever is earlier.
 
         Returns
         -------
         context manager
-            The block. With nested blocks the longest time counts.
+            Use it in a ``with`` statement around the slow code. If such blocks are
+            nested, the longest ``seconds`` count.
 
         Raises
         ------
@@ -398,7 +400,7 @@ class Strategy(OlderMethods):
 
     @contextmanager
     def all_or_none(self, variable: Variable, what: str) -> Iterator[None]:
-        """Undo a block's change of a variable's components, if the change fails.
+        """Undo the changes that a block makes to a variable, if the block fails.
 
         With ``on_error="raise"`` the end of the block is collective over the strategy's
         replicas: if the change fails on any replica, all replicas restore the old
@@ -548,8 +550,8 @@ class Strategy(OlderMethods):
     def experimental_local_results(self, value: Tree) -> tuple[Any, ...]:
         """Return the components of a distributed value on this worker's replicas.
 
-        Not collective, except on a MirroredStrategy: there the call is collective over
-        the strategy's replicas.
+        Not collective, except that on a MirroredStrategy or CentralStorageStrategy the
+        call is collective over the strategy's replicas.
 
         Parameters
         ----------
@@ -652,8 +654,8 @@ class Strategy(OlderMethods):
         Parameters
         ----------
         name : str
-            Name of the streams. Streams of different names are independent; the same
-            name and seed repeat the same numbers.
+            Name of the streams. Streams of different names are independent; streams of
+            the same name and seed return the same numbers.
         seed : int
             At least 0, below 2**63.
 
@@ -671,8 +673,8 @@ class Strategy(OlderMethods):
             If ranks disagree on name or seed. On every rank.
         """
         streams = RandomStreams(self, name, seed)
-        # The header contains a digest of this text, so that ranks which pass another
-        # name or seed get an error.
+        # The header contains a digest of this text, so that an error is raised if ranks
+        # pass different names or seeds.
         self.collectives.barrier(f"random({name!r}, seed={streams.seed})")
         return streams
 
@@ -847,8 +849,8 @@ class Strategy(OlderMethods):
     def close(self) -> None:
         """Free the communicators, if no other open strategy uses them.
 
-        Collective over the strategy's replicas, except after the loss of a rank was
-        detected: then not collective. A second call does nothing.
+        Collective over the strategy's replicas; not collective if the loss of a rank
+        has been detected. A second call does nothing.
 
         Raises
         ------

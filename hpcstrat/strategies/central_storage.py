@@ -25,8 +25,8 @@ class CentralStorageStrategy(MpiStrategy):
     Collective over ``comm``. The ranks of a node share the host memory of each
     variable, and of an optimizer's state. In a step, each of the node's N ranks sums
     the gradients of one slice, an N-th of the elements, and updates that slice. With
-    several nodes each node has its own copy, and the slices are also summed between
-    nodes.
+    several nodes, each node has its own copy, and the gradients of each slice are also
+    summed between nodes.
 
     Parameters
     ----------

@@ -49,16 +49,16 @@ class StrategyRequest:
 
     @property
     def key(self) -> Any:
-        """A key that is equal for strategies that share a connection."""
+        """The key in ``_connections``, equal for strategies that share a connection."""
         # Only strategies over all ranks share a connection. A strategy with its own
         # communicator gets its own topology, under a unique key.
         return self.replicas_per_worker if self.comm is None else object()
 
     def call(self, size: int) -> Call:
-        """Return a description of the call that makes the strategy, with its arguments.
+        """Return a description of the strategy's creation, with non-default arguments.
 
-        Ranks whose descriptions differ raise an error. Default values are left out.
-        ``size`` is the number of ranks of the job.
+        All ranks raise an error if their descriptions differ. ``size`` is the number of
+        ranks of the job.
         """
         words = {
             "replicas_per_worker": self.replicas_per_worker,
@@ -190,9 +190,9 @@ class Connection:
             raise
 
     def close(self, key: Any) -> None:
-        """Free everything if no other strategy uses it; ``key`` is from `connect`.
+        """Free the topology and the channel, if no other strategy uses them.
 
-        Collective over ``topology.replica_comm``.
+        Collective over ``topology.replica_comm``. ``key`` is from `connect`.
         """
         self.users -= 1
         if self.users:
@@ -211,7 +211,7 @@ class Connection:
         self.topology.close()
 
     def abandon(self, key: Any) -> None:
-        """After ranks have died, free all resources without collective calls."""
+        """Free all resources without collective calls, because ranks have died."""
         # The key may be None, or may by now belong to a new connection of the remaining
         # ranks.
         if _connections.get(key) is self:
@@ -225,21 +225,21 @@ class Connection:
         self.topology.abandon()
 
 
-# Strategies over all ranks share a topology, so that ranks which call two strategies in
-# different order get an error.
+# Strategies over all ranks share a topology, so that an error is raised if ranks make
+# collective calls of two strategies in different orders.
 _connections: dict[Any, Connection] = {}
 
 
 def _agree_on_settings(topology: Topology, given: Settings) -> Settings:
-    """Return replica 0's settings, or raise its error on all replicas."""
+    """Return replica 0's settings; if they are wrong, all ranks raise the error."""
     found: Settings | Exception | None = None
     if topology.replica_id == 0:
         try:
             found = given.resolved()
         except (TypeError, ValueError) as error:
             found = error
-    # Environment variables may differ between hosts, so all ranks use those of replica
-    # 0.
+    # Environment variables may differ between hosts, so all ranks use replica 0's
+    # settings.
     found = topology.replica_comm.bcast(found)
     if isinstance(found, Exception):
         raise found from found.__cause__
@@ -288,7 +288,7 @@ def _job_channel() -> Channel | None:
 def _meet(
     creation: Creation, request: StrategyRequest, problem: Exception | None
 ) -> None:
-    """Check that all ranks make the same strategy; raise an error on all if not."""
+    """Wait for all ranks; raise an error on all if they make different strategies."""
     mpi = start_mpi()
     world = Topology.world()
     good = request.comm is None or _is_intracomm(request.comm)
@@ -302,13 +302,13 @@ def _meet(
             mpi, comm, call, problem, survives=request.survives, guesses=not good
         )
         return
-    # The watchdog of the open channel reports missing ranks meanwhile.
+    # Meanwhile the open channel's watchdog, not ``creation``, reports missing ranks.
     creation.pause(True)
     if problem is not None:
         channel.failures.fail(call.text, problem)
         raise problem
-    # Through the open channel, ranks also detect a rank that makes another collective
-    # call instead.
+    # The open channel also detects a rank that makes another collective call instead of
+    # this strategy.
     channel.failures.meet()
     channel.agree(call)
     creation.pause(False)

@@ -28,15 +28,15 @@ def get_strategy() -> Strategy:
     Raises
     ------
     RuntimeError
-        In a job of several ranks, in a thread that has not inherited the context: the
-        default strategy would be the wrong one.
+        In a job of several ranks, if the calling thread has not inherited the context:
+        the default strategy would be wrong in this thread.
     """
     entry = current()
     if entry is not None:
         # Entries are typed by a protocol, but only objects of class Strategy are
         # pushed.
         return entry.strategy  # type: ignore[return-value]
-    # With one rank the default strategy is right in any thread.
+    # In a job of one rank, the default strategy is right in any thread.
     main = threading.current_thread() is threading.main_thread()
     if not main and launch_from_environment().size > 1:
         raise RuntimeError(

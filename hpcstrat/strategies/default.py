@@ -12,7 +12,7 @@ from hpcstrat.variables import Variable
 
 
 class SingleReplicaStrategy(Strategy):
-    """Base of strategies with one replica: values and variables are plain."""
+    """Base class of strategies with one replica, whose values are not distributed."""
 
     distributes = False
     ranks_are_independent = True

@@ -47,7 +47,8 @@ def gpu_numbers(names: Sequence[str]) -> list[int] | None:
 def use_gpu(number: int) -> None:
     """Make one of the GPUs that this process sees the process's current GPU.
 
-    Raises ValueError if ``number`` is too large, TopologyError without CuPy or a GPU.
+    Raises ValueError if ``number`` is too large, TopologyError if CuPy or a GPU is
+    missing.
     """
     library.load()
     gpus = library.visible_gpus()
@@ -63,8 +64,8 @@ def prepare_mpi(given: Settings, names: Sequence[str] | None = None) -> None:
     """Choose a GPU before MPI starts, and test whether MPI can use GPU memory.
 
     Not collective. Does nothing after MPI has started, or if the strategy needs no GPU.
-    Rank 0 makes the test unless its result is already saved; the other ranks wait for
-    rank 0 in the start of MPI.
+    Rank 0 tests MPI, unless a test result is already saved; the other ranks wait for
+    rank 0 while they start MPI.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     launched = launch_from_environment()
@@ -154,8 +155,8 @@ class Devices:
         assert device is not None
         if device == "cpu":
             return None
-        # ``node`` has all ranks that see the same GPUs, including ranks of other
-        # workers.
+        # ``node`` is a communicator of all ranks that see the same GPUs, including
+        # ranks of other workers.
         node: Any = topology.worker_comm
         if self._several:
             comm = topology.replica_comm

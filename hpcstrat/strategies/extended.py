@@ -72,7 +72,7 @@ class StrategyExtended:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Sum or average the replicas' values, as a value for a variable or device.
+        """Sum or average the replicas' values, for use with a variable or on a device.
 
         Collective over the strategy's replicas.
 
@@ -117,7 +117,7 @@ class StrategyExtended:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Sum or average several values at once, in as few messages as possible.
+        """Sum or average several values together, in as few messages as possible.
 
         Collective over the strategy's replicas.
 
@@ -244,7 +244,7 @@ class StrategyExtended:
         args, kwargs : sequence, mapping, optional
             Arguments; Mirrored values are replaced by their components.
         group : bool
-            True: return one value. False: return a tuple of this process's values.
+            True: return one value. False: return a tuple, one result per local replica.
 
         Returns
         -------
@@ -278,8 +278,8 @@ class StrategyExtended:
         with strategy.all_or_none(var, "update"):
             results = [replicas.call(own, fn, [var, *args], kwargs) for own in entries]
         if not group:
-            # Return one result for each replica, even if a single call updated all of
-            # them.
+            # Return one result for each replica, even if a single call updated the
+            # array that the replicas share.
             missing = len(replicas.update_entries) - len(results)
             return tuple(results + results[:1] * missing)
         if strategy.num_replicas_in_sync == 1:
@@ -304,7 +304,7 @@ class StrategyExtended:
             self._require_same(args, kwargs, what, "its copies")
 
     def _require_same(self, args: Any, kwargs: Any, what: str, found: str) -> None:
-        """Refuse arguments of an update that differ between replicas."""
+        """Raise ValueError if an argument of an update is a PerReplica."""
         leaves = flatten([*args, *(kwargs or {}).values()])[0]
         several = self._strategy.num_replicas_in_sync > 1
         if several and any(type(leaf) is PerReplica for leaf in leaves):
@@ -315,7 +315,7 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
-        """Enter a block whose new variables are on the devices of a variable.
+        """Enter a block that creates its variables on the devices of a given variable.
 
         Not collective. Every process has only one device, so the method only checks
         that the variable belongs to the strategy.
@@ -498,7 +498,7 @@ class StrategyExtended:
         args, kwargs : sequence, mapping, optional
             Arguments; Mirrored values are replaced by their components.
         group : bool
-            True: return one value. False: return a tuple of this process's values.
+            True: return one value. False: return a tuple, one result per local replica.
 
         Returns
         -------
@@ -622,7 +622,9 @@ def _update_in_merge(
 
 
 def _unwrapped(tree: Tree) -> Tree:
-    """Unwrap Python constants, which are equal on all replicas."""
+    """Replace each PerReplica that holds a Python constant by the constant itself.
+
+    The constant is the same on all replicas."""
 
     def bare(leaf: Any) -> Any:
         if type(leaf) is PerReplica and isinstance(leaf.values[0], _CONSTANTS):
@@ -633,7 +635,7 @@ def _unwrapped(tree: Tree) -> Tree:
 
 
 def _grouped(tree: Tree, kind: Any) -> Tree:
-    """Wrap the arrays of a result by ``kind``; return other leaves unchanged."""
+    """Wrap each array of a result by calling ``kind``; keep other leaves unchanged."""
 
     def wrapped(leaf: Any) -> Any:
         is_array = isinstance(leaf, (np.ndarray, np.generic)) or is_device(leaf)

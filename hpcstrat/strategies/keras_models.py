@@ -96,8 +96,8 @@ def _distributed(method: Any) -> Any:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        # If the model object itself has a distributed method, that method makes this
-        # call, so the original method must run.
+        # If the model object has a distributed method of this name, that method makes
+        # this call, and needs the original method.
         if name in vars(self):
             return method(self, *args, **options)
         _take(self)
@@ -117,7 +117,7 @@ def _distributed(method: Any) -> Any:
 
 
 def _refused_in_run(method: Any) -> Any:
-    """Refuse optimizer steps in replica functions if gradients are not combined."""
+    """Wrap ``apply`` of optimizers: refuse a step whose gradients are not combined."""
     # Optimizers whose ``apply`` is running. Some optimizers call an inner optimizer;
     # only the outermost optimizer is checked, because the program calls only that one.
     inside: list[Any] = []
@@ -126,7 +126,7 @@ def _refused_in_run(method: Any) -> Any:
     def apply(self: Any, *args: Any, **options: Any) -> Any:
         entry = current()
         in_run = entry is not None and entry.replica_context is not None
-        # `distribute` puts a method that combines gradients on the optimizer itself.
+        # `distribute` stores an ``apply`` that combines gradients in the optimizer.
         if in_run and not inside and "apply" not in vars(self):
             size = entry.strategy.num_replicas_in_sync  # type: ignore[union-attr]
             if size > 1:
@@ -154,7 +154,9 @@ class _WhenImported:
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Return a spec that loads and watches Keras; None for other modules."""
+        """Return a spec for Keras, whose loader also calls `watch_keras`.
+
+        For other modules, return None."""
         if name != "keras":
             return None
         sys.meta_path.remove(self)

@@ -28,8 +28,9 @@ from hpcstrat.variables import Variable
 class LocalReplicas:
     """The replicas of this process: one, or several logical replicas.
 
-    ``ranks`` has the collective calls between the processes; ``rank`` is the number of
-    this process. ``count`` is the number of logical replicas of all processes, or None.
+    ``ranks`` makes the collective calls between the processes; ``rank`` is the number
+    of this process. ``count`` is the total number of logical replicas of all processes,
+    or None if each process has one replica.
     """
 
     def __init__(
@@ -42,14 +43,14 @@ class LocalReplicas:
         self.order = TreeOrder(self.num_replicas, ranks.size)
         self._sums = ReplicaSums(ranks, self.order, rank)
         self.block = self._sums.block
-        # Objects that save and restore state when replicas take turns.
+        # Objects that save and restore a replica's state when replicas take turns.
         self.listeners: list[Listener] = []
         # Context entries are made once, because every `run` and merge call pushes an
         # entry.
         self.cross_entry = ContextEntry(strategy)
         self.meetings: Meetings | None = None
-        # The sum of two ranks' values is the same in either order, so no tree is
-        # needed.
+        # With one replica on each of at most two ranks, sums need no tree order: two
+        # values have the same sum in either order.
         plain = self.num_replicas == ranks.size <= 2
         if count is not None and not plain:
             self.meetings = Meetings(
@@ -68,7 +69,9 @@ class LocalReplicas:
         ]
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function for each replica, in turn; return distributed results."""
+        """Call a function for each replica of this process, one after the other.
+
+        Returns the results as distributed values."""
         if not isinstance(args, (list, tuple)):
             raise ValueError(
                 f"expected a list or tuple of arguments, found {type(args).__name__}; "
@@ -160,7 +163,9 @@ class LocalReplicas:
         return Mirrored(*[value] * len(self.block))
 
     def parts(self, tree: Tree) -> list[Tree]:
-        """Return the tree of each replica; plain values are in every tree."""
+        """Return one tree for each replica of this process.
+
+        In that tree, the replica's components replace distributed values."""
         return [
             part_of(tree, index, variables=True) for index in range(len(self.block))
         ]
@@ -177,7 +182,8 @@ class LocalReplicas:
         """Sum or average trees of arrays, one for each replica, over all processes.
 
         Collective over the strategy's replicas, in cross-replica context. With
-        ``are_roots`` the trees are already this process's partial sums; see ``merges``.
+        ``are_roots``, ``trees`` are already this process's partial sums, added in the
+        order that ``merges`` defines.
         """
         if self.meetings is None:
             return self._ranks.reduce_in_call(op, trees[0], what, out=out)
@@ -185,7 +191,9 @@ class LocalReplicas:
 
     @property
     def merges(self) -> list[int]:
-        """The number of pairs of sums to add after each replica; see `TreeOrder`."""
+        """For each replica, the number of pairs of sums to add after its value.
+
+        See `TreeOrder`."""
         return self.order.merges(self._rank)
 
 

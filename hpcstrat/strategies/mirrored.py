@@ -42,8 +42,9 @@ class MirroredStrategy(MpiStrategy):
     Raises
     ------
     ValueError
-        If the number of devices differs from the number of ranks, if a device is named
-        twice, or if only some devices are GPUs.
+        If there are fewer devices than ranks or more GPUs than ranks, if a device is
+        named twice (allowed for GPUs with ``share_gpus``), or if only some devices are
+        GPUs.
     TopologyError
         If the ranks are on several nodes, if two ranks have the same GPU, or if only
         some ranks have a GPU. On every rank.

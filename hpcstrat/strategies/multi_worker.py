@@ -21,8 +21,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
     Parameters
     ----------
     cluster_resolver : object, optional
-        Stored as the attribute ``cluster_resolver`` and otherwise unused; the ranks are
-        those of MPI.
+        Stored as the attribute ``cluster_resolver``, but not used, because MPI defines
+        the ranks.
     communication_options : CommunicationOptions, optional
         Default options of all collective calls.
     logical_replicas : int, optional
@@ -43,8 +43,8 @@ class MultiWorkerMirroredStrategy(MpiStrategy):
         True: a thread continues started reductions, so that messages between workers
         travel while the program computes. The thread needs ``MPI_THREAD_MULTIPLE``,
         which MPI has if the first strategy of the program is made with
-        ``progress_thread=True``. The thread runs while the program releases Python's
-        interpreter lock, as NumPy does during computations.
+        ``progress_thread=True``. The thread can run only while the program releases
+        Python's interpreter lock, as NumPy does during computations.
     on_lost_rank : str
         ``"abort"``: the death of a rank ends the job. ``"raise"``: every remaining rank
         raises a RankLostError at its current or next collective call; then `close` this

@@ -31,8 +31,8 @@ class InputIterator:
     def initialize(self) -> None:
         """Begin a new iteration over the data set, such as the next epoch.
 
-        Collective over the strategy's replicas. Without a call, the first iteration
-        begins at the first batch.
+        Collective over the strategy's replicas. If the program does not call this
+        method, the first `get_next` begins the first iteration.
         """
         self._iterator = iter(self._dataset)
 
@@ -157,7 +157,7 @@ class OlderMethods:
         return results
 
     def group(self: Any, value: Tree, name: str | None = None) -> Any:
-        """Return None, because operations run at once and cannot be grouped.
+        """Return None, because operations run immediately and cannot be grouped.
 
         Not collective.
 

@@ -54,15 +54,16 @@ class MpiStrategy(Strategy):
     """Base class of strategies whose replicas run on MPI ranks.
 
     Collective over ``comm``. The arguments are described at
-    `MultiWorkerMirroredStrategy`; ``arguments`` are fields of `StrategyRequest`.
-    Subclasses pass ``own``, arguments that must be equal on all ranks; ``devices``,
-    named by the program; and ``problem``, an error that they found on this rank. The
-    constructor raises ``problem`` after the other ranks know of it.
+    `MultiWorkerMirroredStrategy`; ``arguments`` are fields of `StrategyRequest`, among
+    them ``own``: arguments that only this subclass has, equal on all ranks. ``problem``
+    is an error in the arguments that the subclass found on this rank; the constructor
+    raises it after it has notified the other ranks.
 
     Every rank raises ValueError if the environment has an unknown ``HPCSTRAT_``
-    variable, or if an open strategy over the same ranks has other settings;
-    CollectiveError if ranks make different strategies, or if a rank does not make the
-    strategy in time; and ReplicaError if an argument is wrong on another rank.
+    variable, or if an open strategy over the same ranks has other settings. Every rank
+    raises CollectiveError if ranks make different strategies, or if a rank does not
+    make the strategy in time. If arguments are wrong on one rank, the other ranks raise
+    ReplicaError.
     """
 
     # Whether `experimental_local_results` returns the values of all ranks of this
@@ -125,10 +126,10 @@ class MpiStrategy(Strategy):
     def _require_devices(
         self, names: Sequence[str] | None, least: int, argument: str
     ) -> None:
-        """Raise an error for a wrong number of named devices, or too few distinct ones.
+        """Raise ValueError if the program named a wrong number of devices.
 
-        Before the error, all ranks close the strategy, which is collective over
-        ``topology.replica_comm``.
+        At least ``least`` of the names must differ. Before the error, all ranks close
+        the strategy, which is collective over ``topology.replica_comm``.
         """
         count = self.num_replicas_in_sync
         if names is None or (len(names) == count and len(set(names)) >= least):
@@ -159,8 +160,8 @@ class MpiStrategy(Strategy):
 
             self.replicas.listeners.append(ReplicaDevice(self.topology.gpu.index))
         # Variables and batches are put on the GPU only if the program or the settings
-        # name it. A GPU that the library found by itself is only used for arrays that
-        # the program has put there.
+        # request a GPU. A GPU that the library found by itself is used only for arrays
+        # that the program has put on it.
         named = names is not None or self.settings.device == "gpu"
         self.puts_on_gpu = named and self.device.startswith("GPU:")
 
@@ -252,8 +253,8 @@ class MpiStrategy(Strategy):
         if not self._closed and self.lost_ranks is not None:
             self.abandon()
         if not self._closed:
-            # Ranks whose step counts differ after an error count from 0 again here, so
-            # that they can close the strategy together.
+            # After an error, step counts may differ between ranks. They are reset here,
+            # because different counts would stop the collective close with an error.
             if self._connection.channel is not None:
                 self._connection.channel.failures.meet()
             self.collectives.barrier("close")

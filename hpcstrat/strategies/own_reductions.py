@@ -50,7 +50,7 @@ class HookedCollectives(Collectives):
     ) -> None:
         super().__init__(channel, ops, options)
         self._options = options or CommunicationOptions()
-        # Set by the strategy's constructor to the strategy.
+        # The strategy that makes the calls; set by the strategy's constructor.
         self.strategy: Any = None
         self.reduce_in_call = self._by_hooks
         self.batch_reduce = self._entered

@@ -61,7 +61,7 @@ class ReplicaContext:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas."""
+        """Number of replicas in this replica's sync group."""
         return self._strategy.num_replicas_in_sync
 
     @property
@@ -130,7 +130,7 @@ class ReplicaContext:
 
     @collective
     def _merged(self, what: str, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """Wait for all replicas, and return a merged function's arguments."""
+        """Wait for all replicas; return the arguments as distributed values."""
         self._require_current("merge_call")
         strategy = self._strategy
         strategy.collectives.barrier(what)
@@ -216,14 +216,14 @@ class ReplicaContext:
         *,
         out: Tree = None,
     ) -> PendingCall | EndedReduction:
-        """Start an `all_reduce`, and return at once an object to wait for its result.
+        """Start an `all_reduce`; return an object with which to wait for its result.
 
         Collective over the strategy's replicas, but the call does not wait for them.
 
-        Several reductions may be pending; they end in the order of their starts.
-        Meanwhile messages between workers travel if the network hardware moves them
-        without the CPU. Every call of the strategy, and every ``test``, continues the
-        reduction; ranks of one worker exchange data during those calls.
+        Several reductions may be pending; they end in the order of their starts. While
+        the program computes, messages between workers travel if the network hardware
+        moves them without the CPU. Every call of the strategy, and every ``test``,
+        continues the reduction; ranks of one worker exchange data during these calls.
 
         Parameters
         ----------

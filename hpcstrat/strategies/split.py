@@ -10,10 +10,11 @@ from hpcstrat.engine.typing import Replicas
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The strategies of all replicas and of this replica's group, and group numbers.
+    """A division of the job's replicas into groups, as seen by one replica.
 
-    Both strategies refer to this object. ``group_of`` has the group number, from 0, of
-    each replica of the whole job; no group is empty.
+    ``whole`` is the strategy of all replicas, ``part`` the strategy of this replica's
+    group; both refer to this object. ``group_of`` has the group number, from 0, of each
+    replica of the job; no group is empty.
     """
 
     whole: Replicas

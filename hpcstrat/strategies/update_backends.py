@@ -17,9 +17,10 @@ class UpdateBackend(Protocol):
     """The part of an optimizer's step that depends on where variables are stored.
 
     A backend is made for one list of shapes and dtypes of gradients, and is used for
-    all steps with such gradients; it does not keep the values in ``pairs``. A step
-    calls the methods in the order in which they are defined below. ``by_elements`` says
-    whether the optimizer's rule updates each element independently.
+    all steps whose gradients have these shapes and dtypes; it does not keep the
+    gradients in ``pairs``. A step calls the methods in the order in which they are
+    defined below. ``by_elements`` says whether the optimizer's rule updates each
+    element independently.
     """
 
     sums_whole: bool
@@ -49,23 +50,25 @@ class UpdateBackend(Protocol):
         """
 
     def all_finite(self, finite: bool) -> bool:
-        """Return whether gradients are finite on all ranks; ``finite``: on this rank.
+        """Return whether gradients are finite on all ranks.
 
-        Collective over the strategy's replicas, so that either all replicas make the
-        step or none.
+        ``finite`` says whether this rank's gradients are finite. Collective over the
+        strategy's replicas, so that either all replicas make the step or none.
         """
 
     def total(self, squares: Any) -> Any:
-        """Return the squared norm of all gradients from the square of this rank's part.
+        """Return the squared norm of all gradients together.
 
-        Collective over the strategy's replicas.
+        ``squares`` is the squared norm of this rank's part of the gradients. Collective
+        over the strategy's replicas.
         """
 
     def gather_whole(self, reduced: list[Any], own: list[Any]) -> list[Any]:
-        """Return combined gradients of all elements; ``own`` is this rank's part.
+        """Return the combined gradients of all elements.
 
-        Collective over the strategy's replicas. Used for the message about a gradient
-        that is not finite.
+        Collective over the strategy's replicas. ``reduced`` has the result of `reduce`,
+        ``own`` this replica's gradients before the reduction. The result is used for
+        the message about a gradient that is not finite.
         """
 
     def gradients_here(self, reduced: list[Any]) -> list[Any]:

@@ -28,7 +28,7 @@ _WIDEST = np.dtype(np.int64).itemsize
 
 
 class AggregationRule:
-    """The rule of one aggregation; replicas call its methods in the same order."""
+    """The rule of one aggregation; all replicas call its methods in the same order."""
 
     divides = False
     """Whether replicas have parts of the value, not the whole value."""
@@ -60,7 +60,7 @@ class AggregationRule:
         raise NotImplementedError
 
     def part(self, value: Array, num_replicas: int, replica_id: int) -> Array:
-        """Return a replica's part of a value; all parts combine to the value."""
+        """Return a replica's part of a value; `combine` of all parts is the value."""
         del num_replicas, replica_id
         return value
 
@@ -102,7 +102,7 @@ class AggregationRule:
         return given if strategy.replica_id in newcomers else part
 
     def loss(self, gone: Sequence[int], paths: str) -> str:
-        """Return a text about lost parts of variables; empty if nothing is lost."""
+        """Describe the parts that are lost with the replicas ``gone``; "" if none."""
         del gone, paths
         return ""
 

@@ -25,8 +25,8 @@ class CentralVariable(MirroredVariable):
     In the scope of a `CentralStorageStrategy` every `Variable` is a central variable. A
     central variable is used like a mirrored variable, but every update is collective
     over the strategy's replicas, in every context: each replica writes one slice, after
-    all replicas have called and before any call returns. So no replica reads a
-    half-updated variable.
+    all replicas have begun the call and before the call returns on any replica. So no
+    replica reads a half-updated variable.
     """
 
     _kind = "central"
@@ -108,7 +108,7 @@ class CentralVariable(MirroredVariable):
         return array.copy() if shares else array
 
     def _write(self, method: str, count: int, write: Callable[[slice], None]) -> None:
-        """Write this replica's part of ``count`` elements or rows; collective."""
+        """Call ``write`` for this rank's slice of ``count`` elements; collective."""
         collectives: Any = self._strategy.collectives
         channel = collectives.channel
         if channel is None:
@@ -121,7 +121,7 @@ class CentralVariable(MirroredVariable):
         channel.drive(steps, call, collectives.timeout_seconds)
 
     def _copied(self) -> Array:
-        """Return a copy in the worker's shared memory; collective over all replicas."""
+        """Return a copy of the value in the worker's shared memory; collective."""
         what, lay = f"copy of variable {self.name!r}", self._laid_out
         own: Array = self._strategy.collectives.call(
             what, functools.partial(lay, self._component, what, sends=False)

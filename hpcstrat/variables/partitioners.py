@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Partitioner(ABC):
-    """Base class of functions that return the number of parts along each dimension."""
+    """Base class of callables that return the number of a variable's parts per axis."""
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:

@@ -58,14 +58,14 @@ class DistributedVariable(Variable, DistributedValues):
                 return own
             if type(initial_value) is not Adopted:
                 return collectives.broadcast(own, 0, what)
-            # The memory's owner continues to use it, so replica 0's value is copied
-            # into that memory.
+            # Another library owns this memory and continues to use it, so replica 0's
+            # value is copied into the memory.
             if not initial_value.is_equal:
                 np.copyto(own, collectives.broadcast(own, 0, what))
             return own
 
-        # The value is made in a collective call, so that Ctrl-C in a callable initial
-        # value ends the call on all replicas.
+        # ``initial_value`` is called inside a collective call, so that Ctrl-C in it
+        # ends the creation of the variable on all replicas.
         component: Array = collectives.call(what, shared)
         return component
 
@@ -96,7 +96,7 @@ class DistributedVariable(Variable, DistributedValues):
 
         For the library's own modules.
         """
-        # The decorator in `channel.entries` reads an attribute of this name.
+        # The decorator `channel.entries.collective` reads this property.
         return self._strategy.collectives if self._communicates() else _ALONE
 
     def _communicates(self) -> bool:
@@ -134,7 +134,8 @@ class DistributedVariable(Variable, DistributedValues):
 class MirroredVariable(DistributedVariable, Mirrored):
     """A variable whose components are kept equal."""
 
-    # Words for messages: the kind of variable, and the danger without an aggregation.
+    # Words for error messages: the kind of variable, and what could happen if replicas
+    # assigned different values without combining them.
     _kind, _danger = "mirrored", "its copies could come to differ"
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
@@ -238,8 +239,8 @@ class MirroredVariable(DistributedVariable, Mirrored):
         if mode is _UPDATE:
             return self._scatter_own(method, rows)
         if mode is _CROSS:
-            # As in `_update`, an error on one replica must not change the other
-            # components.
+            # As in `_update`, if one replica gets an error, no replica may change its
+            # component.
             with self._strategy.all_or_none(self, method):
                 self._require_meaning(method)
                 result = self._scatter_own(method, rows)
@@ -333,8 +334,8 @@ class SyncOnReadVariable(DistributedVariable):
         return read_all([self])[0]
 
     def _lasting(self) -> Array | None:
-        # None in cross-replica context, because NumPy would not keep the temporary
-        # array alive.
+        # In cross-replica context `value` returns a temporary array, which NumPy would
+        # not keep alive.
         return self._view if self._mode() is not _CROSS else None
 
     @collective
@@ -348,7 +349,7 @@ class SyncOnReadVariable(DistributedVariable):
         return array.copy() if method == "assign" else self.read_value()
 
     def _assign_share(self, method: str, value: Any) -> Array:
-        """Assign to each replica of this process its share of a value."""
+        """Update each component of this process by the replica's share of a value."""
         if type(value) is PerReplica:
             raise TypeError(
                 f"expected one value in {method} of variable {self.name!r} in "
@@ -403,16 +404,16 @@ def class_for_state(*, on_read: bool = True) -> type[Variable]:
 
 
 def read_all(variables: Sequence[Variable], *, own_rows: bool = False) -> list[Array]:
-    """Return the value of each variable, with one collective call per aggregation.
+    """Read all variables with one collective call per aggregation; return their values.
 
     Collective over the strategy's replicas if a variable is a SyncOnRead variable. All
     variables belong to one strategy, and their order is the same on every replica. For
     plain and mirrored variables the value is this replica's component, read-only,
     without a copy. For SyncOnRead variables it is the combination of all components, or
     with aggregation ``NONE`` the array of all components, of shape (num_replicas, ...).
-    With ``own_rows``, the value for aggregation ``NONE`` is this replica's component
-    instead, without a copy; but with logical replicas, the value of every SyncOnRead
-    variable is the array of all components.
+    If ``own_rows`` is True, the value for aggregation ``NONE`` is only this replica's
+    component, without a copy; but with logical replicas, the value of every SyncOnRead
+    variable is then the array of all components.
     """
     # `Variable.value` is not used for SyncOnRead variables, because it would make a
     # collective call for each of them.

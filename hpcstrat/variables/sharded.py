@@ -28,17 +28,17 @@ _LARGE_BYTES = 1 << 30
 
 
 def part_of_rank(size: int, strategy: Replicas, rank: int | None = None) -> slice:
-    """Return the range of a variable's elements that a rank has; default: this rank."""
+    """Return the range of ``size`` elements that a rank (default: this rank) stores."""
     rank = strategy.rank if rank is None else rank
     ranks = strategy.num_ranks
     return slice(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 class ShardedVariable(DistributedVariable):
-    """A variable of which each rank has a flat part, for the state of optimizers.
+    """A variable for the state of optimizers: each rank stores a part of its elements.
 
-    Reading the value is collective over the strategy's replicas, and so is an
-    assignment that returns the new value."""
+    Reading the value, and an assignment that returns the new value, are collective over
+    the strategy's replicas."""
 
     is_sharded = True
 
@@ -56,8 +56,8 @@ class ShardedVariable(DistributedVariable):
         self.part = part_of_rank(math.prod(whole.shape), self._strategy)
         length = self.part.stop - self.part.start
         if not any(whole.strides) and whole.size:
-            # If all strides are 0, `whole` repeats one element in memory; ``reshape``
-            # would allocate all its elements.
+            # If all strides are 0, `whole` is a single element that is repeated;
+            # ``reshape`` would allocate memory for all repetitions.
             return np.full(length, whole.flat[0], whole.dtype)
         return np.array(whole.reshape(-1)[self.part])
 

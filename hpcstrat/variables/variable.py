@@ -57,8 +57,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     `MirroredVariable` (synchronization ``AUTO`` or ``ON_WRITE``) or a
     `SyncOnReadVariable` (``ON_READ``). All components start with replica 0's initial
     value, so the constructor is collective over the strategy's replicas. In the scope
-    of a `CentralStorageStrategy` the constructor makes a `CentralVariable`, and outside
-    of such scopes a plain variable.
+    of a `CentralStorageStrategy` the constructor makes a `CentralVariable`. Outside of
+    the scopes of these strategies, it makes a plain variable.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Whether optimizers may change the variable; default: True, but False for
         ``ON_READ``.
     name : str, optional
-        Name in messages, and of optimizer state in checkpoints.
+        Name in messages. Checkpoints save the variable's optimizer state by this name.
     dtype : dtype, optional
         The dtype of the variable, which must be able to represent the initial value.
     synchronization : VariableSynchronization or str
@@ -91,8 +91,8 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     RuntimeError
         If the constructor is called inside ``run``, with logical replicas.
     ValueError
-        If the value is not an array; in a scope, for synchronization ``NONE``, or for
-        aggregation ``MEAN`` of a dtype that is not floating.
+        If the value is not an array; in a scope, if ``synchronization`` is ``NONE``, or
+        if ``aggregation`` is ``MEAN`` and the dtype is not floating.
     """
 
     is_remote = False
@@ -154,12 +154,13 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
     ) -> Variable:
         """Return a variable whose memory another library owns and updates.
 
-        In a strategy's scope the variable is mirrored, and replica 0's value is written
-        to the memory of all replicas: collective over the strategy's replicas. Outside
-        of a scope the variable is plain, and nothing is written. The variable is saved,
-        restored in place, compared and updated like any other variable. Because the
-        memory is shared, the variable changes when the owner writes; the owner must
-        write the same values on all replicas. For the library's own modules.
+        In a strategy's scope the call is collective over the strategy's replicas: the
+        variable is mirrored, and replica 0's value is written to the memory on all
+        replicas. Outside of a scope the variable is plain, and nothing is written. The
+        variable is saved, restored in place, compared and updated like any other
+        variable. Because the memory is shared, the variable changes when the owner
+        writes; the owner must write the same values on all replicas. For the library's
+        own modules.
         """
         return Variable(Adopted(array), trainable, name=name, aggregation=aggregation)
 
@@ -180,7 +181,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         self._view = view_of(component)
 
     def _made(self) -> None:
-        """Finish the constructor, after the component is stored."""
+        """Do what a subclass needs at the end of the constructor; here nothing."""
 
     def _initialize(self, initial_value: Any, dtype: Any) -> Array:
         value = self._first_value(initial_value)
@@ -320,7 +321,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         -------
         ndarray, Mirrored or None
             The new value as an array. In cross-replica context, for a mirrored variable
-            of several replicas, a Mirrored. None without ``read_value``.
+            of several replicas, a Mirrored. None if ``read_value`` is False.
 
         Raises
         ------
@@ -382,10 +383,10 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            Values and row indices, with the variable's dtype, and its shape except for
-            the first dimension. Values for a repeated index are all applied. In replica
-            context the rows of all replicas are concatenated; with ``MEAN`` their
-            values are divided by the number of replicas first.
+            Row indices, and values that have the variable's dtype and, except for the
+            first dimension, its shape. If an index is repeated, all its values are
+            applied. In replica context the rows of all replicas are concatenated; with
+            ``MEAN`` the values are divided by the number of replicas first.
 
         Returns
         -------
@@ -505,7 +506,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._scatter("scatter_update", sparse_delta)
 
     def _require_alone(self, method: str) -> None:
-        """Raise an error for an aggregation of a plain variable inside ``run``."""
+        """Raise an error if a plain variable inside ``run`` has an aggregation."""
         entry = current()
         if (
             entry is not None
@@ -543,7 +544,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
         return self._component.copy()
 
     def _rows(self, method: str, rows: IndexedSlices) -> Array:
-        """Check rows against this variable and return them."""
+        """Return the values of rows, after a check that the rows fit this variable."""
         dtype = self._component.dtype
         # In an integer variable, quotients would be truncated without a message.
         if method == "scatter_div" and dtype.kind in "biu":
@@ -616,7 +617,7 @@ class Variable(AnnouncesInitErrors, ArrayOperators):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            # NumPy tests for many such names, so no long message is built for them.
+            # NumPy tests for many ``__`` names, so no long message is built for them.
             raise AttributeError(name)
         kind = type(self).__name__
         advice = (
@@ -702,7 +703,7 @@ def apply_into(component: Array, method: str, array: Array) -> None:
 
 
 def scatter_into(component: Array, method: str, indices: Array, values: Array) -> None:
-    """Update rows of a component in place, like the scatter method of this name."""
+    """Update rows of a component in place by a scatter method of `Variable`."""
     if method == "scatter_update":
         replace_at(component, indices, values)
     else:

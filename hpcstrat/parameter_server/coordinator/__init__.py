@@ -1,4 +1,4 @@
-"""The coordinator, which sends functions to workers, and the functions' results.
+"""The coordinator, which sends functions to workers, and classes for their results.
 
 One rank, the coordinator, runs the program and schedules functions. Some of the other
 ranks hold variables (`hpcstrat.parameter_server`), and the remaining ranks, the

@@ -29,17 +29,17 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     Collective over ``comm``. Making a variable in the strategy's scope is collective
     over the workers, which must all make the same variables in the same order. A worker
     that has made fewer variables than the first worker gets an error when it closes the
-    strategy, and logs that error when its program ends. On parameter servers the
-    constructor serves until all workers have ended or closed the strategy, and then
-    ends the program by SystemExit. A worker that ends or closes the strategy waits for
-    the other workers; at all other times workers do not wait for each other. There is
-    one replica in sync. The interface is that of
+    strategy, or logs that error if its program ends without a close. On parameter
+    servers the constructor serves until all workers have ended or closed the strategy,
+    and then ends the program by SystemExit. A worker that ends or closes the strategy
+    waits for the other workers; at all other times workers do not wait for each other.
+    There is one replica in sync. The class has the same interface as
     ``tf.compat.v1.distribute.experimental.ParameterServerStrategy``.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
-        Gives each rank a task: any number of ``ps`` and ``worker``, and at most one
+        Defines each rank's task: any number of ``ps`` and ``worker``, and at most one
         ``chief``, which is a worker. Default: ranks 1 to ``num_ps`` hold variables, and
         the other ranks are workers.
     num_ps : int
@@ -157,8 +157,8 @@ class ParameterServerStrategyV1(ParameterServerStrategy):
     def leave(self) -> None:
         """Wait until all workers have closed the strategy or ended.
 
-        Logs an error with the variables that the first worker has made and this worker
-        has not. For the library's own modules.
+        If this worker has made fewer variables than the first worker, logs an error
+        that names the missing variables. For the library's own modules.
         """
         problem = self._not_made_here(self._end(closes=False))
         if problem:

@@ -130,7 +130,7 @@ class Cluster:
         topology = self._connection.topology
         self.settings = self._connection.settings
         self.topology = topology
-        # Make no collective call if ranks may be lost, because it may then never end.
+        # Make no collective call if ranks may be lost, because the call might not end.
         ends = self._connection.abandon if request.survives else self._connection.close
         with ExitStack() as undo:
             undo.callback(ends, self._key)
@@ -157,7 +157,9 @@ class Cluster:
         return self.rank == self.roles.coordinator
 
     def serve(self, strategy: Any) -> None:
-        """Do the work of this rank's role, until the coordinator closes or ends."""
+        """Do the work of this rank's role.
+
+        The call returns when the coordinator has closed its strategy or has ended."""
         self.mailbox.on_loss = self._require_coordinator
         ended = self._await_place() if self.rank in self.roles.spares else None
         roles = self.roles
@@ -199,10 +201,10 @@ class Cluster:
         self.client.use(roles.servers)
 
     def replace(self, lost: int) -> int | None:
-        """Replace a lost rank by a spare rank, and return the spare rank or None.
+        """Replace a lost rank by a spare rank.
 
-        Runs on the coordinator, which sends the new roles to all ranks that use
-        servers.
+        Returns the spare rank, or None if no spare rank is left. Runs on the
+        coordinator, which sends the new roles to all ranks that use servers.
         """
         lives = (r for r in self.roles.spares if r not in self.mailbox.lost)
         spare = next(lives, None)
@@ -226,18 +228,18 @@ class Cluster:
     def end(self, *, closes: bool) -> list[Any]:
         """Wait until all ranks have ended; free everything if all close the strategy.
 
-        For ranks that use servers. The servers run until the last of these ranks has
-        ended. A worker calls this method after its present function. Returns the
+        All ranks that use servers call this method; the servers run until the last of
+        these ranks has ended. A worker calls it after its present function. Returns the
         messages that this rank has not processed.
         """
         mailbox, roles = self.mailbox, self.roles
         mailbox.on_loss = lambda lost: None
-        # Make no collective call if ranks may be lost, because it may then never end.
+        # Make no collective call if ranks may be lost, because the call might not end.
         closes = closes or self.topology.survives
         others = (*roles.workers, *roles.spares) if self.coordinates else ()
         for rank in (*others, *roles.servers):
             if rank != self.rank:
-                # Some ranks may not have noticed a loss yet.
+                # The message names lost ranks, which the receiver may not know yet.
                 mailbox.send(rank, ("end", closes, tuple(mailbox.lost)))
         told: dict[int, bool] = {}
         left: list[Any] = []

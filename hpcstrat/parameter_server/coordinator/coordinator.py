@@ -39,7 +39,7 @@ from hpcstrat.parameter_server.mailbox import one_thread_at_a_time
 
 # `schedule` waits while this number of calls is queued.
 _MOST_QUEUED = 256 << 10
-# A worker gets calls in advance for about this time. A longer time would queue slow
+# A worker's queue has calls for about this time. A longer time would queue slow
 # functions on one worker; with a shorter time, workers would wait for the coordinator.
 _AHEAD_SECONDS = 0.002
 _MOST_AHEAD = 64
@@ -50,8 +50,9 @@ class ClusterCoordinator:
     """Schedules functions on the workers of a cluster.
 
     A strategy has one coordinator: making a second one returns the first. Queued
-    functions are sent to workers only during calls of its methods. In a scheduled
-    function a coordinator has only the property `strategy`. Several threads may use it.
+    functions are sent to workers only during calls of the coordinator's methods. Inside
+    a scheduled function, only the property `strategy` of a coordinator works. Several
+    threads may use one coordinator.
 
     Parameters
     ----------
@@ -117,9 +118,9 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         """Queue a function for any worker, and return without waiting for it.
 
-        Not collective; on the coordinator. Functions may run in any order. If a worker
-        is lost, other workers run its unfinished functions again from the beginning.
-        The call waits only while 262,144 functions are queued.
+        Not collective; call it on the coordinator. Functions may run in any order. If a
+        worker is lost, other workers run its unfinished functions again from the
+        beginning. The call waits only while 262,144 functions are queued.
 
         Parameters
         ----------
@@ -177,7 +178,7 @@ class ClusterCoordinator:
     def join(self) -> None:
         """Wait until all scheduled functions have ended.
 
-        Not collective; on the coordinator.
+        Not collective; call it on the coordinator.
 
         Raises
         ------
@@ -194,17 +195,17 @@ class ClusterCoordinator:
     def recover(self) -> None:
         """Continue with the remaining parameter servers, after an UnavailableError.
 
-        Not collective; on the coordinator. Cancels functions that have not begun, and
-        waits for those that run. Variables of lost servers are made again, with zeros,
-        on spare ranks or on the remaining servers, and the state of optimizers is
-        reset. Restore the last checkpoint of all variables and optimizers before the
-        next function. Per-worker data sets continue at their positions.
+        Not collective; call it on the coordinator. Cancels functions that have not
+        begun, and waits for running functions. Variables of lost servers are made
+        again, with zeros, on spare ranks or on the remaining servers, and the state of
+        optimizers is reset. Restore the last checkpoint of all variables and optimizers
+        before the next function. Per-worker data sets continue at their positions.
 
         Raises
         ------
         UnavailableError
-            If no server or no worker is left, or if another is lost during the call; in
-            the second case call `recover` again.
+            If no server or no worker is left. Also if another server is lost during the
+            call; then call `recover` again.
         """
         self._require_open()
         with self.lock:
@@ -232,7 +233,7 @@ class ClusterCoordinator:
     def done(self) -> bool:
         """Return whether all scheduled functions have ended.
 
-        Not collective; on the coordinator.
+        Not collective; call it on the coordinator.
 
         Returns
         -------
@@ -272,7 +273,7 @@ class ClusterCoordinator:
     def fetch(self, val: Tree) -> Tree:
         """Replace each RemoteValue of a structure by its result.
 
-        Not collective; on the coordinator.
+        Not collective; call it on the coordinator.
 
         Parameters
         ----------
@@ -297,8 +298,8 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Make a data set on each worker.
 
-        Not collective; on the coordinator. Waits until each worker has made its data
-        set. Data sets are not divided among workers: the input context names one
+        Not collective; call it on the coordinator. Waits until each worker has made its
+        data set. Data sets are not divided among workers: the input context names one
         pipeline.
 
         Parameters
@@ -368,7 +369,7 @@ class ClusterCoordinator:
 
     def _send(self, worker: WorkerRecord, calls: list[ScheduledCall]) -> None:
         if worker.rank in self._mailbox.lost:
-            # The worker was lost after it was chosen.
+            # The worker was lost after it was chosen for these calls.
             self._run_again(worker, calls)
             return
         now = time.monotonic()
@@ -383,7 +384,7 @@ class ClusterCoordinator:
         self._mailbox.send(worker.rank, ("calls", told, functions))
 
     def _pump(self) -> None:
-        """Receive messages, and send functions to workers that have few."""
+        """Receive messages, and send functions to workers that have few queued."""
         while (found := self._mailbox.poll()) is not None:
             rank, (_, mean, results, lost) = found
             self._mailbox.hear(lost)
@@ -549,7 +550,9 @@ class ClusterCoordinator:
         return len(again)
 
     def _fail_kept(self, worker: WorkerRecord) -> None:
-        """Fail values that a lost worker has not made, so that no wait continues."""
+        """Mark the values that a lost worker has not made yet as failed.
+
+        Without this mark, a program would wait for these values forever."""
         for value in list(worker.kept.values()):
             if value._state == WAITING:
                 value._settle(FAILED, _lost_error(worker))

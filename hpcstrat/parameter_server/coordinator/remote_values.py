@@ -9,10 +9,10 @@ WAITING, READY, KEPT, FAILED = range(4)
 
 
 class RemoteValue:
-    """The result of a scheduled function; its worker has large results until `fetch`.
+    """The result of a scheduled function, kept on the worker if it is large.
 
-    ``ClusterCoordinator.schedule`` returns it. A small result, up to 16 KiB, is sent to
-    the coordinator at once, in the message that the function has ended.
+    ``ClusterCoordinator.schedule`` returns it. `fetch` gets a large result from the
+    worker; a result of up to 16 KiB is part of the message that the function has ended.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class RemoteValue:
     def fetch(self) -> Any:
         """Wait for the function and return its result.
 
-        Not collective; on the coordinator.
+        Not collective; call it on the coordinator.
 
         Returns
         -------
@@ -60,7 +60,7 @@ class RemoteValue:
     def get(self) -> Any:
         """Wait for the function and return its result, like `fetch`.
 
-        Not collective; on the coordinator.
+        Not collective; call it on the coordinator.
 
         Returns
         -------

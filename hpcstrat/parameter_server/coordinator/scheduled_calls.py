@@ -24,8 +24,8 @@ class ScheduledCall:
         self.function = function
         self.remote = remote
         self.payload: bytes | None = None
-        # A reference to the arguments keeps those values alive that workers hold for
-        # them.
+        # This reference keeps PerWorkerValues in the arguments alive: without it,
+        # workers would drop the values.
         self.args: Any = None
         # Whether the worker keeps the result, which a spare rank can make again.
         self.keep = remote._recipe is not None

@@ -117,7 +117,7 @@ class Server:
 
     @staticmethod
     def create_local_server(config: Any = None, start: bool = True) -> Server:
-        """Raise NotImplementedError: MPI starts the ranks that serve.
+        """Raise NotImplementedError, because MPI starts the ranks that serve.
 
         Not collective.
 
@@ -196,15 +196,15 @@ class Server:
 class ParameterServerStrategy(SingleReplicaStrategy):
     """Trains asynchronously: servers hold the variables, and workers run functions.
 
-    Collective over ``comm``. All ranks start the same program. Only on the coordinator
-    does the constructor return. On the other ranks it serves until the coordinator
-    closes the strategy or ends, and then ends the program by SystemExit. There is one
-    replica in sync.
+    Collective over ``comm``. All ranks start the same program. The constructor returns
+    only on the coordinator. On the other ranks it serves until the coordinator closes
+    the strategy or ends, and then ends the program by SystemExit. There is one replica
+    in sync.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
-        Gives each rank a task: one ``chief``, any number of ``ps``, ``worker`` and
+        Defines each rank's task: one ``chief``, any number of ``ps``, ``worker`` and
         ``spare``. Default: rank 0 is the coordinator, the next ``num_ps`` ranks hold
         variables, the last ``spare_ranks`` ranks are spare, and the ranks between them
         are workers.
@@ -265,8 +265,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             cluster.serve(self)
             sys.exit(0)
         # Let the other ranks end when this process ends. (After an uncaught error, the
-        # whole job is ended.) Exit functions run in reverse order, so this one, which
-        # was registered after that of MPI, runs before MPI is finalized.
+        # whole job is ended.) Exit functions run in reverse order, so this function,
+        # registered after the exit function of MPI, runs before MPI is finalized.
         atexit.register(self.leave)
 
     def _begin(self, cluster: Cluster, partitioner: Any) -> None:
@@ -275,8 +275,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         self._settings = cluster.settings
         self.variable_partitioner = partitioner
         self.client = cluster.client
-        # A ClusterCoordinator; its module imports this one, so the type is not named
-        # here.
+        # A ClusterCoordinator or None. Its module imports this module, so the type
+        # cannot be named here.
         self.coordinator: Any = None
         self.closed = False
         self._num_placed = 0
@@ -312,16 +312,14 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             )
 
     def told_of(self, variable: ServerVariable) -> Any:
-        """Return the servers that another rank chose for a new variable, or None.
+        """Return the number and shards that another rank chose for a new variable.
 
-        None means that this rank chooses them.
-
-        For the library's own modules.
+        None means that this rank makes the shards. For the library's own modules.
         """
         return None
 
     def not_made(self, error: BaseException) -> None:
-        """Tell other ranks that make the same variable that it failed, and why.
+        """Notify other ranks that a variable could not be made, because of ``error``.
 
         For the library's own modules.
         """
@@ -351,7 +349,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> Any:
-        """Return a data set of which each worker reads all batches.
+        """Return a data set from which each worker reads all batches.
 
         Not collective. Call it in the function of a per-worker data set, and return its
         result there.
@@ -409,7 +407,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return super().distribute_datasets_from_function(dataset_fn, options)
 
     def _own_options(self, what: str, options: InputOptions | None) -> InputOptions:
-        """Return the options with the change that each worker reads all data."""
+        """Return the options, changed so that each worker reads all data."""
         if self.cluster.coordinates:
             raise ValueError(
                 f"expected {what} in the function of a per-worker data set, found it "
@@ -468,8 +466,8 @@ class ParameterServerStrategy(SingleReplicaStrategy):
             made, *rest = parts
             last, optimizer = self._optimizers.get(number, (-1, None))
             if made > last:
-                # Functions with an older handle, whose options are older, may still
-                # arrive.
+                # Only a newer handle changes the options: a function may still arrive
+                # with an older handle, which has older options.
                 newest = Optimizer.from_rule(*rest)
                 optimizer = optimizer or newest
                 vars(optimizer).update(vars(newest))
@@ -482,7 +480,7 @@ class ParameterServerStrategy(SingleReplicaStrategy):
         return "strategy", 0, None
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Queue a variable's shards to be freed by the servers at a later call.
+        """Queue a variable's shards, which the servers free at the next `forget_now`.
 
         For the library's own modules.
         """
@@ -506,13 +504,13 @@ class ParameterServerStrategy(SingleReplicaStrategy):
     def close(self) -> None:
         """Let all other ranks end, and free communicators and shared memory.
 
-        Not collective; on the coordinator. Functions that have not begun are cancelled,
-        and running functions are awaited. A second call does nothing.
+        Not collective; call it on the coordinator. Functions that have not begun are
+        cancelled, and running functions are awaited. A second call does nothing.
         """
         self._end(closes=True)
 
     def leave(self) -> None:
-        """Let all other ranks end at the end of this program, like `close`.
+        """Let all other ranks end, like `close`; called at the end of the program.
 
         For the library's own modules.
         """

@@ -28,7 +28,7 @@ _PLAIN = (type(None), int, float, bool, str)
 
 
 class _Current:
-    """The index of this process's worker while it runs a function, else None."""
+    """Holds the index of this process's worker while a function runs, else None."""
 
     index: int | None = None
 
@@ -59,7 +59,7 @@ def experimental_get_current_worker_index() -> int:
 
 @dataclass(frozen=True)
 class _FailedValue:
-    """The pickled error of a value that could not be made, kept in its place."""
+    """The pickled error of a value that could not be made, stored in its place."""
 
     data: bytes
 
@@ -86,7 +86,10 @@ class Worker:
         self._ended: bool | None = None
 
     def serve(self) -> bool:
-        """Run functions until the coordinator ends; return whether it closed first."""
+        """Run functions until the coordinator ends.
+
+        Return whether the coordinator closed the strategy before it ended.
+        """
         token = push(self._strategy.cross_entry)
         try:
             while self._ended is None:
@@ -116,9 +119,10 @@ class Worker:
         return found
 
     def _end_made(self, most: int = _MOST_UNREPORTED) -> None:
-        """Queue the results of functions whose updates are made, in their order.
+        """Queue the results of ended functions whose updates are made, in order.
 
-        If ``most`` or more functions have pending updates, wait for the oldest.
+        If ``most`` or more functions have pending updates, wait for the updates of the
+        oldest function.
         """
         while self._unmade:
             wanted, number, value, keep = self._unmade[0]
