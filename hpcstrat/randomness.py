@@ -19,13 +19,13 @@ from hpcstrat.errors import CollectiveError
 
 _BIT_GENERATOR = "Philox"
 _NUM_WORDS = 12
-"""A saved stream has: generation in which it began, key (2), counter (4), buffer (4),
-and a word whose bits 0 to 7 are the position in the buffer, bit 8 whether half a drawn
-word is left over, and bits 32 to 63 that half."""
+"""Words of a saved stream: the generation in which it began (1), key (2), counter (4),
+buffer (4), and a last word. Bits 0 to 7 of the last word are the position in the
+buffer, bit 8 is set if half of a drawn word is unused, bits 32 to 63 are that half."""
 
 # The largest 32-bit word, which is never the number of a replica.
 _SHARED = 2**32 - 1
-"""Stands for the replica in the key of the shared stream."""
+"""Used instead of a replica's number in the key of the shared stream."""
 
 
 class RandomStreams:
@@ -138,9 +138,10 @@ class RandomStreams:
         others = np.flatnonzero((shared != shared[0]).any(axis=1))
         if others.size:
             raise CollectiveError(
-                f"expected all replicas to draw the same from {self.name!r}.shared, "
-                f"found it at another place on replicas {others.tolist()} than on "
-                "replica 0; draw from generator where replicas differ",
+                "expected all replicas to draw the same numbers from "
+                f"{self.name!r}.shared, found another position on replicas "
+                f"{others.tolist()} than on replica 0; draw from generator if replicas "
+                "draw differently",
                 others.tolist(),
             )
         return {

@@ -92,8 +92,8 @@ def require_one_writer(strategy: Strategy, names: Collection[str]) -> None:
     size = launch_from_environment().size
     if not strategy.saves_checkpoints:
         raise RuntimeError(
-            f"expected the first worker to save and restore, found another of "
-            f"{strategy!r}; make the manager on worker 0 alone"
+            "expected the first worker to save and restore, found another worker of "
+            f"{strategy!r}; make the manager only on worker 0"
         )
     if size == 1 or not strategy.ranks_are_independent:
         return
@@ -153,11 +153,11 @@ def require_same_state(collectives: Any, states: Mapping[str, bytes]) -> None:
         different = [rank for rank, value in enumerate(own) if value != own[0]]
         if different:
             raise CollectiveError(
-                f"expected the same plain state of {name!r} on every replica, of which "
-                f"one is saved for all, found another on replicas {different} than on "
-                "replica 0; keep what each replica has of its own in a Variable with "
-                "synchronization='on_read' and aggregation='none', and draw random "
-                "numbers from strategy.random(...)",
+                f"expected equal plain state of {name!r} on all replicas, because only "
+                "one state is saved, found that it differs between replica 0 and "
+                f"replicas {different}; keep values that differ between replicas in a "
+                "Variable with synchronization='on_read' and aggregation='none', and "
+                "draw random numbers from strategy.random(...)",
                 different,
             )
 

@@ -167,7 +167,7 @@ def run_in_threads(size: int, action: Callable[[Writers], Any]) -> Any:
 
 
 STRIPE_BYTES = 1 << 20
-"""Least size of a part: the usual stripe of parallel file systems."""
+"""Least size of a part: the usual stripe size of parallel file systems."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,16 +40,16 @@ __all__ = [
 ]
 
 PAGE_BYTES = 4096
-"""To which blocks are aligned: what direct reads and writes ask for."""
+"""Alignment of blocks, which direct reads and writes require."""
 
 PASSING = (
     *(errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT),
     *(errno.EAGAIN, errno.EINTR),
 )
-"""Errors that say nothing of a file."""
+"""Errors that may be temporary, and do not mean that a file is damaged."""
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-"""Those of them that say that too many files are open."""
+"""Errors of `PASSING` that mean that too many files are open."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_RESERVATION = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

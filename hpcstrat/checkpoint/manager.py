@@ -412,8 +412,8 @@ class CheckpointManager:
         known = self._objects.names
         if isinstance(only, str) or not known.issuperset(only or ()):
             raise ValueError(
-                f"expected only to hold names of {sorted(known)}, found {only!r}; pass "
-                "a list of such names"
+                f"expected only to be a list of names from {sorted(known)}, found "
+                f"{only!r}; pass such a list"
             )
         return self._restorer.restore(chosen, names, only=only, **rules)
 

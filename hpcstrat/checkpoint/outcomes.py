@@ -57,9 +57,9 @@ class RestoreReport:
         """
         if self.unused:
             raise CheckpointMismatchError(
-                f"expected the program to take all of {self.path}, found that nothing "
-                f"took {', '.join(self.unused)}; give the manager the objects of these "
-                "names"
+                f"expected the program to restore all of {self.path}, found that no "
+                f"object restored {', '.join(self.unused)}; give the manager the "
+                "objects of these names"
             )
 
 

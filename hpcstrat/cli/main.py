@@ -29,7 +29,7 @@ __all__ = ["main"]
 @click.group(cls=UncutGroup)
 @click.version_option(hpcstrat.__version__)
 def main() -> None:
-    """Tools around hpcstrat."""
+    """Tools to launch, examine and measure jobs of hpcstrat."""
 
 
 main.add_command(bench)
@@ -45,12 +45,20 @@ main.add_command(verify_bits)
 
 
 @main.command()
-@click.option("--workers", type=click.IntRange(1), help="Default: as launched.")
-@click.option("--ranks-per-worker", type=click.IntRange(1), help="Default: likewise.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Number of workers whose sums are shown; default: as launched.",
+)
+@click.option(
+    "--ranks-per-worker",
+    type=click.IntRange(1),
+    help="Number of ranks of each worker; default: as launched.",
+)
 def info(workers: int | None, ranks_per_worker: int | None) -> None:
-    """Show versions, what the launcher says of this process, and how sums go.
+    """Show versions, the launcher of this process, and how arrays are summed.
 
-    Under a launcher only the first process shows it.
+    Under a launcher only the first process prints this.
     """
     launch = launch_from_environment()
     if launch.rank:

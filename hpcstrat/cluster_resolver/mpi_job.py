@@ -51,7 +51,8 @@ class _MpiClusterResolver(ClusterResolver):
         if number is None:
             raise RuntimeError(
                 f"expected a process started by {self._launcher}, found no "
-                f"{' or '.join(names)} in the environment; start it so"
+                f"{' or '.join(names)} in the environment; start the program with that "
+                "launcher"
             )
         return number
 

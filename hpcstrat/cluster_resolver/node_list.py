@@ -87,7 +87,7 @@ def _numbers(text: str, node_list: str) -> list[str]:
 
 def _malformed(text: str) -> ValueError:
     return ValueError(
-        f"expected a list of Slurm's, such as n[01-03,7]-ib[0-1] or 2(x3),1, found "
+        "expected a list in Slurm's form, such as n[01-03,7]-ib[0-1] or 2(x3),1, found "
         f"{text!r:.200}; check the environment of the job step"
     )
 

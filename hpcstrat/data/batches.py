@@ -133,9 +133,9 @@ def warn_of_idle(length: int, num_replicas: int) -> None:
     busy = -(-length // most) if most else num_replicas
     if busy < num_replicas:
         get_logger("data").warning(
-            "global batches of %d rows leave %d of %d replicas without rows, and give "
-            "up to %d to each of the others; with a batch size of %d, which takes as "
-            "long, all have %d",
+            "in global batches of %d rows, %d of %d replicas have no rows, and each of "
+            "the others has up to %d; with a batch size of %d, a step takes as long, "
+            "and each replica has %d rows",
             length,
             num_replicas - busy,
             num_replicas,

@@ -26,10 +26,10 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["END", "Sighting", "digest", "explain_difference", "show"]
 
 END = 0
-"""Stands for the end of the data, where others have the digest of a batch."""
+"""Digest of a replica whose data have ended, instead of the digest of a batch."""
 
 Sighting = tuple[int, int, int, str]
-"""Replica, worker, digest, and what there is, in words."""
+"""A replica's batch: replica, worker, digest, and description of the batch."""
 
 _SHOWN_ARRAYS = 4
 _SHOWN_BATCHES = 3
@@ -105,12 +105,12 @@ def explain_difference(where: str, sightings: Sequence[Sighting]) -> CollectiveE
     # workers.
     most = max(groups.values(), key=len)
     return CollectiveError(
-        "expected that the iterable gives the same batches on every worker, found in "
-        f"{where}, counted from 0, {' / '.join(told)}; give the iterable a generator "
-        "of random numbers of its own with the same seed on every rank, use "
-        "hpcstrat.Dataset, let each worker read a part of its own with "
-        "distribute_datasets_from_function, or one read for all with "
-        "InputOptions(single_pipeline=True); batches that differ by rounding only, on "
-        "hosts of different kinds, pass with InputOptions(compare_every=0)",
+        "expected the iterable to return the same batches on every worker, found in "
+        f"{where}, counted from 0, {' / '.join(told)}; seed the random numbers of the "
+        "iterable equally on every rank, use hpcstrat.Dataset, let each worker read "
+        "its own part with distribute_datasets_from_function, or let one pipeline read "
+        "for all workers with InputOptions(single_pipeline=True); if batches differ "
+        "only by rounding, on hosts of different kinds, use "
+        "InputOptions(compare_every=0)",
         [sighting[0] for sighting in sightings if sighting not in most],
     )

@@ -34,7 +34,7 @@ from hpcstrat.engine.typing import Array, Tree
 __all__ = ["SHARD_HINT", "Dataset", "mix"]
 
 SHARD_HINT = -1
-"""Stands for the number and the index of a shard, which distribution fills in."""
+"""Placeholder in `Dataset.shard` for values that the strategy fills in."""
 
 _AUTOTUNE = -1
 

@@ -285,8 +285,9 @@ class StatefulDataset(DealtDataset):
         if not mine:
             raise ValueError(
                 "expected workers that read the same batches, so that there is one "
-                "position to save, found parts of their own; use auto-shard policy "
-                "DATA or single_pipeline=True, or leave the data set out"
+                "position to save, found workers that read their own parts; use "
+                "auto-shard policy DATA or single_pipeline=True, or leave the data set "
+                "out"
             )
         return mine
 

@@ -224,7 +224,7 @@ def _require_one_program(strategy: Replicas, options: InputOptions) -> None:
         return
     raise RuntimeError(
         f"expected a strategy over the {size} ranks of this job, found {strategy!r}, "
-        "with which each rank would go through the whole data set; use "
+        "with which each rank would read the whole data set; use "
         "MultiWorkerMirroredStrategy, or pass InputOptions(independent=True)"
     )
 

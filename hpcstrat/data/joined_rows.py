@@ -27,7 +27,7 @@ __all__ = ["ConcatenatedRows", "MixedRows", "RepeatedRows", "ZippedRows"]
 _WINDOW_ROWS = 4096
 
 _Part = tuple[Rows, Places, int, Any]
-"""A stage, places in an epoch of it, that epoch, and where their rows belong."""
+"""A stage, places in one of its epochs, this epoch, and the rows' indices in a read."""
 
 
 class _JoinedRows(Rows):

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 ORDER_VERSION = 2
-"""Of the order of shuffled rows; 1 drew a permutation of any number of rows."""
+"""Version of the order of shuffled rows; version 1 drew permutations of any length."""
 
 _EXACT_ROWS = 1 << 16
 _WINDOW_ROWS = 1 << 16

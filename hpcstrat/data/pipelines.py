@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 FINISHED, DIFFERENT, BATCH = range(3)
-"""Outcomes of a step: the end of the data, workers with other batches, a batch."""
+"""Outcomes of a step: the data have ended, the workers' batches differ, a batch."""
 
 # States of a replica in a step, in this order: its worker stops the iteration; its data
 # had no elements; its data have ended; it has a batch.
@@ -205,8 +205,8 @@ class Pipeline:
                 # This StopIteration is an error, and not the end of the data (see PEP
                 # 479).
                 raise RuntimeError(
-                    "expected an iterator, found that its making raised StopIteration; "
-                    "raise another error"
+                    "expected an iterator, found that its creation raised "
+                    "StopIteration; raise another error"
                 ) from error
             for _ in range(self._skips):
                 # Steps before the restored position may fail again, as they did before.

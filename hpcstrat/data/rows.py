@@ -51,13 +51,13 @@ __all__ = [
 ]
 
 INFINITE = -1
-"""Cardinality of a data set without an end."""
+"""Cardinality of a dataset without an end."""
 
 UNKNOWN = -2
-"""Cardinality of a data set whose elements have to be gone through to be counted."""
+"""Cardinality of a dataset whose elements must be read to count them."""
 
 Places = slice | Array
-"""Places of an epoch: a slice with start and stop, or an array of int64."""
+"""Places in an epoch: a slice with start and stop, or an array of int64."""
 
 _BLOCK_ROWS = 256
 

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 END = object()
-"""Comes from ``next`` in place of StopIteration."""
+"""Result of ``next(elements, END)`` at the end of the elements."""
 
 
 class Stream(Stage):

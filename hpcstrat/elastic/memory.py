@@ -86,10 +86,10 @@ class Memory:
         parts = [path for path, variable in variables if variable.is_sharded]
         if parts and self._strategy is not None and not self._strategy.logical:
             raise ValueError(
-                f"expected state that each rank has whole, found {parts[0]!r}, of "
-                "which each has a part, because of sharded=True; pass "
-                "logical_replicas= to elastic.run, whose commits keep all parts on "
-                "all ranks"
+                "expected state of which each rank has a complete copy, found "
+                f"{parts[0]!r}, of which each rank has only a part, because of "
+                "sharded=True; pass logical_replicas= to elastic.run, whose commits "
+                "keep all parts on all ranks"
             )
 
     @property

@@ -299,8 +299,8 @@ def _warn_of_lost(
     said = [text for text in said if text]
     if said:
         get_logger("elastic").warning(
-            "at step %d these are lost: %s; elastic.run(partner_copies=True) keeps "
-            "copies of them",
+            "at step %d these values are lost: %s; elastic.run(partner_copies=True) "
+            "keeps copies of them",
             commit.step,
             "; ".join(said),
         )

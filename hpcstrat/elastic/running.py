@@ -284,7 +284,7 @@ def _check_enough(meeting: Meeting, min_replicas: int, max_losses: int | None) -
     advice = "start the job again, and restore from the checkpoint"
     if len(meeting.active) < min_replicas:
         raise RankLostError(
-            f"expected at least {min_replicas} replicas to go on with, found "
+            f"expected at least {min_replicas} replicas to continue, found "
             f"{len(meeting.active)} after {meeting.num_lost} ranks were lost; {advice}",
             meeting.lost,
         )

@@ -21,7 +21,7 @@ __all__ = ["Key", "Snapshot", "exchange", "partners_of"]
 _TAG = 17
 
 Key = tuple[int, int]
-"""Identifies a commit: the generation of ranks that made it, and its number there."""
+"""Identifier of a commit: the generation of ranks, and the number of its commit."""
 
 
 @dataclass(slots=True, eq=False)

@@ -99,7 +99,7 @@ _stack: ContextVar[ContextEntry | None] = ContextVar("hpcstrat_context", default
 
 # An alias instead of a function, because every call uses it and a function costs time.
 current = _stack.get
-"""Return the innermost `ContextEntry`, or None outside everything."""
+"""Return the innermost `ContextEntry`, or None outside of all contexts."""
 
 
 def push(entry: ContextEntry | None) -> Token[ContextEntry | None]:
@@ -156,6 +156,6 @@ def _announcing(initialize: Callable[..., None]) -> Callable[..., None]:
 def second_strategy(found: Any) -> str:
     """Return the end of an error message about an object of another strategy."""
     return (
-        f"found it in that of a second strategy object, {found!r}; each call of a "
-        "strategy's class makes another one: make it once, and pass it on"
+        f"found it in the scope of a second strategy object, {found!r}; each call of a "
+        "strategy's class makes a new strategy: make one, and pass it on"
     )

@@ -19,7 +19,7 @@ from typing import Any, Self
 __all__ = ["PREFIX", "Settings"]
 
 PREFIX = "HPCSTRAT_"
-"""The names of all variables of the environment begin with this."""
+"""Prefix of the names of all environment variables of the library."""
 
 # Beginnings of the names of variables that are not settings: variables of the test
 # suite, of its stand-in for CuPy, and of hpcstrat.testing.

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = npt.NDArray[Any]
-"""An array that a replica holds, of NumPy or CuPy."""
+"""An array of NumPy or CuPy in a replica's memory."""
 
 ArrayLike: TypeAlias = Any
 """An array, an array scalar, a Python number, or nested sequences of them."""

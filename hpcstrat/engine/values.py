@@ -32,8 +32,8 @@ __all__ = [
 
 _ADVICE = (
     "combine the replicas with strategy.reduce or strategy.gather, compute inside "
-    "strategy.run, or look at this replica's part with strategy.local_value, which is "
-    "all there is to a value that all_reduce has made equal on all replicas"
+    "strategy.run, or read this replica's part with strategy.local_value, which is the "
+    "whole value if all_reduce has made it equal on all replicas"
 )
 # Functions of NumPy that write into their first argument.
 _WRITING = frozenset(
@@ -41,10 +41,10 @@ _WRITING = frozenset(
 )
 
 ONE_OF_MANY = (
-    "combine its parts with strategy.reduce, or take it with strategy.local_value "
-    "where it is equal on all replicas already, as after all_reduce"
+    "combine its parts with strategy.reduce, or read it with strategy.local_value if "
+    "it is already equal on all replicas, as after all_reduce"
 )
-"""Advice for a PerReplica where one value is expected."""
+"""Advice in errors about a PerReplica that was passed instead of one value."""
 
 
 class ArrayOperators(np.lib.mixins.NDArrayOperatorsMixin):

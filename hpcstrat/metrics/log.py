@@ -323,7 +323,8 @@ class Log:
             except Exception as error:
                 self._sinks.remove(sink)
                 get_logger("metrics").warning(
-                    "%s takes no more of the log in %s, which has everything: %s: %s",
+                    "%s receives no more of the log in %s, whose own files stay "
+                    "complete: %s: %s",
                     type(sink).__name__,
                     self.folder,
                     type(error).__name__,

@@ -122,10 +122,10 @@ class LogFile:
         data, end = os.pread(file, os.fstat(file).st_size, 0), position
         if end > len(data):
             end = data.rfind(b"\n") + 1
-            _warn(self.folder, "a shorter one; goes on behind what there is")
+            _warn(self.folder, "a shorter log; new lines are appended to it")
         elif xxhash.xxh3_64_intdigest(data[:end]) != digest:
             end = 0
-            _warn(self.folder, f"another one; it is now in {self.REMOVED}")
+            _warn(self.folder, f"another log; its lines are now in {self.REMOVED}")
         if data[end:]:
             self._keep_removed(data[end:])
             os.ftruncate(file, end)

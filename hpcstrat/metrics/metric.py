@@ -183,8 +183,8 @@ def read_totals(variables: Sequence[Variable]) -> list[Array]:
     strategies.pop(id(None), None)
     if len(strategies) > 1:
         raise ValueError(
-            f"expected metrics of one strategy, found those of "
-            f"{list(strategies.values())}; read those of each by themselves"
+            "expected metrics of one strategy, found those of "
+            f"{list(strategies.values())}; read the metrics of each strategy separately"
         )
     return [to_host(total) for total in read_all(variables)]
 

@@ -112,11 +112,11 @@ class Optimizer(AnnouncesInitErrors, ABC):
     elementwise: bool = False
 
     _two_stages: bool = False
-    """Whether `update` is a ``_first_stage`` of single elements, which overwrites the
-    gradient, and then a ``_second_stage`` of whole variables."""
+    """Whether `update` is an elementwise ``_first_stage``, which overwrites the
+    gradient, followed by a ``_second_stage``, which needs whole variables."""
 
     _by_rows: bool = False
-    """Whether a gradient of zero leaves an element and its state alone."""
+    """Whether a gradient of zero changes neither an element nor its state."""
 
     def __init__(
         self,
@@ -208,9 +208,9 @@ class Optimizer(AnnouncesInitErrors, ABC):
         """Return a handle from which another rank makes a copy without state."""
         if self._servers is None:
             raise ValueError(
-                f"expected an optimizer that was made in the strategy's scope, found "
-                f"{type(self).__name__} of elsewhere in a scheduled function; make it "
-                "there, or in the function"
+                "expected an optimizer that was made in the strategy's scope, found "
+                f"{type(self).__name__} that was made elsewhere, in a scheduled "
+                "function; make it in the scope, or in the function"
             )
         parts = next(_handles), self.rule(), self.learning_rate, self.iterations
         return "optimizer", self.key, parts
@@ -694,7 +694,7 @@ class Optimizer(AnnouncesInitErrors, ABC):
             servers.restored(self)
         if self._accumulation.restored(num_replicas, now):
             get_logger("optimizers").warning(
-                "the checkpoint holds sums of an accumulation that has not ended, and "
+                "the checkpoint has sums of an accumulation that has not ended, but "
                 "accumulate_steps is 1: these gradients are not used"
             )
 

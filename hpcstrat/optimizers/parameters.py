@@ -43,7 +43,7 @@ class Step:
 
 
 Target = tuple[Step, list[Array]]
-"""What to tell an update rule; the arrays of a variable and its state."""
+"""The `Step` that an update rule gets, and the arrays of a variable and its state."""
 
 
 def require_range(

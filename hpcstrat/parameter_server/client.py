@@ -124,7 +124,7 @@ class Client:
         if server in self.mailbox.lost:
             raise UnavailableError(
                 f"expected rank {server}, a parameter server, found that it was lost; "
-                "restore the last checkpoint on those that are left"
+                "restore the last checkpoint on the remaining ranks"
             )
 
     @one_thread_at_a_time

@@ -97,9 +97,9 @@ def apply_at_servers(
     optimizer.require_alone()
     if not isinstance(optimizer.iterations, ServerVariable):
         raise ValueError(
-            f"expected an optimizer that was made in the strategy's scope, found "
-            f"{type(optimizer).__name__} of elsewhere, whose steps nobody could count; "
-            "make it there"
+            "expected an optimizer that was made in the strategy's scope, found "
+            f"{type(optimizer).__name__} that was made elsewhere, whose steps could "
+            "not be counted; make it in the scope"
         )
     found = _checked(pairs)
     _require_whole(optimizer, found)

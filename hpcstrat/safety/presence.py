@@ -49,8 +49,9 @@ CREATES = "creates"
 MADE = "made"
 FAILED = "failed"
 LEFT = "left"
-"""What a rank says of itself: it has imported the library; waits for MPI to start;
-waits in the creation of a strategy; has made it; has failed; has ended."""
+"""Stages that a rank shows in its page: it has imported the library; it waits for MPI
+to start; it waits in the creation of a strategy; it has created the strategy; the
+creation has failed; the rank has ended."""
 
 _FOLDER = "/dev/shm"
 _NAME = "hpcstrat-start-"

@@ -87,8 +87,8 @@ class StrategyRequest:
             )
         if self.survives and self.progress_thread:
             raise ValueError(
-                "expected no progress thread with on_lost_rank='raise', found one, in "
-                "which the loss of a rank could not be handled; leave one of them out"
+                "expected no progress thread with on_lost_rank='raise', found one, "
+                "which could not handle the loss of a rank; omit one of the two options"
             )
         each = self.replicas_per_worker
         if each is not None and not isinstance(each, numbers.Integral):
@@ -253,7 +253,7 @@ def as_loss(topology: Topology, error: Exception) -> Exception:
         return error
     found = RankLostError(
         "expected all ranks to form a strategy, found that one was lost; form another "
-        "of those that are left"
+        "one of the remaining ranks"
     )
     found.__cause__ = error
     return found
@@ -368,8 +368,8 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
         _connections[key] = connection
     elif connection.topology.survives is not request.survives:
         raise ValueError(
-            f"expected on_lost_rank as in the strategies that are open, found "
-            f"{request.on_lost_rank!r}; give all the same, or close them first"
+            "expected on_lost_rank as in the strategies that are open, found "
+            f"{request.on_lost_rank!r}; pass the same to all, or close them first"
         )
     # Replica 0 compares its settings and sends the result, so that either all ranks
     # raise or none.
@@ -377,9 +377,9 @@ def _found(key: Any, request: StrategyRequest) -> Connection:
         settings is not None and settings.differ_from(connection.settings)
     ):
         raise ValueError(
-            f"expected the settings of the strategies that are open, "
-            f"{connection.settings}, found {settings}; close them first, or give "
-            "the settings to the first"
+            "expected the settings of the strategies that are open, "
+            f"{connection.settings}, found {settings}; close them first, or pass the "
+            "settings to the first strategy"
         )
     elif connection.channel is not None:
         connection.channel.failures.meet()

@@ -97,7 +97,7 @@ def _try_mpi() -> None:
     if probe.known(version) is not None:
         return
     get_logger("device").info(
-        "trying what MPI can do with memory of GPUs, once for this kind of node"
+        "testing what MPI can do with GPU memory, once for this kind of node"
     )
     trouble = probe.save(probe.probe(version))
     if trouble:

@@ -115,7 +115,7 @@ class LocalReplicas:
             if any(len(a) != count or k.keys() != names for a, k in given):
                 raise ValueError(
                     f"expected the same arguments in {what} on all replicas, found "
-                    "other numbers or names of them; give the same on all"
+                    "different numbers or names of arguments; pass the same on all"
                 )
             merged = [
                 self.joined([args[i] for args, _ in given], what) for i in range(count)

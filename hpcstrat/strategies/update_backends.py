@@ -24,12 +24,12 @@ class UpdateBackend(Protocol):
     """
 
     sums_whole: bool
-    """Whether each rank has the whole sums, which are the same everywhere.
+    """Whether each rank has the complete sums, equal on all ranks.
 
     If not, ``sharded=True`` and `Optimizer.apply_combined` are refused."""
 
     sums_in_place: bool
-    """Whether sums can be made in the memory in which they are used."""
+    """Whether gradients can be summed in the memory that the update then reads."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from hpcstrat.engine.values import Mirrored
 from hpcstrat.strategies.local_replicas import LocalReplicas
 
 Combine = Callable[..., Tree]
-"""Like `LocalReplicas.reduce_parts`: takes an operation, trees, a label, and out."""
+"""Function with the parameters of `LocalReplicas.reduce_parts`, up to ``out``."""
 
 
 def reduce(

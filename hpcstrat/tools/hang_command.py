@@ -25,7 +25,7 @@ _ADVICE = (
     (
         "which is stopped",
         "somebody, or a debugger, has stopped it; continue it with kill -CONT, or ask "
-        "for who suspends jobs here",
+        "your site who suspends jobs",
     ),
     (
         "(state D)",
@@ -44,29 +44,32 @@ _ADVICE = (
     ),
     (
         "expected to be slow",
-        "it took longer than strategy.expect_slow said: give that more seconds",
+        "it took longer than announced with strategy.expect_slow: pass more seconds",
     ),
     (
         "expects to be slow",
-        "it has said so by strategy.expect_slow; nothing is wrong yet",
+        "the program announced this with strategy.expect_slow; nothing is wrong yet",
     ),
 )
 _ELSEWHERE = (
-    "it is outside of all calls: either its work takes long (use strategy.expect_slow, "
-    "or raise warn_seconds), or it never makes the call that the others are in: look "
-    "for an if that not all ranks take, and for unequal numbers of batches"
+    "it is not in a collective call: either its work takes long (use "
+    "strategy.expect_slow, or raise warn_seconds), or it never makes the call in which "
+    "the others wait: look for a branch that not all ranks execute, and for unequal "
+    "numbers of batches"
 )
 _MOVING = (
-    "all ranks have come to the call, but the data do not arrive: look at the network, "
+    "all ranks have reached the call, but the data do not arrive: look at the network, "
     "and run hpcstrat doctor on these hosts"
 )
 
 
 @click.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False))
-@click.option("--stacks", is_flag=True, help="Show the stacks and tracebacks, too.")
+@click.option(
+    "--stacks", is_flag=True, help="Also show the stacks and tracebacks of the ranks."
+)
 def hang(file: str, *, stacks: bool) -> None:
-    """Explain why a job hung or ended, by its FILE hpcstrat-hang-*.jsonl."""
+    """Explain why a job hung or ended, from its FILE hpcstrat-hang-*.jsonl."""
     events = _read(file)
     console = new_console()
     first, last = (_at(events[i]["time"]) for i in (0, -1))
@@ -161,7 +164,7 @@ def explain(events: list[dict[str, Any]]) -> list[str]:
         ]
         if not report.late:
             found.append(_MOVING)
-    return found or ["no rank was late, and no error is kept: see the job's output"]
+    return found or ["no rank was late, and no error is recorded: see the job's output"]
 
 
 def _advice(one: LateRank) -> str:

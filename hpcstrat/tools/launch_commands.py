@@ -20,7 +20,7 @@ __all__ = ["jax", "torch"]
 @click.option(
     "--replace",
     type=click.Choice(["gloo", "nccl"]),
-    help="Take the place of this backend, which the program names, or leaves to torch.",
+    help="Use hpcstrat if the program requests this backend, or no backend.",
 )
 @click.option("-m", "--module", is_flag=True, help="PROGRAM is a module's name.")
 @click.argument("program")
@@ -33,11 +33,11 @@ def torch(
     \b
         mpirun -n 8 hpcstrat torch --replace gloo train.py --epochs 3
 
-    Each rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT and the like from MPI, where they are not set. The backend "hpcstrat" is
-    known to init_process_group; with --replace the program stays as it is. The number
-    of ranks is the launcher's; without one it is a single one. What stands after
-    PROGRAM is the program's.
+    The command sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT and similar variables from MPI, if they are not set. The program can
+    pass the backend "hpcstrat" to init_process_group. With --replace you need not
+    change the program. The launcher determines the number of ranks; without a launcher
+    there is one rank. Arguments after PROGRAM are passed to the program.
     """
     _become("torch", [replace or ""], program, arguments, module=module)
 
@@ -54,11 +54,12 @@ def jax(program: str, arguments: tuple[str, ...], *, module: bool) -> None:
     \b
         mpirun -n 8 hpcstrat jax train.py --epochs 3
 
-    Each rank is a process of jax.distributed, which is initialized before the program
-    begins, with rank and number from MPI, the address of rank 0, and a GPU for each
-    rank of a node. So jax.devices() has those of all ranks. Where the program calls
-    jax.distributed.initialize() itself, nothing more happens. What stands after PROGRAM
-    is the program's.
+    Each rank is a process of jax.distributed. Before the program begins, the command
+    initializes jax.distributed with the rank and the number of ranks from MPI, the
+    address of rank 0, and one GPU for each rank, if there are GPUs. Therefore
+    jax.devices() lists the devices of all ranks. If the program itself calls
+    jax.distributed.initialize(), that call has no effect. Arguments after PROGRAM are
+    passed to the program.
     """
     _become("jax", [], program, arguments, module=module)
 

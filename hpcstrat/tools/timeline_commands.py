@@ -15,7 +15,7 @@ __all__ = ["timeline"]
 
 @click.group(cls=UncutGroup)
 def timeline() -> None:
-    """Look into timelines, which HPCSTRAT_TIMELINE or strategy.timeline() record."""
+    """Read timelines, which HPCSTRAT_TIMELINE or strategy.timeline() record."""
 
 
 def _opened(directory: str, run: str | None) -> Timeline:
@@ -26,28 +26,39 @@ def _opened(directory: str, run: str | None) -> Timeline:
     # Print to standard error, because a program may read the standard output.
     cut = [file.thread for file in found.files if not file.whole]
     if cut:
-        click.echo(f"ended before their files: {', '.join(cut)}", err=True)
+        click.echo(
+            "incomplete files, of replicas that did not end normally: "
+            f"{', '.join(cut)}",
+            err=True,
+        )
     for path in found.unread:
-        click.echo(f"left out, because nothing is in it: {path}", err=True)
+        click.echo(f"omitted, because it has no clock measurement: {path}", err=True)
     if found.other_runs:
         runs = ", ".join(found.other_runs)
-        click.echo(f"run {found.run}; others with --run: {runs}", err=True)
+        click.echo(
+            f"reading run {found.run}; choose another run with --run: {runs}", err=True
+        )
     return found
 
 
 _directory = click.argument("directory", type=click.Path(exists=True, file_okay=False))
-_run = click.option("--run", help="Which run; default: the newest.")
+_run = click.option(
+    "--run", help="Run to read, if DIRECTORY has several; default: the newest."
+)
 
 
 @timeline.command()
 @_directory
-@click.option("-o", "--output", default="trace.json", show_default=True)
+@click.option(
+    "-o", "--output", default="trace.json", show_default=True, help="File of the trace."
+)
 @_run
 def merge(directory: str, output: str, run: str | None) -> None:
-    """Make one trace of the files in DIRECTORY, for ui.perfetto.dev.
+    """Merge the files in DIRECTORY into one trace for ui.perfetto.dev.
 
-    The clocks of all hosts are put on replica 0's. An output that ends in .gz is
-    compressed. Files of killed jobs are taken as far as they go.
+    The times of all hosts are converted to the clock of replica 0. If the name of the
+    output ends in .gz, the trace is compressed. Incomplete files of killed jobs are
+    read up to their end.
     """
     found = _opened(directory, run)
     try:
@@ -61,7 +72,7 @@ def merge(directory: str, output: str, run: str | None) -> None:
 @_directory
 @_run
 def summary(directory: str, run: str | None) -> None:
-    """Show who was waited for in the files in DIRECTORY."""
+    """Show for which replicas the others waited, from the files in DIRECTORY."""
     found = _opened(directory, run)
     try:
         rows = last_arrivals(found.events())

@@ -31,13 +31,13 @@ class AggregationRule:
     """The rule of one aggregation; all replicas call its methods in the same order."""
 
     divides = False
-    """Whether replicas have parts of the value, not the whole value."""
+    """Whether each replica has a part of the value, not the whole value."""
 
     format_version = 1
     """The lowest version of the checkpoint format that has this aggregation."""
 
     refused_methods: Collection[str] = ()
-    """Methods of variables, such as ``scatter_max``, that have no meaning with it."""
+    """Methods of variables, such as ``scatter_max``, that this aggregation refuses."""
 
     def type_problem(self, dtype: np.dtype[Any]) -> tuple[str, str] | None:
         """Return text and advice for an error about a dtype; None for a valid dtype."""

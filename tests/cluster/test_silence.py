@@ -80,7 +80,8 @@ def test_rank_that_does_not_come_to_the_start_is_named_by_its_neighbor(
         )
         assert re.search(words, ended.stderr), str(ended)
         assert (
-            "rank 2 on another host, of which this host knows nothing" in ended.stderr
+            "rank 2 on another host, about which this host has no information"
+            in ended.stderr
         )
         assert "rank 1 has waited" not in ended.stderr, str(ended)
 

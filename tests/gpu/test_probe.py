@@ -200,7 +200,7 @@ def test_setting_comes_before_the_trial(run: Run, tmp_path: Path) -> None:
 def test_ranks_that_share_a_gpu_are_refused_or_meant_to(run: Run) -> None:
     refused = run(*launch_command(2), *PYTHON, STRATEGY, devices=1)
     assert refused.returncode != 0
-    assert "found ranks 0 and 1 on host" in refused.stderr
+    assert "found that ranks 0 and 1 on host" in refused.stderr
     shared = run(
         *launch_command(2), *PYTHON, STRATEGY, devices=1, HPCSTRAT_SHARE_GPUS="1"
     )
@@ -216,18 +216,18 @@ def _narrow(text: str) -> bool:
 def test_doctor_alone(run: Run) -> None:
     first = run(*DOCTOR)
     assert first.returncode == 0, first.stdout + first.stderr
-    assert "trying what MPI can do" in first.stderr
+    assert "testing what MPI can do" in first.stderr
     assert "GPU 0000:02:00.0" in first.stdout
     assert "yes, contents compared, 8 B, 64 KiB, 4 MiB" in first.stdout
     assert first.stdout.endswith("no problems found\n")
     assert _narrow(first.stdout)
-    assert "trying" not in run(*DOCTOR).stderr
+    assert "testing" not in run(*DOCTOR).stderr
 
 
 @pytest.mark.full
 def test_doctor_tries_again_when_asked(run: Run) -> None:
-    assert "trying" in run(*DOCTOR).stderr
-    assert "trying" in run(*DOCTOR, "--fresh").stderr
+    assert "testing" in run(*DOCTOR).stderr
+    assert "testing" in run(*DOCTOR, "--fresh").stderr
 
 
 def test_doctor_under_mpirun_ends_on_every_rank(run: Run) -> None:
@@ -243,7 +243,7 @@ def test_doctor_names_a_problem_of_the_ranks(run: Run) -> None:
     done = run(*launch_command(2), *DOCTOR, devices=1)
     assert done.returncode != 0
     words = " ".join(done.stdout.split())
-    assert "problems 1. expected a GPU for each rank, found ranks 0 and 1" in words
+    assert "problems 1. expected a GPU for each rank, found that ranks 0 and 1" in words
     assert "no problems" not in done.stdout
 
 

@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
     ended = _scaling(2, output)
     assert ended.returncode == 1, str(ended)
     assert ended.stderr.count("Error: ") == 1, str(ended)
-    assert "to go on with it, found num_replicas 2, there 1" in ended.stderr
+    assert "to continue that run, found num_replicas 2 instead of 1" in ended.stderr
     assert ended.tracebacks == []
     step = ("--step", f"{STEPS}:make_step")
     few = _scaling(2, tmp_path / "few.json", "--parts", "input", "--batch-size", 1)

@@ -230,7 +230,7 @@ def test_loss_of_a_spare_disturbs_nobody(expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        ({"min_replicas": 3}, "expected at least 3 replicas to go on with, found 2"),
+        ({"min_replicas": 3}, "expected at least 3 replicas to continue, found 2"),
         ({"max_losses": 0}, "expected at most 0 lost ranks, found 1"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_late_rank_is_explained(tmp_path: Path) -> None:
     assert "in the program" in text
     assert "waits in a call" in text
     assert "What to look at: - rank 1 on" in text
-    assert "it is outside of all calls" in text
+    assert "it is not in a collective call" in text
     assert "time.sleep" not in text
     shown = _explained(tmp_path, "--stacks")
     assert "stack of rank 1:" in shown

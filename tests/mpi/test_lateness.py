@@ -92,7 +92,7 @@ def _check_timeline(folder: Path, *, cut: bool) -> Any:
     command = ["timeline", "merge", str(folder), "-o", str(output)]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0, result.output
-    assert ("ended before their files: " in result.output) is cut
+    assert ("incomplete files, of replicas" in result.output) is cut
     timeline = open_timeline(str(folder))
     tracks = check_trace(event for _, event in timeline.events())
     assert len(tracks) == NUM_RANKS

@@ -44,8 +44,8 @@ MUTANTS = (
     _m(
         "repeated: a plan is repeated for arrays of another type",
         "2:repeats",
-        "kinds = [(array.dtype, array.shape) for array in arrays]\n        # All",
-        "kinds = [array.shape for array in arrays]\n        # All",
+        "kinds = [(array.dtype, array.shape) for array in arrays]",
+        "kinds = [array.shape for array in arrays]",
     ),
     _m(
         "repeated: results are written over values that are still to be read",

@@ -133,7 +133,7 @@ def read_vouched(file: int, path: str) -> Vouched:
     if record[: len(_MAGIC)] != _MAGIC or _SELF.unpack(record[-_SELF.size :]) != (
         block_hash(body),
     ):
-        raise _damaged(path, "no whole commit record at its end")
+        raise _damaged(path, "no complete commit record at its end")
     _, version, step, num_replicas, *places, num_blocks, root = _FIELDS.unpack_from(
         record
     )
@@ -152,7 +152,7 @@ def read_vouched(file: int, path: str) -> Vouched:
         and plan.data_start <= 2 * plan.table_start + 8 * num_blocks + _MORE_BYTES
     )
     if not sound:
-        raise _damaged(path, "numbers that do not fit each other in its commit record")
+        raise _damaged(path, "inconsistent numbers in its commit record")
     if plan.size != size:
         raise _damaged(path, f"{size} bytes where its commit record says {plan.size}")
     hasher, table = xxhash.xxh3_128(), bytearray()
@@ -163,15 +163,17 @@ def read_vouched(file: int, path: str) -> Vouched:
         # Drop the zeros that pad the hashes to the end of a page.
         del table[8 * num_blocks :]
     if hasher.digest() != root:
-        raise _damaged(path, "names, types or hashes that are not as they were written")
+        raise _damaged(
+            path, "names, types or hashes that have changed since they were written"
+        )
     hashes = np.frombuffer(bytes(table), "<u8", num_blocks).astype(np.uint64)
     return Vouched(step, num_replicas, plan, hashes, root)
 
 
 def _damaged(path: str, found: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"expected a whole checkpoint at {path}, found {found}; restore an older one, "
-        "or remove it"
+        f"expected a complete checkpoint at {path}, found {found}; restore an older "
+        "one, or remove it"
     )
 
 
@@ -268,8 +270,8 @@ class Blocks(contextlib.AbstractContextManager["Blocks"]):
             ) from error
         if block_hash(data.data) != int(self.vouched.hashes[block]):
             raise CorruptCheckpointError(
-                f"expected the data of {self.path} as they were written, found other "
-                f"ones in bytes {start} to {stop}; restore an older checkpoint"
+                f"expected the data of {self.path} as they were written, found that "
+                f"bytes {start} to {stop} have changed; restore an older checkpoint"
             )
         return data
 

@@ -17,7 +17,7 @@ import numpy as np
 __all__ = ["MOST_STATE_BYTES", "as_text", "from_text", "is_typed"]
 
 MOST_STATE_BYTES = 256 << 20
-"""Of all objects together; as many readers take."""
+"""Largest plain state of all objects together; readers refuse larger states."""
 
 # A level of state becomes up to three levels of JSON, and readers allow about 1000.
 _MOST_DEPTH = 100
@@ -66,7 +66,7 @@ def as_text(name: str, state: Any) -> bytes:
         place = "".join(error.place[: -_MOST_SHOWN - 1 : -1])
         place += "..." * (len(error.place) > _MOST_SHOWN)
         raise ValueError(
-            f"expected plain state of {name!r}, which comes back as it was, found "
+            f"expected plain state of {name!r} that a restore returns unchanged, found "
             f"{error.found} at state{place}; {error.advice}"
         ) from None
 
@@ -92,7 +92,7 @@ def _plain(value: Any, depth: int) -> Any:
         return value
     if depth > _MOST_DEPTH:
         raise _UnkeptError(
-            f"lists and dicts in one another more than {_MOST_DEPTH} deep",
+            f"lists and dicts nested more than {_MOST_DEPTH} deep",
             "flatten them",
         )
     if kind is list:
@@ -157,7 +157,7 @@ def _plain_scalar(value: Any) -> Any:
     if base is not None:
         # After a restore, the value would be of the base class: refuse it.
         name = base.__name__
-        advice = f"turn it into {name} before, and back after a restore"
+        advice = f"turn it into {name} before a save, and back after a restore"
     elif hasattr(value, "__array__") and not isinstance(value, np.generic):
         advice = "keep arrays and tensors in Variables, and give these to the manager"
     raise _UnkeptError(f"a value of type {found}", advice)

@@ -362,7 +362,8 @@ def _readable(path: str) -> Iterator[None]:
     except _UNREADABLE as error:
         if isinstance(error, OSError) and error.errno in PASSING:
             raise CheckpointError(
-                f"expected to read {path}, found: {error}; it may be whole: try again"
+                f"expected to read {path}, found: {error}; the file may be intact: try "
+                "again"
             ) from error
         # Find the kind of file only after an error, because this opens the file again.
         other = other_file(path)

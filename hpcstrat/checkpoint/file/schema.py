@@ -60,13 +60,13 @@ COMMIT = "hpcstrat/commit"
 """Dataset that is the commit record."""
 
 INDEX = "hpcstrat/index"
-"""Dataset of bytes: all variables and their places. Older files have none."""
+"""Dataset of bytes: all variables and their places. Older files have no index."""
 
 METRICS = "hpcstrat/metrics"
-"""Group whose attributes are the metrics of a save; only where there are any."""
+"""Group whose attributes are the metrics of a save; it is missing without metrics."""
 
 RESERVED = ("variables", "iterators", "rng", "python", "hpcstrat")
-"""Groups with a meaning of their own; no object may have such a name."""
+"""Groups of the file format; no object may have one of these names."""
 
 _MOST_STEPS = 10**18
 _NAME = re.compile(r"ckpt-(\d{1,18})\.h5")
@@ -198,7 +198,7 @@ def stored_dtype(name: str, itemsize: int) -> np.dtype[Any] | None:
 
 
 MOST_INDEX_BYTES = 64 << 20
-"""A file of so many variables that its index is longer has none."""
+"""Largest index; a file whose index would be longer has no index."""
 
 # Digits of the largest offset in an HDF5 file.
 _MOST_DIGITS = 19

@@ -50,7 +50,7 @@ def datasets(group: h5py.Group) -> Iterator[tuple[str, h5py.Dataset]]:
         address = h5o.get_info(found).addr
         if address in seen or path.count("/") > _MOST_DEPTH:
             raise ValueError(
-                f"groups are in themselves, or more than {_MOST_DEPTH} in one another"
+                f"groups contain themselves, or are nested more than {_MOST_DEPTH} deep"
             )
         seen.add(address)
         links = found.links

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 OWNER = ".owner"
-"""Name of the file that is locked."""
+"""Name of the file that the process that owns a folder has locked."""
 
 # Environment variables of launchers whose value is the same only within one job.
 _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID")
@@ -226,8 +226,8 @@ def _refusal(directory: str, record: dict[str, Any]) -> CheckpointError:
         )
     return CheckpointError(
         f"expected to be the only job that saves in {directory}, found {who}, whose "
-        "checkpoints would be removed as old; give each job a folder of its own, or "
-        "end that one"
+        "checkpoints this job would remove as old; give each job its own folder, or "
+        "end the other job"
     )
 
 

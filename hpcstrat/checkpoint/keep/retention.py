@@ -364,7 +364,8 @@ def find_restorable(
     if found is None and passed_over:
         raise CheckpointError(
             f"expected a checkpoint in {directory} that can be read, found "
-            f"{len(passed_over)} that cannot; move them away to start anew"
+            f"{len(passed_over)} that cannot be read; move them to another folder to "
+            "start from the beginning"
         )
     return found, passed_over
 

@@ -52,7 +52,7 @@ __all__ = [
     "value_of",
 ]
 
-_OF_GROUPS = "has a value for each group of replicas, and the variable wants one"
+_OF_GROUPS = "has a value for each group of replicas, but the variable needs one value"
 _POLICIES = ("error", "first", "cycle", "init")
 
 
@@ -178,8 +178,8 @@ def _tell_losses(path: str, value: Array, dtype: np.dtype[Any]) -> None:
     if lost.any():
         first = value[lost][0]
         get_logger("checkpoint").warning(
-            "restored %s as %s, which does not hold %d of its %d saved values, such as "
-            "%s; restore it into a variable of %s, or look at what became of them",
+            "restored %s as %s, which cannot represent %d of its %d saved values, such "
+            "as %s; restore it into a variable of %s, or check the restored values",
             *(path, dtype, np.count_nonzero(lost), value.size, first, value.dtype),
         )
 
@@ -254,7 +254,9 @@ def match_entries(
         matches.append(Match(entry, target, *owner, per_replica=per_replica))
     problems += objects.state_problems(header, only)
     if unused and not expect_partial:
-        problems.append(f"nothing takes {', '.join(unused)} (pass expect_partial=True)")
+        problems.append(
+            f"no object restores {', '.join(unused)} (pass expect_partial=True)"
+        )
     if problems:
         raise CheckpointMismatchError(
             f"expected the checkpoint of step {header.step} to fit the program, found "
@@ -310,7 +312,7 @@ def renamed(header: Header, names: Mapping[str, str]) -> Header:
         problems.append(f"{', '.join(unknown)} is not in the checkpoint")
     if problems:
         raise CheckpointMismatchError(
-            f"expected rename to name what the checkpoint of step {header.step} holds, "
+            f"expected rename to use names in the checkpoint of step {header.step}, "
             f"found that {'; '.join(problems)}; nothing was restored: see its names "
             "with `hpcstrat ckpt show`"
         )
@@ -346,7 +348,7 @@ def _misfit(entry: Entry, variable: Variable, allow_cast: bool) -> str:
         none = variable.aggregation is VariableAggregation.NONE
         apart = isinstance(variable, SyncOnReadVariable) and none
         if entry.aggregation == "none" and not apart:
-            return "has a value for each replica, and the variable wants one"
+            return "has a value for each replica, but the variable needs one value"
         shape = shape[1:]
     if shape != variable.shape:
         return f"has shape {shape}, not {variable.shape}"

@@ -208,7 +208,7 @@ def _unreadable(path: str, problem: Exception) -> CheckpointError:
     advice = "free memory"
     if isinstance(problem, OSError) and problem.errno in NO_DESCRIPTORS:
         advice = "close files, or raise their number (ulimit -n)"
-    return CheckpointError(f"{found}; it may be whole: {advice}, and try again")
+    return CheckpointError(f"{found}; the file may be intact: {advice}, and try again")
 
 
 def _raise_together(strategy: Replicas, error: Exception | None, path: str) -> None:
@@ -469,7 +469,8 @@ class _ParallelRead:
                     self._kept[block] = self._blocks.read(block, slot)
                 except Exception as problem:
                     error = CorruptCheckpointError(
-                        f"{problem} (variables hold values of two moments now)"
+                        f"{problem} (some variables already have restored values, "
+                        "others still have their old values)"
                     )
         _raise_together(self._strategy, error, self._file.path)
 

@@ -88,8 +88,9 @@ class Restorer:
         now = strategy.settings.math_threads if strategy.logical else saved
         if saved and now != saved and strategy.rank == 0:
             get_logger("checkpoint").warning(
-                "restored step %d of a run with math_threads=%d into one with %s, "
-                "which gives other bits; set HPCSTRAT_MATH_THREADS=%d for the same",
+                "restored step %d of a run with math_threads=%d into a run with %s, "
+                "whose results have other bits; set HPCSTRAT_MATH_THREADS=%d for the "
+                "same bits",
                 *(header.step, saved, now, saved),
             )
 

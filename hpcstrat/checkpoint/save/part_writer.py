@@ -34,7 +34,7 @@ KINDS_OF_WORK = ("copy", "hash", "write", "flush")
 NUM_THREADS = 2
 _MOST_COPIERS = 4
 RING_SLOTS = 4
-"""How many threads, and places for blocks, there are where the caller waits."""
+"""Number of threads, and of places for blocks, if the caller waits for the threads."""
 
 
 class PartWriter:

@@ -149,9 +149,9 @@ class Publication:
         there = identity_of(self.path)
         if there is not None and there != self.found:
             raise CheckpointError(
-                f"expected {self.path} to stay as it was while it was being "
+                f"expected no other process to write {self.path} while it was being "
                 "replaced, found a new file there; another job saves in this folder: "
-                "use another one"
+                "use another folder"
             )
         return there is not None
 
@@ -168,9 +168,10 @@ class Publication:
                 left.append(f"{os.path.basename(path)} ({error.strerror})")
         if left:
             raise CheckpointError(
-                f"expected to remove the checkpoints of later steps than that of "
-                f"{self.path}, which is saved, found that these stay: "
-                f"{', '.join(left)}; remove them, or they are restored as the newest"
+                f"expected to remove the checkpoints of later steps than {self.path}, "
+                "which is saved, found that these could not be removed: "
+                f"{', '.join(left)}; remove them, or a restore will choose them as the "
+                "newest"
             )
         if self.abandoned:
             flush_folder(os.path.dirname(self.path))
@@ -324,7 +325,9 @@ class PendingSave:
         except OSError as problem:
             # The main threads will exchange the outcome instead.
             self._unheard = True
-            get_logger("checkpoint").debug("no verdict on %s: %s", self.order, problem)
+            get_logger("checkpoint").debug(
+                "the outcome of %s could not be read: %s", self.order, problem
+            )
 
     def _where(self, rank: int) -> tuple[str, FileLayout, tuple[int, int], bytes]:
         """Return the arguments of `read_verdict` for the replica of this rank."""
@@ -384,7 +387,7 @@ class PendingSave:
         if error is not None or not done:
             get_logger("checkpoint").warning(
                 "expected the save of %s to be done at the end of the program, found "
-                "%s; it is dropped: call wait() or close() before the end",
+                "%s; the save is dropped: call wait() or close() before the end",
                 self.order.path,
                 error or "that this replica still writes",
             )

@@ -65,15 +65,16 @@ class _OpenFile:
             self.number = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"expected the file {path}, of which rows are to be read, found it "
-                "gone; put it back, and make the data set anew"
+                f"expected the file {path}, whose rows are to be read, found that it "
+                "was removed; restore the file, and make the data set again"
             ) from error
         status = os.fstat(self.number)
         found = status.st_size, status.st_mtime_ns
         if found != seen:
             raise ValueError(
                 f"expected {path} as it was when the data set was made ({seen[0]} "
-                f"bytes), found it changed ({found[0]} bytes); make the data set anew"
+                f"bytes), found that it has changed ({found[0]} bytes); make the data "
+                "set again"
             )
 
     def __del__(self) -> None:
@@ -151,7 +152,8 @@ class ContiguousColumn:
         if done < len(rows):
             raise ValueError(
                 f"expected row {rows[done]} at {offsets[done]} of {self._path}, found "
-                "the file's end before: it was shortened; make the data set anew"
+                "that the file ends before it: it was shortened; make the data set "
+                "again"
             )
         if self._stored != self.dtype and places is None:
             out.byteswap(inplace=True)

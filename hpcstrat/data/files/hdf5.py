@@ -110,7 +110,7 @@ def _through_h5py(
         if os.stat(path).st_size < known:
             raise ValueError(
                 f"expected {known} bytes in {path}, found that it was shortened; make "
-                "the data set anew"
+                "the data set again"
             )
         rows = slice(slab * size, min((slab + 1) * size, num_rows))
         found: Array = dataset.asstr()[rows] if is_text else dataset[rows]
@@ -251,7 +251,7 @@ class _Chunks:
         if len(packed) < size:
             raise ValueError(
                 f"expected a chunk of {size} bytes at {offset} of {self._path}, found "
-                f"{len(packed)}: the file was shortened; make the data set anew"
+                f"{len(packed)}: the file was shortened; make the data set again"
             )
         try:
             self._unpack(packed, chunk.reshape(-1).view(np.uint8))

@@ -85,7 +85,7 @@ class _File:
             )
             raise ValueError(
                 f"expected columns with the same number of rows in {path}, found "
-                f"{{{shown}}}; choose those of the examples by columns="
+                f"{{{shown}}}; choose the columns of the examples with columns="
             )
         self.num_rows = next(iter(lengths.values()))
 
@@ -237,8 +237,8 @@ def _require_alike(first: _File, other: _File) -> None:
         differing = sorted(set(first.columns) ^ set(other.columns))[:_SHOWN]
         raise ValueError(
             f"expected the same columns in {first.path} and {other.path}, found "
-            f"{', '.join(differing)} in one of them only; choose those of all files by "
-            "columns="
+            f"{', '.join(differing)} in one of them only; choose columns that all "
+            "files have with columns="
         )
     for name, column in first.columns.items():
         found = other.columns[name]

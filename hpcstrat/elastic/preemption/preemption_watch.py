@@ -103,7 +103,8 @@ class PreemptionWatch:
             except Exception as error:
                 # An error of the program's function must not end this thread.
                 get_logger("preemption").warning(
-                    "the termination_watcher_fn raised %s: %s; that is no notice",
+                    "the termination_watcher_fn raised %s: %s; this does not count as "
+                    "a notice",
                     type(error).__name__,
                     error,
                 )

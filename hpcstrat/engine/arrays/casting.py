@@ -47,11 +47,12 @@ _DEFAULTS = (
 
 
 without_fp_warnings = np.errstate(all="ignore")
-"""Decorates functions whose own arithmetic gives no floating-point warnings.
+"""Decorator of functions; it suppresses floating-point warnings of their arithmetic.
 
-A sum that overflows to infinity is a value like any other: with warnings as errors, or
-numpy.seterr, it would take one rank out of a call that the others are in. Do not call
-functions of the program inside: they keep the program's settings.
+A sum that overflows to infinity is a valid result. If its warning became an error, by a
+warnings filter or by numpy.seterr, one rank would leave a call in which the other ranks
+wait. A decorated function must not call functions of the program, because the program's
+own settings must apply to them.
 """
 # Functions decorated by numpy.errstate are called from NumPy's frames, which must not
 # be reported as the program's call site.
@@ -88,7 +89,7 @@ def call_without_fp_warnings(
 
 
 assign: Any = operator.setitem
-"""Assign by `call_without_fp_warnings`: faster than ``numpy.copyto``."""
+"""Assignment for `call_without_fp_warnings`; it is faster than ``numpy.copyto``."""
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
@@ -120,8 +121,8 @@ def cast(array: Array, dtype: np.dtype[Any]) -> Array:
         if _holds(result, array, wanted):
             return result
     raise ValueError(
-        f"expected values that {dtype} holds, found {array.dtype} {array!r:.80}; cast "
-        "them with astype, where a loss is meant"
+        f"expected values that {dtype} can represent, found {array.dtype} "
+        f"{array!r:.80}; cast them with astype, if the loss is intended"
     )
 
 
@@ -157,8 +158,9 @@ def unmasked(value: Any) -> Any:
     """Return the value; raise ValueError if it is an array with a mask."""
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(
-            "expected an array without a mask, found a masked array, whose mask does "
-            "not travel between replicas; fill it first, or give its data and its mask"
+            "expected an array without a mask, found a masked array, whose mask would "
+            "not be sent to other replicas; fill it first, or pass its data and its "
+            "mask"
         )
     return value
 

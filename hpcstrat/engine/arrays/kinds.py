@@ -114,9 +114,10 @@ def _unreadable(value: Any, reader: str, error: Exception) -> ValueError:
         raise error
     kind = type(value)
     return ValueError(
-        f"expected an array that {reader} can read, found a {kind.__module__}."
-        f"{kind.__qualname__} of {getattr(value, 'dtype', 'no dtype')}: {error}; "
-        "detach it from what computes gradients, or cast it"
+        f"expected an array that {reader} can read, found a "
+        f"{kind.__module__}.{kind.__qualname__} of "
+        f"{getattr(value, 'dtype', 'no dtype')}: {error}; detach it from the gradient "
+        "computation, or cast it"
     )
 
 
@@ -159,8 +160,8 @@ def as_array(value: ArrayLike, dtype: Any = None) -> Array:
         )
     if array.dtype.hasobject:
         raise TypeError(
-            f"expected an array that is all in one place, found dtype {array.dtype}, "
-            "which refers to other memory; use a type of fixed size"
+            "expected an array that contains all of its data, found dtype "
+            f"{array.dtype}, which refers to other memory; use a type of fixed size"
         )
     if wanted is not None:
         array = cast(array, wanted)

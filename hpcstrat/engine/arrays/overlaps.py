@@ -22,7 +22,7 @@ _MOST_WORK = 10_000
 _FEW = 8
 
 _Place = tuple[int, int, int]
-"""Start and end in memory, and index of the array."""
+"""Start and end of an array in memory, and the array's index."""
 
 
 def overlap(outs: list[Any], arrays: list[Array]) -> tuple[int, int] | None:

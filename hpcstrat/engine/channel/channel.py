@@ -316,8 +316,8 @@ class Channel:
                 return
         if not self.waiter.wait_data(awaited, call):
             raise CollectiveError(
-                f"expected every rank in the same step of {call.text}, found "
-                "another call's; end the program on every rank"
+                f"expected every rank in the same step of {call.text}, found a step of "
+                "another call; end the program on every rank"
             )
 
     def forget_done(self) -> None:

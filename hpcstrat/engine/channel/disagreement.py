@@ -159,8 +159,8 @@ def explain(announcements: Sequence[Announcement]) -> CollectiveError:
         "; a rank has left out a step, or made one too many: end the program, restore "
         "a checkpoint or make a new strategy, on every rank"
         if steps
-        else ", but that a rank was interrupted in an earlier call, or left it out; "
-        "make the same calls on every rank"
+        else ", but a rank was interrupted in an earlier call, or omitted it; make the "
+        "same calls on every rank"
     )
     return CollectiveError(
         "expected all ranks at the same point of the program, found that "

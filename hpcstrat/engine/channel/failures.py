@@ -76,7 +76,7 @@ class RankLoss:
         if topology.survives:
             self.wake()
             known.update(self._told(bool(known)))
-            advice = "leave this strategy, and form one of the ranks that are left"
+            advice = "leave this strategy, and make a new one of the remaining ranks"
         ranks = sorted(known)
         who = f"the processes of ranks {ranks} have" if ranks else "a rank has"
         text = f"expected all ranks in {what}, found that {who} died; {advice}"
@@ -100,8 +100,8 @@ class RankLoss:
         assert self.error is not None
         ranks = self.error.ranks
         return RankLostError(
-            f"expected a strategy of living ranks for {what}, found that of lost ranks "
-            f"{list(ranks)}; leave it, and form one of the ranks that are left",
+            f"expected a strategy of living ranks for {what}, found one with the lost "
+            f"ranks {list(ranks)}; leave it, and make a new one of the remaining ranks",
             ranks,
         )
 

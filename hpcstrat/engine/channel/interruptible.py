@@ -21,13 +21,13 @@ from hpcstrat.engine.topology.topology import Topology
 __all__ = ["EAGER_BYTES", "PIECE_BYTES", "InterruptibleComm"]
 
 PIECE_BYTES = 1 << 20
-"""Size of the pieces; the fastest in the all-reduce of 64 MiB on two ranks."""
+"""Size of the pieces of an array; the fastest in sums of 64 MiB on two ranks."""
 
 EAGER_BYTES = 48 << 10
-"""Size of messages that MPI sends at once.
+"""Size of messages that MPI sends at once, without an answer of the receiver.
 
-Over TCP, it sends more than 64 KiB only when the other rank has answered, and that
-answer stands in the queue behind the data of other messages.
+Over TCP, MPI sends a message of more than 64 KiB only after the receiver has answered,
+and this answer waits in the queue behind the data of other messages.
 """
 
 # Limits of one MPI call, because many MPI libraries do not support counts and

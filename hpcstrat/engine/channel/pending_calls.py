@@ -296,9 +296,9 @@ class PendingCalls(deque[PendingCall]):
         mpi, comm = topology.mpi, topology.replica_comm
         if not all(comm.allgather(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)):
             raise TopologyError(
-                "expected MPI with THREAD_MULTIPLE for a progress thread, found it "
-                "started with less; create this strategy first, or start MPI "
-                "accordingly"
+                "expected MPI with THREAD_MULTIPLE for a progress thread, found a "
+                "lower level; create this strategy before MPI starts, or start MPI "
+                "with MPI_THREAD_MULTIPLE"
             )
         if self._thread is None:
             pause = _SHARED_PAUSE_SECONDS if topology.cores_each < 2 else _PAUSE_SECONDS

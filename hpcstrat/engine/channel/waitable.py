@@ -44,7 +44,7 @@ class Waitable(Protocol):
 
 
 WaitSteps = Iterator[Waitable]
-"""The things for which a call waits, one after the other."""
+"""The steps of a call, for which the channel waits one after the other."""
 
 
 class HeaderPayload(Protocol):
@@ -79,7 +79,7 @@ class HeaderStep(Waitable):
 
 
 HEADER: Final = HeaderStep()
-"""An algorithm yields it once it has done all that it can do before the header."""
+"""An algorithm yields this after all work that does not need the header of the call."""
 
 
 def exhaust(steps: WaitSteps) -> None:

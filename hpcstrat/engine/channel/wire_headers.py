@@ -37,7 +37,7 @@ __all__ = ["HEADER_BYTES", "WireHeaders", "room_bytes"]
 
 _HEADER = struct.Struct("=4q")
 HEADER_BYTES = _HEADER.size
-"""Size of a header between workers; values begin behind it."""
+"""Size of a header between workers; the values that it carries follow it."""
 
 # The header that reports a difference. No rank posts such a header for a call, because
 # sequence numbers are positive.

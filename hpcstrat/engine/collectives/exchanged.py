@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 PART_BYTES = 256 << 10
-"""Size of a message; large enough for Python, small enough to keep a wire busy."""
+"""Size of a message: smaller ones cost time of Python, larger ones idle the network."""
 
 MOST_EXCHANGING = 64
-"""More ranks leave it to MPI: each would send as many messages."""
+"""Most ranks that exchange parts: a rank sends a message to each of the others."""
 
 FEW_EXCHANGING = 4
-"""Up to this number, ranks exchange parts of any size."""
+"""Up to this number of ranks, parts of any size are exchanged."""
 
 # Pairs ``(p, nbytes)``: up to ``p`` ranks exchange parts of at least ``nbytes`` bytes.
 # MPI's allreduce sends ``2 log2(p)`` messages per rank instead of ``2 (p - 1)``, but

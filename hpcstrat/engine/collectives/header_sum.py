@@ -22,7 +22,7 @@ from hpcstrat.engine.typing import Array
 __all__ = ["IN_HEADER", "HeaderSum", "fits_header", "header_bytes"]
 
 IN_HEADER = "in the header of the call"
-"""Says in words how it is done, as `Choice.how`."""
+"""Description of a sum in the header, for `Choice.how`."""
 
 # The size of values in a header is a multiple of this number, the alignment of long
 # doubles.

@@ -32,7 +32,7 @@ from hpcstrat.engine.typing import Array
 __all__ = ["LEAST_MAPPED_BYTES", "MappedMemory", "reduce_in_mapped_memory"]
 
 LEAST_MAPPED_BYTES = 512 << 10
-"""Size of a call from which it pays to look for areas."""
+"""Least size of a call for which it saves time to look for areas."""
 
 # State of an array: in no area, in an area that all ranks have mapped, or in an area
 # that its rank offers for mapping.

@@ -31,7 +31,7 @@ _POOL_BYTES = 4 << 20
 _POOLED_BYTES = 256 << 10
 
 SlicedPiece = tuple[Piece, Array | None]
-"""A run for each rank that has a slice, and where the sum of this rank's goes."""
+"""A run for each rank with a slice, and the array for the sum of this rank's run."""
 
 
 def write_between(write: Callable[[], None], call: Call, channel: Channel) -> WaitSteps:

@@ -191,8 +191,8 @@ def _twice(views: Sequence[View], gpus: Sequence[Gpu], host: str) -> str:
             ")"
         )
     return (
-        f"expected a GPU for each rank, found ranks {_words(ranks)} on host {host} "
-        f"with one, {gpu}: {_count(len(views), 'rank')} of this host see "
+        f"expected a GPU for each rank, found that ranks {_words(ranks)} on host "
+        f"{host} share {gpu}: {_count(len(views), 'rank')} of this host see "
         f"{_count(len(there), 'GPU')}; {advice}, or share it on purpose with {_SHARE}, "
         "or leave GPUs alone with HPCSTRAT_DEVICE=cpu"
     )

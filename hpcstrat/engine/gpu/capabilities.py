@@ -149,8 +149,8 @@ def _mpi(topology: Topology) -> list[_Found]:
     report = topology.worker_comm.bcast(report)
     if report is None:
         reason = (
-            f"{_where(topology)}: it was not tried yet whether MPI takes memory of "
-            "GPUs; run hpcstrat doctor on such a node"
+            f"{_where(topology)}: it has not been tested yet whether MPI can read GPU "
+            "memory; run hpcstrat doctor on such a node"
         )
         return [(False, reason)] * len(names)
     answers = [report.answer(operations) for operations in names]

@@ -99,8 +99,9 @@ template <class T, int LANES> struct alignas(sizeof(T) * LANES) Group {
     T lane[LANES];
 };
 
-// One number at any address. A complex number may be aligned to its parts only; copying
-// it as one word would then be a misaligned access, which ends the CUDA context.
+// One number at any address. A complex number may be aligned only to the size of its
+// parts; copying it as one word would then be a misaligned access, which ends the CUDA
+// context.
 template <class T> struct Group<T, 0> {
     enum { COUNT = 1 };
     T lane[1];

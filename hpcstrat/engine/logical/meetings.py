@@ -225,8 +225,8 @@ class Meetings:
             values, outs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             if any(given is None for given in outs):
                 raise CollectiveError(
-                    f"expected out on all replicas in {label}, found it on some; give "
-                    "one on all, or on none"
+                    f"expected out on all replicas in {label}, found it on some "
+                    "replicas only; pass one on all replicas, or on none"
                 )
             first = self._sums.reduce(op, values, what, options, out=outs[0])
             leaves, _ = flatten(first)

@@ -24,10 +24,10 @@ __all__ = ["TreeOrder"]
 _BLOCK = 1 << 15
 
 Empty = Callable[[tuple[int, ...], np.dtype[Any]], Array]
-"""Makes an array of a shape and type."""
+"""Function that makes an array of a shape and type."""
 
 _Node = tuple[int, int]
-"""A subtree: the number of levels below its root, and which one of that level it is."""
+"""A subtree: the number of levels below its root, and its index at that level."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ __all__ = ["Turns"]
 _numbers = itertools.count()
 
 Act = Callable[[list[Any]], Sequence[Any]]
-"""Makes a call for all replicas: takes their arguments, returns their results."""
+"""Function that makes a call for all replicas: arguments in, results out."""
 
 
 class _Stopped(BaseException):

@@ -20,7 +20,7 @@ import numpy as np
 __all__ = ["VERSION", "load", "load_reader", "load_update_rules", "type_codes"]
 
 VERSION = 4
-"""Of the kernel that this package knows: one built from another version is not used."""
+"""Version of the kernel that this package can use; other versions are ignored."""
 
 _READER_VERSION = 2
 _RULES_VERSION = 1

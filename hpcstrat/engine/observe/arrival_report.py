@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["BINS", "ROW_BYTES", "ArrivalReport", "ReplicaArrivals"]
 
 BINS = 28
-"""Number of ranges of the histogram; the last one begins at a minute."""
+"""Number of ranges of the histogram of waits; the last range begins at one minute."""
 
 _MOST_AWAITED = 4
 _MOST_ROWS = 24

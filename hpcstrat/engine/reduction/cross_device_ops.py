@@ -48,7 +48,7 @@ class CrossDeviceOps:
     """
 
     _details = ""
-    """Parameters that ranks must agree on, which `describe` names."""
+    """Text about parameters that must be equal on all ranks, for `describe`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse ``_gather_implementation``, which this library would never call."""

@@ -105,8 +105,9 @@ def _own_memory(out: Any) -> Any:
         array, again = np.from_dlpack(out), np.from_dlpack(out)
     except (BufferError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"expected memory that can be written as out, found a "
-            f"{type(out).__qualname__}: {error}; detach it from what computes gradients"
+            "expected memory that can be written as out, found a "
+            f"{type(out).__qualname__}: {error}; detach it from the gradient "
+            "computation"
         ) from error
     # If DLPack made copies, the two arrays differ in memory: results would be lost.
     shared = np.may_share_memory(array, again) or not array.size

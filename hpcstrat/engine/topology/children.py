@@ -38,7 +38,7 @@ def refuse_children() -> None:
     if inherits and (is_of_multiprocessing() or os.getpid() != _imported_by):
         raise TopologyError(
             "expected a strategy in a process that the launcher has started, found "
-            f"process {os.getpid()}, which such a process has made, and which has no "
-            "part in MPI; make strategies below `if __name__ == '__main__':`, which "
-            "children do not run, and give them arrays only"
+            f"process {os.getpid()}, which is a child of such a process, and cannot "
+            "use MPI; make strategies below `if __name__ == '__main__':`, which child "
+            "processes do not run, and pass only arrays to them"
         )

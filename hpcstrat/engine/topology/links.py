@@ -31,7 +31,7 @@ from hpcstrat.errors import CollectiveError
 __all__ = ["Link", "Links", "Outlier", "find_outliers", "measure_links", "partner"]
 
 MOST_IN_FULL = 64
-"""With more workers than this, only some pairs are measured: all would take minutes."""
+"""Most workers whose pairs are all measured; all pairs of more would take minutes."""
 
 _MIB = 1 << 20
 _NBYTES = 4 * _MIB
@@ -202,7 +202,7 @@ def _await(request: Any, deadline: float) -> None:
     if not finish([request], deadline, naps=True):
         raise CollectiveError(
             "expected all ranks to measure their links, found that some did not come, "
-            "or did not get on, in time; look at the hosts that do not answer"
+            "or did not finish, in time; look at the hosts that do not answer"
         )
 
 

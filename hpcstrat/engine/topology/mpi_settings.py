@@ -76,7 +76,7 @@ def _gtl(environment: Mapping[str, str], library: str, has_gtl: bool) -> str:
         "MPICH_GPU_SUPPORT_ENABLED=1, found that Python has not loaded it, so that MPI "
         "will say that the GTL library is not linked; set LD_PRELOAD to "
         f"{folder}/gtl/lib/libmpi_gtl_cuda.so (AMD: libmpi_gtl_hsa.so), or unset "
-        "MPICH_GPU_SUPPORT_ENABLED where no GPU is used"
+        "MPICH_GPU_SUPPORT_ENABLED if no GPU is used"
     )
 
 
@@ -113,7 +113,8 @@ def _ucx_transports(
     if networked and not find(_INFINIBAND):
         return (
             f"expected InfiniBand, because UCX_TLS has {', '.join(networked)}, found "
-            "none on this host; unset UCX_TLS, with which UCX takes what there is"
+            "none on this host; unset UCX_TLS, so that UCX chooses among the existing "
+            "networks"
         )
     if words and "all" not in words and not set(words) & _UCX_IN_MEMORY:
         return (
@@ -132,7 +133,8 @@ def _provider(environment: Mapping[str, str], find: Callable[[str], list[str]]) 
         return ""
     networks = ", ".join(dict.fromkeys(network for _, network in known))
     return (
-        f"expected {networks} on this host, because of FI_PROVIDER="
-        f"{environment['FI_PROVIDER']}, found no such device; unset FI_PROVIDER, with "
-        "which libfabric takes what there is, and look at `fi_info -l`"
+        f"expected {networks} on this host, because of "
+        f"FI_PROVIDER={environment['FI_PROVIDER']}, found no such device; unset "
+        "FI_PROVIDER, so that libfabric chooses among the existing networks, and look "
+        "at `fi_info -l`"
     )

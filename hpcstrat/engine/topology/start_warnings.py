@@ -37,8 +37,8 @@ def warn_of_memory(comm: Any, asked_bytes: int, found_bytes: int) -> None:
         return
     _said.add("memory")
     get_logger("start").warning(
-        "expected room for %d KiB in /dev/shm of host %s, found %d KiB, so that sums "
-        "inside of this host go in smaller pieces; give the container more "
+        "expected room for %d KiB in /dev/shm of host %s, found %d KiB, so sums inside "
+        "this host are computed in smaller pieces; give the container more "
         "(--shm-size, --ipc=host), or tell the site",
         asked_bytes * comm.size >> 10,
         platform.node(),

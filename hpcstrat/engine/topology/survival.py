@@ -36,8 +36,8 @@ GARBLED: tuple[type[Exception], ...] = (
     OverflowError,
     pickle.UnpicklingError,
 )
-"""Errors of an exchange of objects on a survivor to which MPI reported success, with
-half of the bytes; seen with Open MPI 5.0."""
+"""Errors of an exchange of objects on a surviving rank, after MPI reported success but
+had received only half of the bytes; seen with Open MPI 5.0."""
 
 
 class TransportError(CollectiveError):
@@ -107,8 +107,8 @@ def problem_with_survival(mpi: Any, num_nodes: int = 1) -> str:
             raise
     else:
         return (
-            f"expected {version} to be told to survive the loss of a rank, found that "
-            f"it was not; {_LAUNCH}"
+            f"expected {version} to be started so that it survives the loss of a rank, "
+            f"found that it was not; {_LAUNCH}"
         )
     finally:
         own.Free()
@@ -211,7 +211,7 @@ def create(mpi: Any, parent: Any, make: Callable[[], Any], survives: bool) -> An
         lost = lost_ranks(parent)
         raise RankLostError(
             f"expected all ranks to form a communicator, found that {_some(lost)} had "
-            "been lost; form another of those that are left",
+            "been lost; form another one of the remaining ranks",
             lost,
         ) from cause
     if comm:

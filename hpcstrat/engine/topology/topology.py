@@ -39,10 +39,10 @@ RECORD_BYTES = 64
 """Bytes of a rank's record in the worker's segment: one cache line."""
 
 STATUS_BYTES = 8192
-"""Bytes in which a rank tells its worker how it is doing, after all records."""
+"""Bytes of a rank's status in the worker's segment, after the records of all ranks."""
 
 SLOTS_IN_RING = 4
-"""How many pieces of the largest size a replica's part of the segment holds."""
+"""Number of pieces of the largest size in a replica's part of the segment."""
 
 _ROUNDING = 1e-6
 # Half of 64 MiB, the size of /dev/shm in many containers.
@@ -145,7 +145,7 @@ class Topology:
                 raise
             raise RankLostError(
                 "expected all ranks to form a topology, found that one was lost; form "
-                "another of those that are left"
+                "another one of the remaining ranks"
             ) from error
 
     def _form(self, parent: Any, replicas_per_worker: int | None) -> None:

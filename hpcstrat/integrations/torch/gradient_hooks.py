@@ -168,10 +168,10 @@ class Replicated:
         for name, parameter in differentiable_parameters(module):
             if parameter.requires_grad and not hasattr(parameter, _OWNER):
                 raise ValueError(
-                    f"expected the parameters that replicate has seen, found another "
+                    "expected the parameters that replicate has seen, found another "
                     f"{name!r} in the module, which would train on this replica alone; "
-                    "call replicate again after modules or parameters were changed, or "
-                    "use no_sync where that is meant"
+                    "call replicate again after a change of modules or parameters, or "
+                    "use no_sync if that is intended"
                 )
         self._layout = ModuleLayout(module)
 
@@ -448,8 +448,8 @@ class Replicated:
         if both := sorted({*dense} & {*sparse}):
             raise ValueError(
                 f"expected gradients of {self._names[both[0]]!r} of one kind on all "
-                "replicas, found dense and sparse ones; pass sparse=False, or True, to "
-                "the module that has it on all of them"
+                "replicas, found dense and sparse ones; pass the same sparse= to its "
+                "module on all replicas"
             )
 
     @torchs_stream()

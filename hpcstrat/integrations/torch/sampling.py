@@ -149,8 +149,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if 0 < least < count:
             raise ValueError(
                 f"expected a row of every batch for each of {count} replicas, found a "
-                f"batch of {least} rows, and PyTorch makes no batch of none; iterate "
-                "over sampler.loader(), or choose another batch_size, or "
+                f"batch of {least} rows, and PyTorch cannot make an empty batch; "
+                "iterate over sampler.loader(), or choose another batch_size, or "
                 "drop_remainder=True"
             )
 
@@ -232,8 +232,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """
         if not self._is_known:
             raise ValueError(
-                "expected a loader that says which batches the program has got, found "
-                "a DataLoader with workers, which reads ahead; iterate over "
+                "expected a loader that knows which batches the program has received, "
+                "found a DataLoader with workers, which reads ahead; iterate over "
                 "sampler.loader(num_workers=...)"
             )
         return {
@@ -342,6 +342,6 @@ def _without_rows(batch: Any) -> Any:
         plain = all(not isinstance(p, (torch.Tensor, dict, list, tuple)) for p in batch)
         return type(batch)([] if plain else map(_without_rows, batch))
     raise ValueError(
-        f"expected tensors in a batch, found {type(batch).__name__}, which cannot be "
-        "cut to no rows; choose another batch_size, or drop_remainder=True"
+        f"expected tensors in a batch, found {type(batch).__name__}, of which an empty "
+        "batch cannot be made; choose another batch_size, or drop_remainder=True"
     )

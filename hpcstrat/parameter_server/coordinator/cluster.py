@@ -110,8 +110,8 @@ class Cluster:
             abandon_mpi()
             if left.rank == 0:
                 get_logger().warning(
-                    "lost %d of %d ranks while %s was made; it is made of those that "
-                    "are left",
+                    "lost %d of %d ranks while %s was made; it is made of the "
+                    "remaining ranks",
                     lost,
                     comm.size,
                     request.kind,
@@ -139,8 +139,8 @@ class Cluster:
             self.roles = _roles(tasks, between_graph)
             if self.roles.spares and not topology.survives:
                 raise ValueError(
-                    "expected on_lost_rank='raise' where ranks are spare, found "
-                    "'abort'; give it, or a task to all ranks"
+                    "expected on_lost_rank='raise' with spare ranks, found 'abort'; "
+                    "pass it, or give all ranks a task"
                 )
             channel = self._connection.channel
             assert channel is not None

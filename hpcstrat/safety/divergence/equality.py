@@ -34,8 +34,8 @@ __all__ = ["check_equal"]
 
 _WHAT = "check_equal"
 _ADVICE = (
-    "give all replicas one's value, as strategy.broadcast_object does, or compute it "
-    "alike on all, from the same seed"
+    "give all replicas the value of one, as strategy.broadcast_object does, or compute "
+    "it in the same way on all, from the same seed"
 )
 # Matches an address in the text of an object, which differs between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -30,7 +30,7 @@ ADVICE = (
     "in the strategy's scope; if it is a weight of a torch model, call "
     "hpcstrat.integrations.torch.replicate(model, strategy) before training"
 )
-"""Advice at the end of a message."""
+"""Advice at the end of an error about replicas that differ."""
 
 # Two ranks search for their first difference in blocks of this size.
 _BLOCK_BYTES = 1 << 16
@@ -110,9 +110,9 @@ def first_difference(
     index, values = _first_element(comm, array, reference, ranks[0])
     element = index_of(index, shape)
     text = (
-        f"found another than replica {reference}'s on {replicas_text(ranks)}, first in "
-        f"element {element}: {values[1]} on replica {ranks[0]}, {values[0]} on replica "
-        f"{reference}"
+        f"found differences from replica {reference} on {replicas_text(ranks)}, first "
+        f"in element {element}: {values[1]} on replica {ranks[0]}, {values[0]} on "
+        f"replica {reference}"
     )
     return text, element
 

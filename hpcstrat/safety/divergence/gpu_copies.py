@@ -26,7 +26,7 @@ from hpcstrat.variables import MirroredVariable
 __all__ = ["LAG", "DeviceCopies", "NotFinite"]
 
 LAG = 8
-"""How many entries into ``run`` later a slice is hashed."""
+"""Number of calls of ``run`` from the copy of a slice to its hashing."""
 
 _SHARE = 1000
 _MOST_BYTES = 1 << 20
@@ -36,7 +36,7 @@ _PIECE_BYTES = 32 << 10
 _LOOKS_EVERY = 32
 
 NotFinite = tuple[MirroredVariable, int, Any]
-"""A variable, the place of its first element that is NaN or infinite, its value."""
+"""A variable, the index of its first NaN or infinite element, and this element."""
 
 
 class _HashedPiece(NamedTuple):

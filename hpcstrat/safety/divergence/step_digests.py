@@ -110,8 +110,8 @@ def read_digests(path: str | os.PathLike[str]) -> dict[int, tuple[str, str]]:
     with open(path, encoding="utf-8", errors="replace") as file:
         if file.readline().strip() != _MAGIC:
             raise ValueError(
-                f"expected a log that the setting step_digests has written, found "
-                f"{path}, which begins otherwise; name a file digests-*.txt"
+                "expected a log that the setting step_digests has written, found "
+                f"{path}, which does not begin like one; pass a file digests-*.txt"
             )
         for line in file:
             first, number, rest = [*line.rstrip("\n").split(" ", 2), "", ""][:3]

@@ -96,7 +96,7 @@ class Creation:
                     target=self._watch, name="hpcstrat-start", daemon=True
                 ).start()
             except RuntimeError as error:
-                get_logger().warning("nobody watches over the start: %s", error)
+                get_logger().warning("the start is not supervised: %s", error)
         return self
 
     def __exit__(
@@ -168,7 +168,7 @@ class Creation:
                 revoke([comm])
                 raise RankLostError(
                     f"expected all ranks in {call.text}, found that one was lost; form "
-                    "another of those that are left"
+                    "another one of the remaining ranks"
                 ) from error
         if problem is not None:
             raise problem

@@ -92,9 +92,9 @@ def _with_unseen(
         # Return only the missing ranks of this host: other hosts report their own.
         return found
     if known:
-        words = "which has not come to `import hpcstrat`"
+        words = "which has not reached `import hpcstrat`"
     else:
-        here, words = "another host", "of which this host knows nothing"
+        here, words = "another host", "about which this host has no information"
     more = [Missing(rank, here, words, known=known) for rank in unseen if rank >= 0]
     return sorted([*found, *more], key=lambda one: one.rank)
 

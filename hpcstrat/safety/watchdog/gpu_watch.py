@@ -46,8 +46,8 @@ class GpuWatch:
         self._failed_at = min(self._failed_at, now) if failure else math.inf
         if now > self._failed_at + _GRACE_SECONDS:
             return (
-                f"NCCL has failed ({failure}), and a kernel that waits for another "
-                "rank's never ends; set NCCL_DEBUG=INFO to see why"
+                f"NCCL has failed ({failure}), and a kernel that waits for a kernel of "
+                "another rank would never end; set NCCL_DEBUG=INFO to see why"
             )
         if self._looking is None or not self._looking.is_alive():
             # Check the events in a separate thread, because a call of CUDA may hang.
@@ -70,8 +70,8 @@ class GpuWatch:
         if waited > min(watch.limit_seconds for watch in watches):
             return (
                 f"{found}; look at the processes and GPUs of the other ranks "
-                "(nvidia-smi, dmesg), or raise limit_seconds where their kernels before"
-                " it take so long"
+                "(nvidia-smi, dmesg), or raise limit_seconds, if their earlier kernels "
+                "take so long"
             )
         warns = waited > min(watch.warn_seconds for watch in watches)
         if warns and self._told_for != since:

@@ -10,7 +10,7 @@ from hpcstrat.safety.watchdog.stacks import Stacks
 __all__ = ["SHOWN_RANKS", "LateRank", "LateReport", "some_ranks"]
 
 SHOWN_RANKS = 8
-"""How many late ranks are shown one by one."""
+"""Number of late ranks that a report describes one by one."""
 
 
 @dataclass(frozen=True, slots=True)

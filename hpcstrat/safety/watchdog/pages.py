@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 BUSY, WAITS, EXCHANGES, LEAVES = range(4)
-"""States: outside of all calls; waits in a call; moves data in a call, where MPI may
-block; at the end of the program."""
+"""States of a rank: outside of all calls; waiting in a call; moving data in a call, in
+which MPI may block; at the end of the program."""
 
 STATUS_START = 512
-"""Where the page begins in a rank's status, behind the statistics of arrivals."""
+"""Offset of the page in a rank's status, after the statistics of arrivals."""
 
 STALE_SECONDS = 2.5
-"""A rank that has not written for this time cannot run its watchdog."""
+"""If a rank has not written its page for this time, its watchdog is blocked."""
 
 LONG_AGO = -1e9
-"""Stands for times that never were; JSON has no infinity."""
+"""Time that means "never"; minus infinity is not possible in JSON."""
 
 _HEADER = struct.Struct("=dqqdddddddII")
 _CHECK = struct.Struct("=I")

@@ -48,7 +48,7 @@ _WORDS = {
     "D": "which waits in the kernel, as for a disk or a file server (state D)",
 }
 HELD = "whose threads cannot run (C code holds the interpreter lock)"
-"""Said of a process that shows its stacks on a signal alone."""
+"""Description of a process that shows its stacks only after a signal."""
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+) .*")
 _FRAME = re.compile(r' +File "(.*)", line (\d+) in (.*)')

@@ -30,7 +30,7 @@ from hpcstrat.safety.watchdog.stacks import Stacks, look_at, own_stacks, prepare
 __all__ = ["HELD_SECONDS", "Watch"]
 
 HELD_SECONDS = 6.0
-"""How long another rank's inquiry keeps this one from its own."""
+"""Time for which an inquiry of another rank prevents an inquiry of this rank."""
 
 # Time after the start of a report by another rank in which it should appear.
 _REPORT_SECONDS = 4.0

@@ -172,7 +172,8 @@ def analyze(
     ordered = sorted(keys, key=_place)
     series = tuple(_series(key, runs, expectation) for key in ordered)
     notes = [
-        f"What {source} expects is of no part of these runs: it is not shown."
+        f"The expected times of {source} belong to no part of these runs: they are not "
+        "shown."
         for source in expectation.unused()
     ]
     notes = [*_notes(runs, series), *slow_parts(series), *notes]

@@ -30,7 +30,7 @@ from hpcstrat.variables import Variable
 __all__ = ["PARTS", "Options", "Planned", "planned"]
 
 PARTS = ("all_reduce", "gradients", "step", "checkpoint", "input")
-"""The parts that a user can choose; the first two are calls, the others steps."""
+"""The parts that a user can choose; the first two time calls, the others time steps."""
 
 
 @dataclass(frozen=True, slots=True)

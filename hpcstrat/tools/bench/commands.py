@@ -37,7 +37,7 @@ _SIZES = "4B,1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 @click.group(cls=UncutGroup)
 def bench() -> None:
-    """Measure how a job scales, report on it, and predict larger ones."""
+    """Measure how a job scales, draw reports, and predict larger jobs."""
 
 
 bench.add_command(input_command)
@@ -94,23 +94,26 @@ _MODELS = tuple(MODELS)
     help="File of the run; {n} is the number of replicas.",
 )
 @click.option(
-    "--folder", help="Folder for temporary files; default: that of the output."
+    "--folder", help="Folder for temporary files; default: the folder of the output."
 )
 @click.option(
     "--parts",
     default=",".join(PARTS),
     callback=_listed(PARTS),
-    help="Parts to measure.",
+    help="Parts to measure, separated by commas.",
 )
 @click.option(
-    "--sizes", default=_SIZES, callback=_sizes, help="Sizes of the all-reduces."
+    "--sizes",
+    default=_SIZES,
+    callback=_sizes,
+    help="Sizes of the arrays that are summed.",
 )
 @click.option(
     "--gradients",
     "models",
     default=",".join(_MODELS),
     callback=_listed(_MODELS),
-    help="Model whose gradients are summed in one call.",
+    help="Models whose gradients are summed, all gradients of a model in one call.",
 )
 @click.option(
     "--model",
@@ -122,38 +125,50 @@ _MODELS = tuple(MODELS)
     "--compute-ms",
     type=click.FloatRange(min=0),
     default=100.0,
-    help="Computation time of a step, for --batch-size examples on a replica.",
+    help="Time in which a replica computes a step on --batch-size examples.",
 )
 @click.option(
     "--step",
     default="",
     metavar="MODULE:FUNCTION",
-    help="Function that makes your own step, instead of the built-in one.",
+    help="Function that returns your own step, to measure it instead of the built-in "
+    "step.",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(1),
     default=64,
-    help="Examples on each replica (weak scaling), or on all (strong).",
+    help="Examples on each replica (weak scaling), or on all replicas together (strong "
+    "scaling).",
 )
 @click.option(
-    "--row-bytes", type=click.IntRange(4), default=4096, help="Size of an example."
+    "--row-bytes",
+    type=click.IntRange(4),
+    default=4096,
+    help="Size of an example in bytes.",
 )
 @click.option(
-    "--repeats", type=click.IntRange(2), default=30, help="Repeats of each part."
+    "--repeats",
+    type=click.IntRange(2),
+    default=30,
+    help="Measured repeats of each part.",
 )
 @click.option(
-    "--warm-up", type=click.IntRange(0), default=3, help="Repeats before, not measured."
+    "--warm-up",
+    type=click.IntRange(0),
+    default=3,
+    help="Repeats before the measured repeats.",
 )
 def scaling(output: str, folder: str | None, **words: Any) -> None:
-    """Measure this launch, as one point of a scaling curve.
+    """Measure the ranks of this launch, as one point of a scaling curve.
 
     \b
         mpirun -n 4 hpcstrat bench scaling -o run/scaling-{n}.json
 
-    Run it again on other numbers of ranks or nodes, or submit jobs/scaling.sbatch,
-    which does so; then run hpcstrat bench report. The file is written after each part:
-    if a run is killed, start it again, and it continues.
+    Repeat the command with other numbers of ranks or nodes, or submit
+    jobs/scaling.sbatch, which does this. Then run hpcstrat bench report. The file is
+    written after each part: if a run is killed, start the same command again, and it
+    continues.
     """
     launch = launch_from_environment()
     place = folder or os.path.dirname(os.path.abspath(output))
@@ -213,22 +228,27 @@ def _tell(line: str) -> None:
 @bench.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path())
 @click.option(
-    "-o", "--output", default="report.html", show_default=True, help="The page."
+    "-o",
+    "--output",
+    default="report.html",
+    show_default=True,
+    help="File of the HTML page.",
 )
 @click.option(
     "--expected",
     "expected_paths",
     multiple=True,
     type=click.Path(),
-    help="File of expected times, instead of a simple model.",
+    help="File of expected times, such as bench predict --json writes, to use instead "
+    "of a simple model.",
 )
 def report(
     files: tuple[str, ...], output: str, expected_paths: tuple[str, ...]
 ) -> None:
     """Show FILES of hpcstrat bench scaling as one HTML page, and as pictures.
 
-    The page needs no network; the pictures are written next to it, as PNG. Needs
-    matplotlib, but no MPI.
+    The page needs no network. The pictures are written as PNG files into the folder of
+    the page. This command needs matplotlib, but no MPI.
     """
     try:
         require_matplotlib()

@@ -27,7 +27,7 @@ def _rate(reading: Reading) -> list[str]:
 @click.option(
     "--columns",
     metavar="NAMES",
-    help="Names or patterns, separated by commas; default: all.",
+    help="Names or patterns of columns, separated by commas; default: all columns.",
 )
 @click.option(
     "--batch-size",

@@ -162,8 +162,8 @@ def advice(rows: FileRows, found: Sequence[Reading], batch_size: int) -> list[st
     whole, blocks, mixed = (rate[order, 0] for order in ORDERS)
     if blocks > 1.5 * mixed:
         said.append(
-            f"shuffle(blocks={_BLOCK_ROWS}) reads {blocks / mixed:.1f} times as "
-            "fast as shuffle(); see the guide for how it shuffles less"
+            f"shuffle(blocks={_BLOCK_ROWS}) reads {blocks / mixed:.1f} times as fast "
+            "as shuffle(); see the guide, because it shuffles less"
         )
     if whole > 3 * blocks and any("chunks of" in c.how for c in columns.values()):
         said.append(

@@ -102,9 +102,15 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
     multiple=True,
     type=click.Choice(tuple(NETWORKS)),
     required=True,
-    help="Kind of network; may be named several times.",
+    help="Kind of network; repeat the option to predict several kinds.",
 )
-@click.option("--nodes", default=_NODES, callback=_counts, show_default=True)
+@click.option(
+    "--nodes",
+    default=_NODES,
+    callback=_counts,
+    show_default=True,
+    help="Numbers of nodes, separated by commas.",
+)
 @click.option(
     "--latency", callback=_seconds, help="Latency between nodes, such as 1.5us."
 )
@@ -118,11 +124,13 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
     callback=_speed,
     help="Memory bandwidth of a replica while all replicas of its node use it.",
 )
-@click.option("--replicas-per-node", type=click.IntRange(1))
+@click.option(
+    "--replicas-per-node", type=click.IntRange(1), help="Number of replicas of a node."
+)
 @click.option(
     "--mpi",
     type=click.Choice(tuple(MPI_OPTIONS)),
-    help="MPI library that yours is based on.",
+    help="Your MPI library, or the library on which it is based.",
 )
 @click.option(
     "--compute-ms", type=click.FloatRange(0), help="Computation time of a step."
@@ -139,7 +147,7 @@ def _counts(context: Any, option: Any, text: str) -> list[int]:
 @click.option(
     "--picture",
     type=click.Path(),
-    help="Write the picture to this file; needs matplotlib.",
+    help="Draw the predicted times into this file; needs matplotlib.",
 )
 def predict_command(
     files: tuple[str, ...],
@@ -149,10 +157,10 @@ def predict_command(
     picture: str | None,
     **words: Any,
 ) -> None:
-    """Predict a training step on many nodes from figures of a small run, by SimGrid.
+    """Predict the time of a training step on many nodes, by SimGrid.
 
-    FILES are from hpcstrat bench scaling, or from hpcstrat doctor --measure --json;
-    options override them.
+    The figures of a small run are read from FILES, which hpcstrat bench scaling or
+    hpcstrat doctor --measure --json has written. Options override figures in FILES.
     """
     try:
         find_smpirun()

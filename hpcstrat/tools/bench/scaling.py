@@ -153,9 +153,9 @@ def _open(path: str, topology: dict[str, Any]) -> MeasuredRun:
     for name, value in topology.items():
         if run.topology[name] != value:
             raise BenchError(
-                f"expected the same ranks as in {path} to go on with it, found {name} "
-                f"{value}, there {run.topology[name]}; choose another --output, or "
-                "remove the file"
+                f"expected the same ranks as in {path}, to continue that run, found "
+                f"{name} {value} instead of {run.topology[name]}; choose another "
+                "--output, or remove the file"
             )
     return run
 

@@ -13,7 +13,7 @@ from hpcstrat.tools.bench.shapes import size_text
 __all__ = ["GOOD_EFFICIENCY", "slow_parts", "verdicts"]
 
 GOOD_EFFICIENCY = 0.8
-"""From this efficiency on, more replicas are worth their nodes for most centers."""
+"""Least efficiency at which most centers consider additional nodes worth their cost."""
 
 # A part is slow if it takes this many times the expected time. Variations of measured
 # links cause smaller factors.

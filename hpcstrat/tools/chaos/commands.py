@@ -25,16 +25,15 @@ _COLUMNS = ("job", "Slurm job", "ranks", "processes", "command")
 def chaos() -> None:
     """Kill, stop or slow down ranks of a running job at random.
 
-    Only ranks of your own jobs on this machine are disturbed, and only those of the
-    named job.
+    Only ranks on this machine that belong to you and to the named job are disturbed.
     """
 
 
 @chaos.command("list")
 def chaos_list() -> None:
-    """List your jobs that have ranks on this machine; exit status 1 without any.
+    """List your jobs that have ranks on this machine.
 
-    In a pipe the columns are separated by tabs.
+    The exit status is 1 if there are none. In a pipe the columns are separated by tabs.
     """
     jobs = library.find_jobs()
     rows = [
@@ -71,7 +70,7 @@ def chaos_list() -> None:
     "--job",
     "name",
     required=True,
-    help="Name of the job from list, or its Slurm number.",
+    help="Name of the job, as hpcstrat chaos list prints it, or its Slurm number.",
 )
 @click.option("--kill", is_flag=True, help="Kill ranks (SIGKILL).")
 @click.option("--stop", type=float, metavar="SECONDS", help="Stop ranks for this time.")
@@ -84,14 +83,21 @@ def chaos_list() -> None:
     show_default=True,
     help="Factor of the slowdown, for --delay.",
 )
-@click.option("--every", default=10.0, show_default=True, help="Mean wait in seconds.")
+@click.option(
+    "--every",
+    default=10.0,
+    show_default=True,
+    help="Mean time between disturbances, in seconds.",
+)
 @click.option("--count", default=1, show_default=True, help="Number of disturbances.")
 @click.option(
     "--ranks",
     metavar="LIST",
     help="Ranks, such as 0-3,7; default: all on this machine.",
 )
-@click.option("--seed", type=int, help="Seed of the draw; default: a new one.")
+@click.option(
+    "--seed", type=int, help="Seed of the random choices; default: a new seed."
+)
 @click.option(
     "--dry-run", is_flag=True, help="Print the disturbances without doing them."
 )
@@ -103,10 +109,11 @@ def chaos_run(
     dry_run: bool,
     **options: Any,
 ) -> None:
-    """Disturb ranks of a job: one at a time, after waits drawn at random.
+    """Disturb random ranks of a job, one at a time, after random waits.
 
-    Exit status 0 if all was done, 1 if a rank had ended before, 2 for wrong options,
-    130 if interrupted. A stopped rank always continues.
+    The exit status is 0 if all disturbances were done, 1 if a rank was missing or had
+    ended before, 2 for wrong options, and 130 after an interrupt. A stopped rank always
+    continues.
     """
     # Print each event in one line, even if the terminal is narrower.
     console = Console(highlight=False, soft_wrap=True)

@@ -53,15 +53,27 @@ class _BenchOptions:
 @click.command()
 @click.argument("directory", type=click.Path())
 @click.option(
-    "--size", default="256MiB", show_default=True, help="What all write together."
+    "--size",
+    default="256MiB",
+    show_default=True,
+    help="Size of the data that all ranks write together.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--json", "output", type=click.Path(), help="Write all times there, too.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Measurements of each way of writing.",
+)
+@click.option(
+    "--json", "output", type=click.Path(), help="Also write all times to this file."
+)
 def bench(directory: str, size: str, rounds: int, output: str | None) -> None:
     """Find the fastest way of writing checkpoints in DIRECTORY.
 
-    Under mpirun or srun, all ranks write, as they do in a program. Otherwise, threads
-    of this process represent ranks. The files are removed, also after an interrupt.
+    Under mpirun or srun, all ranks write, as they do in a program. Without a launcher,
+    threads of this process represent ranks. The test files are removed, even after an
+    interrupt.
     """
     launch = launch_from_environment()
     # Make the scratch folder before MPI starts, because making it starts a process.
@@ -208,7 +220,7 @@ def _remedy(kind: str, directory: str) -> str:
         # to one server.
         return f"; spread the folder: lfs setstripe -c -1 -S 16M {directory}"
     if kind == "NFS":
-        return "; a parallel file system or a local disk takes one file better"
+        return "; a parallel file system or a local disk writes one file faster"
     return ""
 
 

@@ -48,7 +48,7 @@ _DIFFERENT = 1
 
 @click.group(cls=UncutGroup)
 def ckpt() -> None:
-    """Look into checkpoints."""
+    """List, check, compare and convert checkpoints."""
 
 
 ckpt.add_command(bench)
@@ -63,7 +63,7 @@ _file = click.argument("file", type=click.Path())
 def ls(directory: str) -> None:
     """List the checkpoints in DIRECTORY.
 
-    The exit status is 1 if one is damaged.
+    The exit status is 1 if a checkpoint is damaged.
     """
     table = new_table("file", "step", "replicas", "variables", "bytes")
     problems = []
@@ -108,7 +108,7 @@ def _listed(directory: str) -> list[str]:
 @ckpt.command()
 @_file
 def show(file: str) -> None:
-    """Show what the checkpoint FILE holds."""
+    """Show the step, the metrics and the variables of the checkpoint FILE."""
     header = header_of(file)
     console = new_console()
     console.print(f"step {header.step}, saved by {header.num_replicas} replicas")
@@ -134,8 +134,8 @@ def show(file: str) -> None:
 def verify(paths: tuple[str, ...]) -> None:
     """Check every byte of checkpoints.
 
-    PATHS are files or folders. The exit status is 1 if one is damaged, or has no hashes
-    to check it by.
+    PATHS are files or folders. The exit status is 1 if a checkpoint is damaged, cannot
+    be read, or has no hashes to check it by, or if there are no checkpoints.
     """
     files = [
         file
@@ -177,9 +177,9 @@ def _verdict(file: str) -> tuple[bool, str]:
 @click.argument("first", type=click.Path())
 @click.argument("second", type=click.Path())
 def diff(first: str, second: str) -> None:
-    """Say how two checkpoints differ.
+    """Show how two checkpoints differ.
 
-    The exit status is 1 if they do, apart from the step.
+    The exit status is 1 if they differ in more than the step.
     """
     steps, lines = differences(first, second, _by_value)
     click.echo(f"steps {steps[0]} and {steps[1]}")

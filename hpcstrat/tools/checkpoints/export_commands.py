@@ -41,7 +41,8 @@ _Tick = Callable[[int], None]
 _model = click.option(
     "--model",
     type=click.Path(exists=True, dir_okay=False),
-    help="Of Keras: a .keras file, or model.to_json() as .json, with the layers.",
+    help="For files of Keras: the model's layers, as a .keras file, or as a .json file "
+    "of model.to_json().",
 )
 
 
@@ -81,18 +82,20 @@ def _function(verb: str, kind: str) -> Callable[..., Any]:
 @click.argument("file", type=click.Path())
 @click.argument("output", type=click.Path(dir_okay=False))
 @click.option(
-    "--to", type=click.Choice([*_FORMATS]), help="Default: by the end of OUTPUT's name."
+    "--to",
+    type=click.Choice([*_FORMATS]),
+    help="Format of OUTPUT; default: from the end of its name.",
 )
 @click.option(
     "--part",
-    help="Only what the CheckpointManager has by this name, such as model, without the "
-    "name.",
+    help="Write only the values of the object that the CheckpointManager has under "
+    "this name, such as model. The names of the values are written without it.",
 )
 @_model
 def export(
     file: str, output: str, to: str | None, part: str | None, model: str | None
 ) -> None:
-    """Write the values of a checkpoint for others.
+    """Write the values of a checkpoint to a file for other programs.
 
     OUTPUT ends in .npz, .h5 (plain HDF5), .safetensors, .pt (PyTorch), .keras or
     .weights.h5, and must not exist. Files of Keras need --model.
@@ -176,24 +179,37 @@ def _some(names: Iterable[str]) -> str:
     "--from",
     "origin",
     type=click.Choice([*_FORMATS]),
-    help="Default: by the end of SOURCE's name.",
+    help="Format of SOURCE; default: from the end of its name.",
 )
 @click.option(
-    "--part", help="Name of the object in the CheckpointManager that will restore it."
+    "--part",
+    help="Name, in the program's CheckpointManager, of the object that will restore "
+    "the values, such as model.",
 )
-@click.option("--take", help="Only names that begin with this, which is cut off.")
+@click.option(
+    "--take",
+    help="Import only values whose names begin with this text, and remove it from the "
+    "names.",
+)
 @click.option(
     "--like",
     type=click.Path(),
-    help="A checkpoint of the model: names, shapes and types must be those in it.",
+    help="Checkpoint of the model; the imported values must have its names, shapes and "
+    "types.",
 )
-@click.option("--cast", is_flag=True, help="Change types to those of --like.")
+@click.option("--cast", is_flag=True, help="Convert values to the types in --like.")
 @click.option(
     "--partial",
     is_flag=True,
-    help="Take what SOURCE does not have from --like, and leave out what is not there.",
+    help="Copy values that SOURCE lacks from --like, and ignore values that --like "
+    "lacks.",
 )
-@click.option("--step", type=click.IntRange(0), default=0, help="Default: 0.")
+@click.option(
+    "--step",
+    type=click.IntRange(0),
+    default=0,
+    help="Step of the new checkpoint; default: 0.",
+)
 @_model
 def import_(
     *,
@@ -208,10 +224,11 @@ def import_(
     cast: bool,
     partial: bool,
 ) -> None:
-    """Make a checkpoint of the values of another program's file.
+    """Make a checkpoint from a file of another program.
 
-    The file DIRECTORY/ckpt-STEP.h5 has the values of SOURCE, of the formats that export
-    writes. A program takes them by CheckpointManager.restore(FILE, only=[PART]).
+    The values of SOURCE are written to DIRECTORY/ckpt-STEP.h5. SOURCE may have each
+    format that hpcstrat ckpt export writes. A program restores the values by
+    CheckpointManager.restore(FILE, only=[PART]).
     """
     values = _read(source, _format(source, origin, model), model)
     if take:
@@ -299,15 +316,15 @@ def _fitted(
         elif value.dtype != own.dtype and not cast:
             types.append(f"{name} {value.dtype} for {own.dtype}")
     faults = [
-        ("of other shapes", shapes, "take other names by --take"),
+        ("of other shapes", shapes, "choose other names with --take"),
         ("of other types", types, "give --cast"),
     ]
     if not partial:
         missing = sorted(wanted.keys() - values.keys())
         extra = sorted(values.keys() - wanted.keys())
         faults[:0] = [
-            ("missing", missing, "give --partial to keep those of the model"),
-            ("that the model does not have", extra, "give --partial to leave them out"),
+            ("missing", missing, "give --partial to keep the model's values"),
+            ("that the model does not have", extra, "give --partial to omit them"),
         ]
     found = [f"{words}: {_some(names)} ({do})" for words, names, do in faults if names]
     if found:

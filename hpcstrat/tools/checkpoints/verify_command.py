@@ -21,10 +21,10 @@ _DIFFERENT = 1
 @click.argument("first", type=click.Path(exists=True, dir_okay=False))
 @click.argument("second", type=click.Path(exists=True, dir_okay=False))
 def verify_bits(first: str, second: str) -> None:
-    """Say whether two runs have the same bits, and where they part.
+    """Show whether two runs have the same bits, and where they first differ.
 
-    FIRST and SECOND are two checkpoints, or two logs that the setting step_digests has
-    written. The exit status is 1 if they differ.
+    FIRST and SECOND are two checkpoints, or two log files of the setting step_digests.
+    The exit status is 1 if they differ.
     """
     try:
         if all(path.endswith(".h5") for path in (first, second)):
@@ -43,20 +43,20 @@ def _logs(first: str, second: str) -> str:
     common = sorted(one.keys() & other.keys())
     if not common:
         raise ValueError(
-            f"expected steps that both logs have, found {len(one)} and {len(other)} "
-            "others; compare logs from the same step on"
+            f"expected steps that are in both logs, found {len(one)} and {len(other)} "
+            "different steps; compare logs that begin at the same step"
         )
     for step in common:
         digests = one[step][0], other[step][0]
         if one[step][1] != other[step][1]:
             return (
-                f"step {step}: other variables, {one[step][1]} and {other[step][1]}; "
-                "compare two runs of one program"
+                f"step {step}: different variables, {one[step][1]} and "
+                f"{other[step][1]}; compare two runs of one program"
             )
         if digests[0] != digests[1]:
             return (
-                f"step {step}: other bits in {one[step][1] or 'the variables'} at the "
-                f"beginning of the step ({digests[0]} and {digests[1]})"
+                f"step {step}: different bits in {one[step][1] or 'the variables'} at "
+                f"the beginning of the step ({digests[0]} and {digests[1]})"
             )
     return ""
 

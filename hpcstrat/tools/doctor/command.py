@@ -42,34 +42,39 @@ _HOSTS, _FACTS = 31, 32
 
 
 @click.command()
-@click.option("--fresh", is_flag=True, help="Try again what MPI can do with GPUs.")
+@click.option(
+    "--fresh",
+    is_flag=True,
+    help="Test again what MPI can do with GPU memory, even if a result is kept.",
+)
 @click.option(
     "--launcher",
     metavar="WORDS",
-    help="What starts two ranks for that, such as 'srun -n2 --mpi=pmix'.",
+    help="Command that starts two ranks for the test of MPI with GPU memory, such as "
+    "'srun -n2 --mpi=pmix'.",
 )
 @click.option(
     "--measure",
     "measures",
     is_flag=True,
-    help="Measure links, memory, the folder and the clocks, too.",
+    help="Also measure links, memory, the clocks, and the disk of --folder.",
 )
 @click.option(
     "--folder",
     default=".",
     show_default=True,
     type=click.Path(),
-    help="Where checkpoints will be, for --measure.",
+    help="Folder in which the job will save checkpoints.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(
     fresh: bool, launcher: str | None, measures: bool, folder: str, as_json: bool
 ) -> None:
-    """Say what a job would find here: versions, GPUs, cores, and what is wrong.
+    """Show what a job would find on these hosts: versions, GPUs, cores, and problems.
 
-    Run it alone on a login or compute node, or under mpirun or srun as a job would be:
-    then rank 0 prints what all ranks have found. Exit status 1 if something would stop
-    a job, or is badly wrong.
+    Run the command alone on a login or compute node, or under mpirun or srun with the
+    options of your job: then rank 0 prints what all ranks have found. The exit status
+    is 1 if the report lists problems, and 0 if it lists only remarks.
     """
     launch = launch_from_environment()
     report = DoctorReport(Findings())
@@ -114,13 +119,14 @@ def _probed(
     version = library_version()
     report = None if fresh else probe.known(version)
     if report is None:
-        click.echo("trying what MPI can do with memory of GPUs ...", err=True)
+        click.echo("testing what MPI can do with GPU memory ...", err=True)
         report = probe.probe(version, launcher=launcher)
         if trouble := probe.save(report):
             found.remark(
                 "trial",
-                f"the trial of MPI could not be kept ({trouble}), and jobs will do "
-                "without; set XDG_CACHE_HOME to a folder that can be written",
+                f"the result of the test of MPI could not be stored ({trouble}), so "
+                "jobs will not use it; set XDG_CACHE_HOME to a folder that can be "
+                "written",
             )
     _compare_with_settings(found, report)
     return report
@@ -137,14 +143,15 @@ def _compare_with_settings(found: Findings, report: ProbeReport) -> None:
     if setting == "yes" and not ok:
         found.problem(
             "mpi-reads-gpu",
-            "expected an MPI that takes memory of GPUs, as HPCSTRAT_MPI_READS_GPU=yes "
-            f"says, found that it does not: {reason}; unset that variable",
+            "expected an MPI that can read GPU memory, because of "
+            f"HPCSTRAT_MPI_READS_GPU=yes, found that it cannot: {reason}; unset that "
+            "variable",
         )
     elif setting == "no" and ok:
         found.remark(
             "mpi-reads-gpu",
-            "HPCSTRAT_MPI_READS_GPU=no, although MPI takes memory of GPUs here: unset "
-            "it to use that",
+            "HPCSTRAT_MPI_READS_GPU=no, although MPI can read GPU memory here: unset "
+            "it to use this",
         )
 
 
@@ -279,5 +286,5 @@ def _agree_on_trouble(strategy: Replicas, trouble: str) -> None:
     if found:
         raise RuntimeError(
             f"expected the right sum of an array on all GPUs, found {found}; do not "
-            "compute here before that is mended"
+            "run jobs here before this is repaired"
         )

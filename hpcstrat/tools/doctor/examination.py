@@ -187,8 +187,9 @@ def _look_at_mpi(found: Findings) -> None:
     if command and first and Path(first).resolve() != Path(command[0]).resolve():
         found.remark(
             "foreign-mpirun",
-            f"mpirun of the PATH is {first}, that of the MPI library in use is "
-            f"{command[0]}: start jobs by the latter, or N ranks may be N programs",
+            f"the mpirun in the PATH is {first}, but the mpirun of the MPI library in "
+            f"use is {command[0]}: start jobs with the latter, or N ranks may become N "
+            "separate programs",
         )
 
 

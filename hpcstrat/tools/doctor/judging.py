@@ -306,7 +306,7 @@ def _tell_slow(
 
 def _judge_clocks(found: Findings, hosts: Sequence[HostMeasures]) -> None:
     known = [host for host in hosts if host.clock_offset_seconds is not None]
-    service = "ask the site to mend its time service (chronyc tracking)"
+    service = "ask the site to repair its time service (chronyc tracking)"
     for host in known:
         offset, error = host.clock_offset_seconds or 0.0, host.clock_error_seconds or 0
         # Subtract the error of the measurement, which alone may explain a small offset.

@@ -27,7 +27,7 @@ from hpcstrat.tools.doctor.local import (
 __all__ = ["RankMeasures", "gather", "measure", "measure_alone", "share"]
 
 LIMIT_SECONDS = 60.0
-"""How long ranks wait for each other, in each part."""
+"""Time for which ranks wait for each other in each part of the measurements."""
 
 _NAP_SECONDS = 0.002
 _TOKEN_BYTES = 8
@@ -71,7 +71,7 @@ def measure(topology: Topology, folder: str, measures: RankMeasures) -> None:
     """
     together = _BoundedWaits(topology)
     if not together.meet():
-        measures.troubles.append(("ranks", "not all ranks have come"))
+        measures.troubles.append(("ranks", "not all ranks have arrived"))
         return
     _note_clock(together, measures)
     links = measures.attempt("links", lambda: measure_links(topology))

@@ -29,7 +29,7 @@ from hpcstrat.tools.terminal import add_row, new_console, new_table
 __all__ = ["DoctorReport"]
 
 JSON_VERSION = 1
-"""Of the form of ``--json``: one more where a name goes or changes its meaning."""
+"""Version of ``--json``, increased when a name is removed or its meaning changes."""
 
 _WIDTH = 80
 _COLUMN = 20
@@ -182,7 +182,7 @@ def _show_probe(report: ProbeReport) -> None:
 def _show_measured(measured: JobMeasures) -> None:
     _section("measures")
     if measured.init_seconds is not None:
-        _row("MPI_Init", f"{measured.init_seconds:.2f} s, of the last rank to come")
+        _row("MPI_Init", f"{measured.init_seconds:.2f} s, of the slowest rank")
     kinds = {host.folder.kind for host in measured.hosts if host.folder}
     _row("folder", f"{measured.path} ({', '.join(sorted(kinds)) or 'not looked at'})")
     table = new_table(

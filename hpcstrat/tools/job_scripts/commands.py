@@ -70,7 +70,7 @@ class _PromptedOption(click.Option):
 
 @click.group(cls=UncutGroup)
 def jobs() -> None:
-    """Write job scripts for a project of yours."""
+    """Write job scripts for your project."""
 
 
 @jobs.command()
@@ -80,7 +80,7 @@ def jobs() -> None:
     ask="Scheduler",
     type=click.Choice(list(SCHEDULERS)),
     default=_found,
-    help="Default: that whose commands are here.",
+    help="Default: the scheduler whose commands are installed on this machine.",
 )
 @click.option(
     "--device",
@@ -89,14 +89,16 @@ def jobs() -> None:
     type=click.Choice(["cpu", "gpu"]),
     default="cpu",
     show_default=True,
+    help="Device on which the ranks compute.",
 )
 @click.option(
     "--framework",
     cls=_PromptedOption,
-    ask="Framework of the program (torch-ddp: torch.distributed, as it is)",
+    ask="Framework of the program (torch-ddp: an unchanged torch.distributed program)",
     type=click.Choice(FRAMEWORKS),
     default="numpy",
     show_default=True,
+    help="Framework of PROGRAM; torch-ddp: an unchanged torch.distributed program.",
 )
 @click.option(
     "--nodes",
@@ -105,6 +107,7 @@ def jobs() -> None:
     type=click.IntRange(1),
     default=2,
     show_default=True,
+    help="Number of nodes.",
 )
 @click.option(
     "--ranks-per-node",
@@ -113,6 +116,7 @@ def jobs() -> None:
     type=click.IntRange(1),
     default=4,
     show_default=True,
+    help="Number of ranks on each node.",
 )
 @click.option(
     "--minutes",
@@ -125,17 +129,17 @@ def jobs() -> None:
     "--restart",
     "restarts",
     is_flag=True,
-    help="Start again after the time limit, from a checkpoint.",
+    help="Start the job again after its time limit, from a checkpoint.",
 )
-@click.option("--account", default="", help="Account or project that pays.")
+@click.option("--account", default="", help="Account or project to charge.")
 @click.option("--queue", default="", help="Queue or partition.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
-    help="The project. Default: here.",
+    help="Folder of the project; default: the current folder.",
 )
-@click.option("--force", is_flag=True, help="Replace a script that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing script.")
 @click.argument("program")
 def new(program: str, folder: Path, *, force: bool, **options: Any) -> None:
     """Write jobs/site.env and a job script for PROGRAM.
@@ -144,8 +148,9 @@ def new(program: str, folder: Path, *, force: bool, **options: Any) -> None:
         hpcstrat jobs new --scheduler pbs --framework torch --nodes 4 train.py
         hpcstrat jobs new --restart 'train.py --epochs 90'
 
-    What is not given is asked for on a terminal. PROGRAM may have options of its own,
-    in quotes. An existing site.env stays as it is.
+    On a terminal, the command asks for each of the first five options that is not
+    given. Quote PROGRAM together with its own arguments. An existing site.env is not
+    changed.
     """
     if options["scheduler"] is None:
         raise click.ClickException(

@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["FRAMEWORKS", "SCHEDULERS", "JobPlan", "own_scripts", "submit_line", "write"]
 
 FRAMEWORKS = ("numpy", "torch", "torch-ddp", "jax", "keras")
-"""``torch-ddp`` is a program of torch.distributed that stays as it is."""
+"""Frameworks of a program; ``torch-ddp``: an unchanged torch.distributed program."""
 
 _PROGRAM = '"$@"'
 _READ_PROGRAM = '"${program[@]}"'
@@ -124,7 +124,7 @@ SCHEDULERS = {
     "lsf": _ScriptSyntax("#BSUB ", "bsub <{}", "-P ", "-q ", _lsf, "lsf"),
     "sge": _ScriptSyntax("#$ ", "qsub {}", "-P ", "-q ", _sge, "sge"),
 }
-"""By their names."""
+"""The syntax of each scheduler's job scripts, by the scheduler's name."""
 
 
 def own_scripts() -> Path:

@@ -97,7 +97,7 @@ def test_expands_what_slurm_writes(text: str, nodes: list[str]) -> None:
     ],
 )
 def test_refuses_other_lists(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a list of Slurm's"):
+    with pytest.raises(ValueError, match="expected a list in Slurm's form"):
         expand_node_list(text)
 
 
@@ -152,7 +152,7 @@ def test_expanding_gives_names_or_a_clear_error(text: str) -> None:
     try:
         nodes = expand_node_list(text)
     except ValueError as error:
-        assert "expected a list of Slurm's" in str(error)  # noqa: PT017
+        assert "expected a list in Slurm's form" in str(error)  # noqa: PT017
     else:
         assert expand_node_list(compress_node_list(nodes)) == nodes
 
@@ -172,7 +172,7 @@ def test_expands_tasks_per_node(runs: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("text", ["", "2(x", "(x3)", "2x3", "a", "-1", "2(x3)1"])
 def test_refuses_other_tasks_per_node(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a list of Slurm's"):
+    with pytest.raises(ValueError, match="expected a list in Slurm's form"):
         expand_tasks_per_node(text)
 
 

@@ -132,11 +132,11 @@ def test_another_file_than_that_of_the_checkpoint_is_said(
         text = (tmp_path / LogFile.NAME).read_text()
         (tmp_path / LogFile.NAME).write_text(text.replace("1.0", "2.0"))
         manager.restore()
-        assert "found another one" in caplog.text
+        assert "found another log" in caplog.text
         log.scalars(2, loss=1)
         (tmp_path / LogFile.NAME).write_text("")
         manager.restore()
-        assert "found a shorter one" in caplog.text
+        assert "found a shorter log" in caplog.text
         log.scalars(2, loss=5)
     assert [record["step"] for record in _records(tmp_path)] == [2]
 

@@ -205,7 +205,7 @@ NETWORKS: dict[str, Callable[[Network, int], Platform]] = {
     "dragonfly": _dragonfly,
     "ethernet": _ethernet,
 }
-"""For each kind, the function that makes a network of a number of nodes."""
+"""For each kind of network, the function that makes the platform of some nodes."""
 
 MOST_NODES = _GROUP_SWITCHES * _GROUP_SWITCHES * _SWITCH_NODES
-"""SimGrid's dragonflies have at most as many groups as a group has switches."""
+"""Most nodes: a dragonfly of SimGrid has at most one group per switch of a group."""

@@ -55,7 +55,7 @@ MPI_OPTIONS = {
     },
     "mpich": {"smpi/coll-selector": "mpich", **_HEADER},
 }
-"""SMPI options that carry out the actions of `Writer` as MPI libraries do."""
+"""Options with which SMPI executes the actions of `Writer` like each MPI library."""
 
 # The events of one piece.
 Block = tuple[Event, ...]

@@ -460,7 +460,7 @@ def test_replicas_without_rows_are_told_once_with_a_better_batch_size(
             assert warnings == []
             continue
         (text,) = warnings
-        assert text.startswith(f"global batches of {size} rows leave {idle} of")
+        assert text.startswith(f"in global batches of {size} rows, {idle} of")
         better = int(re.findall(r"batch size of (\d+)", text)[0])
         longest = max(stop - start for start, stop in starts)
         assert better == longest * job.size
@@ -472,5 +472,5 @@ def test_nine_replicas_are_told_of_72_rows(warnings: list[str]) -> None:
         for rows in (63, 64, 65, 72):
             warn_of_idle(rows, 9)
     (text,) = warnings
-    assert "64 rows leave 1 of 9 replicas" in text
+    assert "64 rows, 1 of 9 replicas have no rows" in text
     assert "batch size of 72" in text

@@ -292,7 +292,7 @@ def test_metrics_are_under_the_hash_of_the_structures(tmp_path: Path) -> None:
     assert content.count(stored) == 1
     path.write_bytes(content.replace(stored, np.float64(0.5).tobytes()))
     # HDF5 has hashes of its own, which are not to be relied on.
-    with pytest.raises(CorruptCheckpointError, match="not as they were written"):
+    with pytest.raises(CorruptCheckpointError, match="changed since they were written"):
         read_root(str(path))
 
 

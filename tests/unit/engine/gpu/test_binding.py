@@ -122,7 +122,7 @@ def test_lists_that_overlap_are_shared_out_by_list() -> None:
 def test_two_ranks_with_one_gpu_are_named_with_host_and_bus_id() -> None:
     views = [View(rank, gpus(59)) for rank in (4, 5, 6)]
     text = problem(views, choose(views), "node7")
-    assert "ranks 4, 5 and 6 on host node7 with one, 0000:3B:00.0 (H100)" in text
+    assert "ranks 4, 5 and 6 on host node7 share 0000:3B:00.0 (H100)" in text
     assert "share_gpus=True" in text
     assert "--ntasks-per-node=1" in text
     assert problem(views, choose(views), "node7", share=True) == ""

@@ -83,7 +83,7 @@ def test_logs(tmp_path: Path) -> None:
     )
     status, text = verify(one, logged(tmp_path / "c", [1.0, 2.5, 3.0]))
     assert status == 1
-    assert text.startswith("step 2: other bits in w at the beginning")
+    assert text.startswith("step 2: different bits in w at the beginning")
     # One that was cut off is compared as far as it goes.
     shorter = tmp_path / "cut.txt"
     shorter.write_text(one.read_text()[:-20])

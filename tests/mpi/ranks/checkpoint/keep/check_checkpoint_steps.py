@@ -172,8 +172,8 @@ def test_values_of_another_dtype_are_cast_when_allowed(
 @pytest.mark.parametrize(
     ("values", "dtype", "lost"),
     [
-        ([1e300, np.nan, 0.1], "f4", "does not hold 1 of its 3 saved values"),
-        ([1e300, 0.5, -2.0], "i1", "does not hold 2 of its 3 saved values"),
+        ([1e300, np.nan, 0.1], "f4", "cannot represent 1 of its 3 saved values"),
+        ([1e300, 0.5, -2.0], "i1", "cannot represent 2 of its 3 saved values"),
         ([1 / 3, np.inf, 2.0], "f4", ""),
         ([3.0, 0.0, -2.0], "i8", ""),
     ],
@@ -202,7 +202,7 @@ def test_values_that_nothing_takes_must_be_expected(
     hs.CheckpointManager(folder, x=x, y=y).save(1)
     x.assign(7.0)
     manager = hs.CheckpointManager(folder, x=x)
-    with pytest.raises(CheckpointError, match="nothing takes variables/y"):
+    with pytest.raises(CheckpointError, match="no object restores variables/y"):
         manager.restore()
     assert x.component == 7.0
     assert manager.restore(expect_partial=True) == 1

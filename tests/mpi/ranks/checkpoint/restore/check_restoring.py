@@ -218,7 +218,7 @@ def test_damaged_data_change_nothing_on_any_rank(
         place = int(draw.integers(plan.data_start, plan.data_end))
         bit = 1 << int(draw.integers(8))
         _flip(job, path, place, bit)
-        with pytest.raises(CorruptCheckpointError, match=r"in bytes|ckpt-0000000002"):
+        with pytest.raises(CorruptCheckpointError, match=r"that bytes|ckpt-0000000002"):
             manager.restore(path)
         np.testing.assert_array_equal(x.component, 5.0)
         with warnings_of_checkpoints() as said:
