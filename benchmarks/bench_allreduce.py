@@ -1,17 +1,18 @@
-"""The all-reduce from 4 B to 256 MiB, beside what a user would otherwise call.
+"""Benchmark of the allreduce from 4 B to 256 MiB, with its alternatives.
 
 Run it on two ranks of a quiet machine with two cores::
 
     mpirun -n 2 python benchmarks/bench_allreduce.py --json FILE --picture FILE
 
-Compared are hpcstrat's ``all_reduce`` (in place, into ``out=``, and with a result that
-the next one replaces, as in a training loop), mpi4py's ``Allreduce`` (whole, and in its
-best piece size, which a short trial finds for each size), torch's gloo where torch is
-installed and all ranks are on one machine, and a copy of the buffer by all ranks at
-once. Each sum is checked before it is timed, and the inputs are written anew before
-each call; ``timing.py`` says how times are taken, ``cores.py`` why there are two of
-each.
-With ``--device`` the buffers are on GPUs: see ``device_allreduce.py``.
+The benchmark compares hpcstrat's ``all_reduce`` (in place, into ``out=``, and with a
+result array that the next call replaces, as in a training loop); mpi4py's ``Allreduce``
+(of the whole buffer, and in pieces of the best size, which a short trial finds for each
+buffer size); torch's gloo, if torch is installed and all ranks are on one machine; and
+a copy of the buffer by all ranks at once. Each sum is checked before it is timed, and
+the inputs are rewritten before each call. ``timing.py`` describes how times are
+measured, and ``cores.py`` explains why there are two results of each: for cores that
+share a cache, and for cores that do not. With ``--device`` the buffers are on GPUs: see
+``device_allreduce.py``.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ class Alternative:
     Parameters
     ----------
     call : callable
-        Without arguments.
+        Takes no arguments.
     result : callable
-        Returns the array in which the sum is after ``call``.
+        Returns the array that holds the sum after ``call``.
     """
 
     call: Callable[[], object]
@@ -87,13 +88,14 @@ class Case:
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas; the case is used in its replica context.
+        The replicas of this strategy take part; the case is used in its replica
+        context.
     nbytes : int
         Size of a buffer.
     options : Options
         The command line.
     watch : CoreWatch
-        Looks where the cores lie.
+        Detects whether the ranks' cores share a cache.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Case:
         np.copyto(self.inplace, self.numbers)
 
     def by_hpcstrat(self) -> dict[str, Alternative]:
-        """Return hpcstrat's ways to sum.
+        """Return the calls of hpcstrat that sum the buffer, by name.
 
         Not collective.
         """
@@ -146,7 +148,7 @@ class Case:
         }
 
     def by_mpi4py(self) -> dict[str, Alternative]:
-        """Return mpi4py's ways to sum a buffer by one call.
+        """Return the calls of mpi4py that sum the whole buffer by one ``Allreduce``.
 
         Not collective.
         """
@@ -160,7 +162,7 @@ class Case:
         }
 
     def by_gloo(self, gloo: Any) -> dict[str, Alternative]:
-        """Return gloo's way to sum, where there is gloo.
+        """Return the call of gloo that sums the buffer, or an empty dict without gloo.
 
         Not collective.
         """
@@ -176,7 +178,7 @@ class Case:
         }
 
     def measure(self, calls: Any, share: float, least: int = 7) -> dict[Any, Any]:
-        """Time some calls, for a share of the time of one size.
+        """Time some calls, for a share of the seconds that each buffer size has.
 
         Collective over all replicas.
         """
@@ -192,7 +194,7 @@ class Case:
         )
 
     def best_pieces(self) -> tuple[str, dict[str, Alternative]]:
-        """Try mpi4py's ``Allreduce`` in pieces; return which are best, and the calls.
+        """Try mpi4py's ``Allreduce`` in pieces; return the best sizes and their calls.
 
         Collective over all replicas.
         """
@@ -206,14 +208,14 @@ class Case:
             calls = {p: in_pieces(self.comm, send, receive, p) for p in pieces}
             times = self.measure(calls, 1 / 8, least=5)
             self.watch.take()
-            # All ranks choose the same, because they have the same times.
+            # All ranks choose the same piece size, because they have the same times.
             piece = min(pieces, key=lambda p, times=times: float(np.median(times[p])))
             best.append("whole" if piece == nbytes else size_text(piece))
             found[name] = Alternative(calls[piece], lambda array=receive: array)
         return f"{best[0]}, in place {best[1]}", found
 
     def check(self, ways: dict[str, Alternative]) -> None:
-        """Sum once by each of the ways, and demand that the sum is right.
+        """Sum once by each alternative, and raise if a sum is wrong.
 
         Collective over all replicas.
         """
@@ -224,7 +226,7 @@ class Case:
             require_sum(name, way.result(), self.comm.size)
 
     def run(self, gloo: Any) -> tuple[str, dict[str, dict[str, Any]]]:
-        """Check and time everything.
+        """Check and time all alternatives for one buffer size.
 
         Collective over all replicas.
 
@@ -236,9 +238,10 @@ class Case:
         Returns
         -------
         pieces : str
-            What mpi4py's best pieces are.
+            The best piece sizes of mpi4py's ``Allreduce``, as text.
         times : dict of str to dict of str to ndarray of shape (rounds,)
-            For each state of the cores, from `cores.by_state`.
+            Seconds of each alternative, for each state of the cores, from
+            `cores.by_state`.
         """
         pieces, best = self.best_pieces()
         ways = {**self.by_hpcstrat(), **self.by_mpi4py(), **best}
@@ -246,7 +249,8 @@ class Case:
         calls = {name: way.call for name, way in ways.items()}
         calls[FLOOR] = lambda: np.copyto(self.total, self.own)
         times = by_state(self.measure(calls, 1), self.watch)
-        # In rounds of its own: right after it, others were seen to take longer.
+        # Gloo has separate rounds, because other calls took longer right after a gloo
+        # call.
         slow = self.by_gloo(gloo)
         self.check(slow)
         calls = {name: way.call for name, way in slow.items()}
@@ -258,7 +262,7 @@ class Case:
 
 
 def same_place(name: str) -> str:
-    """Return mpi4py's pieces that are in place, or not, as an alternative is.
+    """Return the mpi4py alternative to compare with: in place if ``name`` is in place.
 
     Not collective.
 
@@ -270,7 +274,7 @@ def same_place(name: str) -> str:
     Returns
     -------
     str
-        The other's name; none for gloo, which has rounds of its own.
+        The name of the mpi4py alternative; empty for gloo, which has separate rounds.
     """
     if name.startswith(("torch", LATENCY)):
         return ""
@@ -280,23 +284,23 @@ def same_place(name: str) -> str:
 def measure_sizes(
     strategy: hs.MultiWorkerMirroredStrategy, options: Options
 ) -> tuple[dict[int, dict[str, dict[str, Any]]], dict[int, str]]:
-    """Measure and print one size after the other.
+    """Measure each buffer size, and print its times.
 
     Collective over all replicas; in replica context.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     options : Options
         The command line.
 
     Returns
     -------
     times : dict of int to dict of str to dict of str to ndarray of shape (rounds,)
-        For each size and state of the cores.
+        Seconds of each alternative, for each size and each state of the cores.
     pieces : dict of int to str
-        For each size, mpi4py's best pieces.
+        The best piece sizes of mpi4py's ``Allreduce``, for each buffer size.
     """
     topology = strategy.topology
     gloo, watch = start_gloo(strategy), CoreWatch(topology.replica_comm, topology.mpi)
@@ -358,7 +362,8 @@ def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
         f"{what}, {where}\nfaster: than {WHOLE}; above pieces: median of differences "
         "to mpi4py's best pieces, in place or not, in the same round"
     )
-    # In the replica function from end to end: bench_overhead.py has the cost of `run`.
+    # All sizes are measured in one call of `run`: bench_overhead.py measures `run`
+    # itself.
     times, pieces = strategy.local_value(
         strategy.run(measure_sizes, args=(strategy, options))
     )

@@ -1,15 +1,15 @@
-"""Memory and time of an optimizer's steps: central storage against mirrored variables.
+"""Memory and time of optimizer steps, with central storage or mirrored variables.
 
 Run it on the ranks of one quiet machine, whose shared memory holds the variables::
 
     mpirun -n 4 python benchmarks/bench_central.py --size 1GiB --json central.json
 
-Steps are those of Adam on one variable of float32. Memory is what all ranks hold
-together, memory that they share counted once (PSS), above what they hold before the
-variable is made; at its highest point it has each rank's own gradient, too, which is as
-large as the variable. Mirrored variables take six times their size on each rank; where
-that is too much, ``--kind central`` leaves them out. The figure to compare with is that
-of a single rank::
+Each step is one step of Adam on one float32 variable. The memory figure is the sum over
+all ranks, with shared memory counted once (PSS), minus the memory that the ranks used
+before the variable was created. The peak includes the gradient of each rank, which is
+as large as the variable. Mirrored variables need six times their size on each rank; if
+that is too much, ``--kind central`` skips them. Compare the figures with those of a
+single rank::
 
     mpirun -n 1 python benchmarks/bench_central.py --size 1GiB --kind central
 """
@@ -36,7 +36,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def held_bytes(comm: Any) -> int:
-    """Return what all ranks hold; of memory that is shared, each counts its part."""
+    """Return the memory of all ranks in bytes; shared memory counts once in the sum."""
     comm.Barrier()
     own = 0
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
@@ -48,7 +48,7 @@ def held_bytes(comm: Any) -> int:
 
 
 class Training:
-    """Steps of Adam on one variable."""
+    """Training steps of Adam on one variable."""
 
     def __init__(self, kind: str, nbytes: int, comm: Any) -> None:
         self.comm, self.strategy = comm, KINDS[kind]()
@@ -67,12 +67,12 @@ class Training:
         self.gradient = np.full(self.variable.shape, 1e-3, np.float32)
 
     def step(self) -> None:
-        """Make one step."""
+        """Make one training step."""
         pairs = [(self.gradient, self.variable)]
         self.strategy.run(self.optimizer.apply_gradients, args=(pairs,))
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the variable and close the strategy."""
         del self.variable, self.optimizer, self.gradient
         gc.collect()
         self.strategy.close()

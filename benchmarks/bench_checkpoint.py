@@ -1,27 +1,27 @@
-"""Save and restore of mirrored variables, beside what users would otherwise call.
+"""Benchmark of saving and restoring mirrored variables, with the alternatives.
 
 Run it on two ranks of a quiet machine with two cores, in a folder of the file system to
 be measured::
 
     mpirun -n 2 python benchmarks/bench_checkpoint.py --folder DIR --json FILE
 
-Save: hpcstrat's synchronous save, its asynchronous one (how long the program stands
-still, and until all is on the disk), h5py by one rank, also after a gather, np.savez by
-one rank, and torch.save, torch.distributed.checkpoint and Orbax where they are
-installed. The floors are what the disk takes, as O_DIRECT writes of each rank's half
-from memory that lies ready, into a file each or into one shared file; and for the
-program's standstill a copy of each rank's half. All are flushed to the disk (fsync);
-only hpcstrat's are hashed, and appear whole or not at all.
+Save: hpcstrat's synchronous save; its asynchronous save (seconds for which the program
+is blocked, and seconds until all data are on the disk); h5py by one rank, also after a
+gather; np.savez by one rank; and torch.save, torch.distributed.checkpoint and Orbax, if
+they are installed. The lower bounds are O_DIRECT writes of each rank's half from memory
+that is ready, into one file per rank or into one shared file; and, for the blocked
+seconds, a memory copy of each rank's half. All files are flushed to the disk (fsync).
+Only hpcstrat's files have hashes, and only hpcstrat's appear atomically.
 
-Restore: hpcstrat's, which checks every hash, and the part of it that reads and checks,
-beside raw O_DIRECT reads of each rank's half, and the others' ways to load all on each
-rank. Files are dropped from the page
-cache before each read.
+Restore: hpcstrat's restore, which checks every hash; its reading and checking alone;
+raw O_DIRECT reads of each rank's half; and the load function of each alternative, on
+each rank. Files are dropped from the page cache before each read.
 
-Training: small steps with NumPy, alone and while one asynchronous save follows another:
-hpcstrat's, also with ``max_write_bandwidth``, h5py in a thread, and
-torch.distributed.checkpoint's async_save. What each saves in a second is told, too: who
-saves less often disturbs less.
+Training: small steps with NumPy, alone, and during repeated asynchronous saves: by
+hpcstrat (also with ``max_write_bandwidth``), by h5py in a thread, and by
+torch.distributed.checkpoint's async_save. The bytes that each alternative saves per
+second are reported, too, because an alternative that saves less often slows the steps
+less.
 
 With ``--device`` the variables are on GPUs: see ``device_checkpoint.py``.
 """
@@ -79,10 +79,10 @@ ALONE = "steps alone"
 SAVING = "steps while saving"
 PACED = "steps while saving at most 600 MB/s"
 _BANDWIDTH = 600e6
-# One step of the training that is slowed down: some Python, and products in the cache.
+# A step of the training part: some Python code, and matrix products in the cache.
 ROWS, WIDTH, PRODUCTS = 64, 128, 20
 _PAUSE_SECONDS = 0.5
-# Virtual machines give freed memory back for some seconds, and are slower meanwhile.
+# Pause, because a virtual machine is slower for some seconds after memory was freed.
 _LONG_PAUSE_SECONDS = 4.0
 _TURNS = 3
 
@@ -102,14 +102,14 @@ class Options:
 
 
 class Case:
-    """The variables, and every way to save them.
+    """The variables, and all alternatives that save them.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     folder : Path
-        On the file system to be measured; the same on all ranks.
+        A folder of the file system to be measured; the same on all ranks.
     nbytes : int
         Size of all variables together.
     """
@@ -142,35 +142,35 @@ class Case:
     def new_manager(
         self, folder: str = "hpcstrat", **options: Any
     ) -> hs.CheckpointManager:
-        """Return a manager of hpcstrat's folder.
+        """Return a checkpoint manager with a subfolder of its own.
 
         Collective over all replicas.
 
         Parameters
         ----------
         folder : str
-            Its name.
+            Name of the subfolder.
         **options : object
-            Of ``CheckpointManager``.
+            Options of ``CheckpointManager``.
 
         Returns
         -------
         hpcstrat.CheckpointManager
-            Of all variables.
+            A manager of all variables.
         """
         return hs.CheckpointManager(
             self.folder / folder, max_to_keep=2, weights=self.variables, **options
         )
 
     def timed(self, call: Callable[[], object]) -> float:
-        """Return how long a call takes on the slowest rank.
+        """Return the seconds that a call takes on the slowest rank.
 
         Collective over all replicas.
 
         Parameters
         ----------
         call : callable
-            Collective.
+            A collective call.
 
         Returns
         -------
@@ -191,13 +191,13 @@ class Case:
         Parameters
         ----------
         **options : object
-            Of ``CheckpointManager.save``.
+            Options of ``CheckpointManager.save``.
         """
         self.step += 1
         self.manager.save(self.step, **options)
 
     def copy_half(self) -> None:
-        """Copy what each rank has to, from where it lies.
+        """Copy this rank's half of the variables' memory, as an asynchronous save must.
 
         Not collective.
         """
@@ -207,14 +207,14 @@ class Case:
             done += part.size
 
     def copy_whole(self) -> None:
-        """Copy as many bytes as each rank has to.
+        """Copy as many bytes as a half has, in one piece.
 
-        Not collective. From some size on, memcpy writes past the caches.
+        Not collective. For large sizes, memcpy bypasses the caches.
         """
         np.copyto(*self.half)
 
     def hash_half(self) -> None:
-        """Hash as many bytes as each rank has to.
+        """Hash as many bytes as a half has.
 
         Not collective.
         """
@@ -223,14 +223,14 @@ class Case:
         xxhash.xxh3_64_intdigest(self.half[1].data)
 
     def save_and_load(self, rounds: int) -> tuple[Times, Times]:
-        """Time every way to save and to load, in turn.
+        """Time all saves and loads, in random order in each round.
 
         Collective over all replicas.
 
         Parameters
         ----------
         rounds : int
-            How often.
+            Number of timed rounds.
 
         Returns
         -------
@@ -248,10 +248,11 @@ class Case:
         ]
         for number in range(rounds + 1):
             if number == 1:
-                # The first round makes buffers and plans.
+                # Drop the first round, because it allocates buffers and makes plans.
                 saves, loads = {}, {}
             for place in order.permutation(len(ways)):
-                # Disks go on for a while after files have been removed, too.
+                # Wait, because a disk stays busy for some seconds after files were
+                # removed.
                 time.sleep(_LONG_PAUSE_SECONDS)
                 ways[place](saves, loads)
         names = [SYNCHRONOUS, BLOCKING, DURABLE, READ, NEW, READ_NEW]
@@ -265,8 +266,8 @@ class Case:
     def _ours(self, saves: Any, loads: Any) -> None:
         saves.setdefault(SYNCHRONOUS, []).append(self.timed(self.save_ours))
         self._restore(loads, (SYNCHRONOUS, READ), self.manager)
-        # A new program has no memory that has been touched; in a virtual machine, to
-        # touch it for the first time can take longer than to read.
+        # A new manager has untouched memory, as in a new program. In a virtual machine,
+        # the first page faults can take longer than the reads.
         with self.new_manager() as manager:
             self._restore(loads, (NEW, READ_NEW), manager)
 
@@ -315,22 +316,22 @@ class Case:
         return save_and_load
 
     def training(self, seconds: float) -> tuple[Times, dict[str, float]]:
-        """Time steps alone and while one save follows another, each way in turn.
+        """Time steps alone, and during repeated saves by each alternative in turn.
 
         Collective over all replicas.
 
         Parameters
         ----------
         seconds : float
-            For how long in all.
+            Seconds of all measurements together.
 
         Returns
         -------
         times : dict of str to ndarray
-            Mean seconds of a step, of each turn.
+            Mean seconds of a step, for each turn.
         saved : dict of str to float
-            Bytes that each way saved in a second; the last save of a turn, which need
-            not have been done at its end, does not count.
+            Bytes that each alternative saved per second. The last save of a turn does
+            not count, because it may not have finished.
         """
         others = backgrounds(self.comm, self.arrays, self.gloo)
         paced = self.new_manager("paced", max_write_bandwidth=_BANDWIDTH)
@@ -352,7 +353,7 @@ class Case:
                 for other in others:
                     other.wait()
                 time.sleep(_PAUSE_SECONDS)
-                # The first turn makes buffers.
+                # Drop the first turn, because it allocates buffers.
                 if turn:
                     times[name].append(step)
                     done = max(count - 1, 0)
@@ -363,7 +364,7 @@ class Case:
     def _train(
         self, save: Callable[[], bool], seconds: float
     ) -> tuple[float, int, float]:
-        """Return the seconds of a step, the number of saves, and the seconds in all."""
+        """Return the seconds of a step, the number of saves, and the total seconds."""
         generator = np.random.default_rng(1)
         inputs = generator.random((ROWS, WIDTH), np.float32)
         weights = generator.random((WIDTH, WIDTH), np.float32)
@@ -371,7 +372,7 @@ class Case:
         self.comm.Barrier()
         steps, count, start = 0, 0, time.perf_counter()
         end = start + seconds
-        # A rank alone must not decide when to stop, as saves are collective.
+        # The ranks decide together when to stop, because saves are collective.
         while self.comm.allreduce(time.perf_counter() < end, op=self.mpi.LAND):
             for _ in range(50):
                 for _ in range(PRODUCTS):
@@ -390,13 +391,13 @@ class Case:
         if self.comm.allreduce(other.busy(), op=self.mpi.LOR):
             return False
         self.step += 1
-        # In place of the last but one.
+        # Overwrite the last save but one.
         other.start(self.folder / f"{type(other).__name__}{self.step % 2}")
         return True
 
 
 def _cut(arrays: list[Any], start: int, stop: int) -> list[Any]:
-    """Return the bytes from one place to another of arrays in a row."""
+    """Return a byte range of concatenated arrays, as views of the arrays."""
     found = []
     for array in arrays:
         flat = array.reshape(-1).view(np.uint8)

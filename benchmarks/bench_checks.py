@@ -1,15 +1,15 @@
-"""Measure the cost of checks: comparing copies in rounds, and looking for NaN.
+"""Measure the cost of two checks: comparing copies of variables, and NaN gradients.
 
 Run it on two ranks of a quiet machine with two cores, one thread each::
 
     export OMP_NUM_THREADS=1
     mpirun -n 2 python benchmarks/bench_checks.py --json FILE
 
-Strategies with and without a check take turns in the same process. The first part times
-``run`` of an empty function, with variables of several sizes; each is the mean of 100
-calls, so that slices are hashed that have been out of the nearest cache. The second
-part times ``apply_gradients`` of stochastic gradient descent for small networks, and
-for one with the arrays of ResNet-50.
+Strategies with and without a check run in turn in the same process. The first part
+times ``run`` of an empty function, with variables of several sizes. Each time is the
+mean of 100 calls, so that the hashed slices are no longer in the nearest cache. The
+second part times ``apply_gradients`` of stochastic gradient descent for small networks,
+and for the arrays of ResNet-50.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Measure the cost of training models of PyTorch, JAX and Keras on several ranks.
 
-One framework a job, on two ranks of a quiet machine with two cores, one thread each::
+Run one job per framework, on two ranks of a quiet machine with two cores, one thread
+each::
 
     export OMP_NUM_THREADS=1
     mpirun -n 2 python benchmarks/bench_frameworks.py torch --json torch.json
@@ -9,16 +10,16 @@ One framework a job, on two ranks of a quiet machine with two cores, one thread 
     mpirun -n 2 python benchmarks/bench_frameworks.py keras --json keras.json
     python benchmarks/frameworks_picture.py torch.json jax.json keras.json PICTURE
 
-As root, with ``--hosts 2``, the ranks are on pretend hosts, which it makes by
-``tests/cluster/hosts_up.sh``; then no launcher is needed.
+As root, with ``--hosts 2``, the program makes pretend hosts by
+``tests/cluster/hosts_up.sh``, and starts the ranks there; then it needs no launcher.
 
-The rivals do the same training step, in turn, in the same processes: without any
-communication, and with gradients averaged in all the ways that are installed. What a
-way costs is the median of the differences to the step without communication of the
-same round, see ``paired.py``. Before, each has made some steps from the same
-parameters, on batches that differ between ranks, and must have come to the same
-weights. The models are those of ``torch_models.py``; the multi-layer perceptron is
-measured in JAX and Keras, too.
+The rivals do the same training step, in turn, in the same processes: one without
+communication, and one for each installed way to average gradients. The cost of a way is
+the median of its time minus the time of the step without communication in the same
+round, see ``paired.py``. Before the measurement, each rival makes some steps from the
+same parameters, on batches that differ between ranks, and all rivals must reach the
+same weights. The models are defined in ``torch_models.py``; the multi-layer perceptron
+is also measured in JAX and Keras.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ FRAMEWORKS = {
     "jax": ("mlp",),
     "keras": ("mlp",),
 }
-# Only compared with.
+# The alternative with which only weights are compared, not times.
 CHECK = "one process"
 TOLERANCE = 1e-4
 
 
 def require_equal(comm: Any, steps: dict[str, Any], rounds: int) -> None:
-    """Demand that all that communicate come to the same weights on all ranks.
+    """Raise unless all rivals that communicate have equal weights on all ranks.
 
     Collective over ``comm``.
 
@@ -58,14 +59,14 @@ def require_equal(comm: Any, steps: dict[str, Any], rounds: int) -> None:
     comm : mpi4py.MPI.Intracomm
         The ranks.
     steps : dict of str to step
-        Each with a method ``parameters``.
+        The steps of the rivals; each has a method ``parameters``.
     rounds : int
         How many steps to do.
 
     Raises
     ------
     ArithmeticError
-        If they do not.
+        If weights differ.
     """
     reference: Any = None
     for name, step in steps.items():
@@ -85,7 +86,7 @@ def require_equal(comm: Any, steps: dict[str, Any], rounds: int) -> None:
 
 
 def table(samples: dict[str, Samples]) -> str:
-    """Return the figures as aligned lines; not collective."""
+    """Return the measured times as aligned lines; not collective."""
     lines = [f"{'':24}{'ms a step':>10}{'above none':>12}{'quartiles':>16}{'pairs':>7}"]
     for name, found in samples.items():
         above = {key: 1e3 * v for key, v in cost(samples, name, BASE).items()}
@@ -106,7 +107,7 @@ def table(samples: dict[str, Samples]) -> str:
 
 
 def rows_of(what: str, model: str, samples: dict[str, Samples]) -> list[dict[str, Any]]:
-    """Return rows for the JSON file; not collective."""
+    """Return the measured times as rows for the JSON file; not collective."""
     return [
         {
             "what": what,
@@ -123,7 +124,7 @@ def rows_of(what: str, model: str, samples: dict[str, Samples]) -> list[dict[str
 
 
 def prepared(strategy: Any, framework: str, options: Any) -> Any:
-    """Start a framework; return what makes the rivals of a model, on all replicas."""
+    """Start a framework; return a function that makes a model's rivals; collective."""
     if framework == "torch":
         interface = "lo" if strategy.topology.num_workers == 1 else "eth0"
         distributed = start_gloo(strategy, interface)

@@ -1,4 +1,4 @@
-"""Lists of arrays in one call: 20 and 200 small ones, and the gradients of ResNet-50.
+"""Benchmark of summing lists: 20 and 200 small arrays, and gradients of ResNet-50.
 
 ResNet-50 has 161 arrays with 25.6 million float32 in all.
 
@@ -6,14 +6,15 @@ Run it on two ranks of a quiet machine with two cores::
 
     mpirun -n 2 python benchmarks/bench_fused.py --json FILE --picture FILE
 
-Compared are hpcstrat's ``all_reduce`` of the list of arrays (in place, into ``out=``,
-and with a result that the next one replaces, as in a training loop), mpi4py's
-``Allreduce`` of each array, the same of one buffer that the arrays are copied into and
-out of, whole and in pieces of 1 MiB, the same without the copies out of it, and a copy
-of as many bytes by all ranks at once.
-Each sum is checked before it is timed, and the inputs are written anew before each
-call; ``timing.py`` says how times are taken, ``cores.py`` why there are two of each.
-With ``--device`` the arrays are on GPUs: see ``device_fused.py``.
+The benchmark compares hpcstrat's ``all_reduce`` of the list of arrays (in place, into
+``out=``, and with a result that the next call replaces, as in a training loop);
+mpi4py's ``Allreduce`` of each array; mpi4py's ``Allreduce`` of one buffer, with copies
+of the arrays into and out of the buffer, in one call and in pieces of 1 MiB; the same
+without the copies out of the buffer; and a copy of as many bytes by all ranks at once.
+Each sum is checked before it is timed, and the inputs are rewritten before each call.
+``timing.py`` describes how times are measured, and ``cores.py`` explains why there are
+two results of each: for cores that share a cache, and for cores that do not. With
+``--device`` the arrays are on GPUs: see ``device_fused.py``.
 """
 
 from __future__ import annotations
@@ -51,16 +52,17 @@ Call = Callable[[], object]
 
 
 class Case:
-    """The gradients of one step, and the ways to sum them.
+    """The gradients of one step, and all alternatives that sum them.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas; the case is used in its replica context.
+        The replicas of this strategy take part; the case is used in its replica
+        context.
     shapes : sequence of tuple of int
-        Of the arrays.
+        Shapes of the arrays.
     watch : CoreWatch
-        Looks where the cores lie.
+        Detects whether the ranks' cores share a cache.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays together."""
+        """Return the size of all arrays together in bytes."""
         return int(self.packed.nbytes)
 
     def rewrite(self) -> None:
@@ -107,7 +109,7 @@ class Case:
             np.copyto(inplace, numbers)
 
     def by_hpcstrat(self) -> dict[str, tuple[Call, Call]]:
-        """Return hpcstrat's ways to sum: how, and where the sums are then.
+        """Return hpcstrat's calls that sum the arrays, each with the list of sums.
 
         Not collective.
         """
@@ -130,7 +132,7 @@ class Case:
         }
 
     def by_mpi4py(self) -> dict[str, tuple[Call, Call]]:
-        """Return mpi4py's ways to sum: how, and where the sums are then.
+        """Return mpi4py's calls that sum the arrays, each with the list of sums.
 
         Not collective.
         """
@@ -175,19 +177,20 @@ class Case:
         }
 
     def run(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """Check and time everything.
+        """Check and time all alternatives for one list of arrays.
 
         Collective over all replicas; in replica context.
 
         Parameters
         ----------
         seconds : float
-            For how long.
+            Seconds of all measurements together.
 
         Returns
         -------
         dict of str to dict of str to ndarray of shape (rounds,)
-            For each state of the cores, from `cores.by_state`.
+            Seconds of each alternative, for each state of the cores, from
+            `cores.by_state`.
         """
         ways = {**self.by_hpcstrat(), **self.by_mpi4py()}
         for name, (call, result) in ways.items():
@@ -210,21 +213,21 @@ class Case:
 def measure_lists(
     strategy: hs.MultiWorkerMirroredStrategy, seconds: float
 ) -> dict[str, tuple[int, dict[str, dict[str, Any]]]]:
-    """Measure and print one list after the other.
+    """Measure each list of arrays, and print its times.
 
     Collective over all replicas; in replica context.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     seconds : float
-        For how long, each.
+        Seconds for each list.
 
     Returns
     -------
     dict of str to tuple of int and dict
-        For each list its size in bytes, and its times, from `Case.run`.
+        Size in bytes and times, from `Case.run`, of each list.
     """
     topology, found = strategy.topology, {}
     watch = CoreWatch(topology.replica_comm, topology.mpi)
@@ -278,7 +281,7 @@ def main(device: bool, smoke: bool, results: str | None, **words: Any) -> None:
         write_json(words["json_path"], mpi, rows, rounds=rounds)
     if picture:
         what, (_, times) = list(found.items())[-1]
-        # The state of most rounds.
+        # Show the core state with the most rounds.
         state = max(times, key=lambda one: len(times[one][FLOOR]))
         del times[state][LATENCY]
         title = f"{what}, cores {state}\n{where}"

@@ -1,17 +1,17 @@
-"""Training between two slow hosts, in sync and in groups: accuracy, bytes, seconds.
+"""Compare synchronous training and `SyncGroups` on two hosts with a slow network.
 
-Run it as root; no launcher is needed, an MPI library is::
+Run it as root, with an MPI library and without a launcher::
 
     python benchmarks/bench_groups.py --json FILE --picture FILE
 
-It makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``, joined by a
-network of a limited rate, and trains the network of ``jobs/train_digits.py`` there:
-with sums of gradients over all ranks at each step, and with `hpcstrat.SyncGroups`,
-each host a group, with and without a delay, and with half types on the wire. All see
-the same number of images, from the same first weights. After each epoch, or round,
-every rank computes the accuracy on all test images by itself. The bytes are those that
-left each host's interface since the training began, headers and acknowledgements
-included.
+The program makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``, with a
+network of a limited rate between the hosts. It trains the network of
+``jobs/train_digits.py`` there: with gradients summed over all ranks at each step; and
+with `hpcstrat.SyncGroups`, one group per host, with and without a delay, and with
+messages in half precision. All trainings start with the same weights and use the same
+number of images. After each epoch, or round of the groups, every rank computes the
+accuracy on all test images. The byte counts are the bytes that left each host's
+interface since the training began, with headers and acknowledgments.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 @dataclass(frozen=True)
 class Point:
-    """Where a training was after some steps; the same on all ranks of a host."""
+    """The progress of a training after some steps; the same on all ranks of a host."""
 
     step: int
     seconds: float
@@ -59,24 +59,24 @@ class Point:
 
 @dataclass
 class Found:
-    """What a training has come to, on this rank's host."""
+    """The result of a training, on this rank's host."""
 
     points: list[Point] = field(default_factory=list)
 
     def reached(self, accuracy: float) -> Point | None:
-        """Return the first point with an accuracy.
+        """Return the first point with at least this accuracy.
 
         Not collective.
 
         Parameters
         ----------
         accuracy : float
-            From 0 to 1.
+            An accuracy from 0 to 1.
 
         Returns
         -------
         Point or None
-            None where it was not reached.
+            None if no point has this accuracy.
         """
         good = (point for point in self.points if point.accuracy >= accuracy)
         return next(good, None)
@@ -122,7 +122,7 @@ class Training:
         self.optimizer.apply_gradients(zip(gradients, self.parameters, strict=True))
 
     def _note(self) -> None:
-        """Take note of where the training is; sends nothing."""
+        """Record the training's progress, without a message."""
         sent = int(COUNTER.read_text()) - self._sent
         seconds = time.perf_counter() - self._start
         _, logits = forward([v.numpy() for v in self.parameters], self.tests)
@@ -137,14 +137,14 @@ class Training:
         Returns
         -------
         Found
-            Of this rank's host.
+            The result on this rank's host.
         """
         batch_size, groups = self.options["global_batch"], self.groups
         train = hs.Dataset(self.file["train"], batch_size, shuffle=True, seed=0)
         batches = self.everyone.experimental_distribute_dataset(train)
         self.everyone.barrier()
         self._sent = int(COUNTER.read_text())
-        # Nobody of this host sends before all of it have read.
+        # No rank of this host may send before all ranks of it have read the counters.
         self.everyone.topology.worker_comm.Barrier()
         self._start = time.perf_counter()
         share = groups.num_groups if groups else 1
@@ -165,7 +165,7 @@ class Training:
 
 
 def trainings(options: dict[str, Any]) -> dict[str, Callable[[], Training]]:
-    """Return what makes each of the trainings that are compared.
+    """Return a function for each training that is compared.
 
     Not collective.
 
@@ -177,7 +177,7 @@ def trainings(options: dict[str, Any]) -> dict[str, Callable[[], Training]]:
     Returns
     -------
     dict of str to callable
-        By name.
+        By name of the training.
     """
     every, half = options["every"], hs.CommunicationOptions(wire_dtype="float16")
 
@@ -216,7 +216,8 @@ def measure(options: dict[str, Any]) -> None:
     for name, make in trainings(options).items():
         training = make()
         found = all_found[name] = training.run()
-        # What each host has sent; the accuracy is that of the same parameters.
+        # Gather the bytes that each host has sent; the accuracy is the same on all
+        # ranks.
         last = [training.everyone.topology.worker_id, found.points[-1].sent]
         hosts = dict(training.everyone.collectives.all_gather_object(last, "bytes"))
         found_here = hosts if MPI.COMM_WORLD.rank == 0 else {}
@@ -269,9 +270,9 @@ def draw(path: str, all_found: dict[str, Found], title: str) -> None:
     path : str
         The picture; its suffix names the format.
     all_found : dict of str to Found
-        By name.
+        By name of the training.
     title : str
-        What was measured where.
+        Title with the measurement and the machine.
     """
     from matplotlib.figure import Figure
 

@@ -1,19 +1,19 @@
-"""The all-reduce between hosts joined by a slow wire, and what crosses the wire.
+"""Benchmark of the allreduce between hosts with a slow network: seconds and bytes.
 
-Run it as root; no launcher is needed, an MPI library is::
+Run it as root, with an MPI library and without a launcher::
 
     python benchmarks/bench_hosts.py --json FILE --picture FILE
 
-It makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``, which joins
-namespaces by a network of a limited rate, runs itself there, and takes them down. The
-ranks are dealt to the hosts in turn, which is the worst placement for an algorithm that
-does not know of hosts. Every way to sum is checked before it is timed; ``timing.py``
-says how times are taken. The bytes are those that left each host's interface, headers
-and acknowledgements included. torch's gloo is measured where torch is installed. With
-``--overlap`` a program computes for as long as the sum takes by itself, while that is
-under way; the share of its time that the step does not take more is hidden. A host must
-send ``2 (hosts - 1) / hosts`` times the buffer, as if it were one rank (Patarasuk and
-Yuan, doi:10.1016/j.jpdc.2008.09.002).
+The program makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``
+(network namespaces with a network of a limited rate), runs itself there, and removes
+the hosts. The ranks are placed on the hosts in turn, which is the worst placement for
+an algorithm that ignores hosts. Each alternative is checked before it is timed;
+``timing.py`` describes how times are measured. The byte counts are the bytes that left
+each host's interface, with headers and acknowledgments. torch's gloo is measured if
+torch is installed. With ``--overlap``, a program starts the sum, and computes for as
+long as the sum alone takes. The hidden share is the part of the sum's time that does
+not lengthen the step. A host must send ``2 (hosts - 1) / hosts`` times the buffer, as
+if it were one rank (Patarasuk and Yuan, doi:10.1016/j.jpdc.2008.09.002).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HALF = "hpcstrat, hierarchical, float16 on the wire"
 FLAT = "mpi4py, Allreduce"
 PIECES = (256 << 10, 1 << 20)
 GLOO = "torch gloo"
-# A layer of a model, after which a program, or a hook of it, asks how far a sum is.
+# Seconds of a model's layer; after each layer, the program may test a started sum.
 LAYER_SECONDS = 0.002
 MAKE: dict[str, Callable[[], dict[str, Any]]] = {
     "hpcstrat, default": dict,
@@ -63,15 +63,15 @@ MAKE: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "hpcstrat, MpiAllReduce": lambda: {"cross_device_ops": hs.MpiAllReduce()},
 }
-# Reductions whose bytes are counted together, so that the barriers around them, and
-# the confirmations of TCP that come late, count for little.
+# Count the bytes of many reductions together, so that the barriers around the count,
+# and late acknowledgments of TCP, add little.
 COUNTED_BYTES = 8 << 20
 MOST_COUNTED = 64
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for one size.
+    """The results for one buffer size.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Found:
     times : dict of str to ndarray of shape (rounds,)
         Seconds, from `timing.measure`.
     sent : dict of str to list of float
-        Bytes that each host has sent for a reduction.
+        Bytes that each host sends for a reduction.
     """
 
     least: int
@@ -88,7 +88,7 @@ class Found:
     sent: dict[str, list[float]]
 
     def share(self, name: str) -> float:
-        """Return the most that a host has sent, relative to what it must.
+        """Return the most bytes that a host has sent, relative to the least possible.
 
         Not collective.
 
@@ -100,22 +100,23 @@ class Found:
         Returns
         -------
         float
-            1 if it sends what any algorithm must in full precision.
+            1 if the host sends only the bytes that any algorithm must send in full
+            precision.
         """
         return max(self.sent[name]) / self.least
 
 
 class Case:
-    """The buffers of one size, and the ways to sum them.
+    """The buffers of one size, and all alternatives that sum them.
 
     Parameters
     ----------
     strategies : dict of str to hpcstrat strategy
-        Over all ranks, by name.
+        Strategies over all ranks, by name.
     nbytes : int
         Size of a buffer.
     gloo : module or None
-        ``torch.distributed``, to be compared with.
+        ``torch.distributed``, as an alternative.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Case:
         self.default, self.gloo = next(iter(strategies.values())), gloo
         self.topology = next(iter(strategies.values())).topology
         self.comm, self.mpi = self.topology.replica_comm, self.topology.mpi
-        # Small integers: their sums are exact, also in float16.
+        # Use small integers, because their sums are exact, also in float16.
         numbers = np.arange(nbytes // 4) % 7
         self.own = (numbers + self.comm.rank).astype(np.float32)
         self.expected = sum(numbers + rank for rank in range(self.comm.size))
@@ -143,12 +144,12 @@ class Case:
         if gloo is not None:
             import torch
 
-            # In place: its values grow from call to call, as nobody reads them.
+            # This alternative sums in place. Its values grow from call to call, unread.
             self.tensor = torch.from_numpy(self.total)
             self.calls[GLOO] = lambda: gloo.all_reduce(self.tensor)
 
     def check(self) -> None:
-        """Sum once by each of the ways, and demand that the sum is right.
+        """Sum once by each alternative, and raise if a sum is wrong.
 
         Collective over all replicas.
         """
@@ -162,43 +163,43 @@ class Case:
                 )
 
     def sent_bytes(self, call: Callable[[], object]) -> list[float]:
-        """Count what each host sends for a reduction.
+        """Count the bytes that each host sends for a reduction.
 
         Collective over all replicas.
 
         Parameters
         ----------
         call : callable
-            Makes the reduction, after one that has made the connections.
+            Makes the reduction; a call before this one has connected the hosts.
 
         Returns
         -------
         list of float
-            Bytes by host, the mean of several reductions.
+            Bytes of each host, as the mean of several reductions.
         """
         counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
         count = min(max(COUNTED_BYTES // self.own.nbytes, 1), MOST_COUNTED)
         self.comm.Barrier()
         before = int(counter.read_text())
-        # Nobody of this host sends before all of it have read.
+        # No rank of this host may send before all ranks of it have read the counters.
         self.topology.worker_comm.Barrier()
         for _ in range(count):
             call()
-        # What other hosts wait for has been sent when all have ended.
+        # Wait for all hosts, because a host may still send when the others have ended.
         self.comm.Barrier()
         sent = (int(counter.read_text()) - before) / count
         by_host = dict(self.comm.allgather((self.topology.worker_id, sent)))
         return [by_host[worker] for worker in sorted(by_host)]
 
     def run(self, seconds: float) -> Found:
-        """Check, count and time everything.
+        """Check all alternatives, count their bytes, and time them.
 
         Collective over all replicas.
 
         Parameters
         ----------
         seconds : float
-            How long to time.
+            Seconds of the measurement.
 
         Returns
         -------
@@ -213,21 +214,22 @@ class Case:
         return Found(2 * (hosts - 1) * self.own.nbytes // hosts, times, sent)
 
     def hidden(self, alone: dict[str, Any], seconds: float) -> dict[str, float]:
-        """Compute while a sum is under way; return the share of it that is hidden.
+        """Compute while a sum is in progress; return the hidden share of the sum.
 
-        Collective over all replicas. 1 where a step takes as long as its computing.
+        Collective over all replicas. The share is 1 if the step takes no longer than
+        its computation.
 
         Parameters
         ----------
         alone : dict of str to ndarray of shape (rounds,)
-            What the sum takes by itself, by `run`.
+            Seconds of the sum alone, from `run`.
         seconds : float
-            How long to time.
+            Seconds of the measurement.
 
         Returns
         -------
         dict of str to float
-            By the way to sum, and whether the program asks for it between its layers.
+            Hidden shares, by alternative, with and without tests between layers.
         """
         ours, steps, takes = next(iter(self.calls)), {}, {}
         for name in (ours, GLOO) if self.gloo is not None else (ours,):
@@ -262,7 +264,7 @@ class Case:
 
 
 def _compute(seconds: float, ask: Callable[[], object] | None) -> None:
-    """Compute for so long, and ask after each layer."""
+    """Compute for some seconds, and call ``ask`` after each layer."""
     matrix = np.ones((64, 64), np.float32)
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
@@ -273,7 +275,7 @@ def _compute(seconds: float, ask: Callable[[], object] | None) -> None:
 
 
 def table(found: Found) -> str:
-    """Return what was found for one size as aligned lines.
+    """Return the results for one size as aligned lines.
 
     Not collective.
 
@@ -304,7 +306,7 @@ def table(found: Found) -> str:
 
 
 def draw(path: str, all_found: dict[int, Found], title: str) -> None:
-    """Draw the times, and the bytes that the hosts have sent.
+    """Draw the times, and the bytes that the hosts sent.
 
     Not collective.
 
@@ -315,7 +317,7 @@ def draw(path: str, all_found: dict[int, Found], title: str) -> None:
     all_found : dict of int to Found
         For each size in bytes.
     title : str
-        What was measured where.
+        Title with the measurement and the machine.
     """
     from matplotlib.figure import Figure
 

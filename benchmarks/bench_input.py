@@ -1,20 +1,21 @@
-"""Rows per second from HDF5 files, in each order, against other ways to read them.
+"""Benchmark of reading rows of HDF5 files in several orders, with alternatives.
 
-Run it on a quiet machine with two cores, as root if cold files are wanted::
+Run it on a quiet machine with two cores, as root to measure cold files, too::
 
     export OMP_NUM_THREADS=1
     mpirun -n 1 python benchmarks/bench_input.py --folder FOLDER --json FILE
     mpirun -n 2 python benchmarks/bench_input.py --folder FOLDER --json FILE
 
-It makes files once: 1 GiB of rows of 4 KiB, contiguous, and 256 MiB of a smooth field
-in chunks of 64 rows, packed by gzip with shuffling. All read batches of 256 rows, each
-rank its part: `hpcstrat.Dataset`, without and with reading ahead; plain ``preadv`` of
-the same rows, merged into runs; h5py by hand; with one rank also torch's DataLoader
-over h5py with two workers, if it is installed. Ways take turns, round after round.
-Then come epochs of the packed file that is cached and shuffled: the third one, when
-rows are in memory, and how many of them, with and without ``own_rows``.
-The last part trains: steps of 5 ms of matrix products, and how much of
-a step was waiting for its batch, after the first.
+The first run writes the files: 1 GiB of rows of 4 KiB, contiguous; and 256 MiB of a
+smooth field in chunks of 64 rows, compressed by gzip with shuffling. Each alternative
+reads batches of 256 rows, and each rank reads its part of a batch: `hpcstrat.Dataset`,
+without and with prefetching; plain ``preadv`` of the same rows, merged into runs; h5py
+by hand; with one rank also torch's DataLoader over h5py with two workers, if it is
+installed. The alternatives run in turn, round after round. Another part times the third
+epoch of the compressed file, cached and shuffled, when rows are in memory; and reports
+the share of rows in memory, with and without ``own_rows``. The last part trains in
+steps of 5 ms of matrix products, and reports the share of the steps' time that was
+spent waiting for batches, without the first step.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ import hpcstrat as hs
 NUM_ROWS, WIDTH, BATCH = 1 << 18, 1024, 256
 PACKED_ROWS, CHUNK_ROWS = 1 << 16, 64
 ROW_BYTES = 4 * WIDTH
-# Rows of a block, and blocks that are mixed: of packed files a block is a chunk.
+# Rows per block, and number of mixed blocks; a block of the gzip file is a chunk.
 BLOCKS = {"contiguous": (16, 16), "gzip": (CHUNK_ROWS, 4)}
 AHEAD = 4
 STEP_SECONDS = 5e-3
 
 
 def make_files(folder: Path) -> dict[str, Path]:
-    """Write the files that are not there yet; return their paths."""
+    """Write the data files that are missing; return the paths of all."""
     paths = {name: folder / f"{name}.h5" for name in ("contiguous", "gzip")}
     rng = np.random.default_rng(0)
     if not paths["contiguous"].exists():
@@ -58,7 +59,7 @@ def make_files(folder: Path) -> dict[str, Path]:
             data = file.create_dataset(
                 "x", shape, "f4", chunks=chunks, compression="gzip", shuffle=True
             )
-            # A smooth field, of which the last bits of the mantissa are rounded off.
+            # Write a smooth field whose last bits of the mantissa are rounded off.
             waves = np.linspace(0, 6 * np.pi, WIDTH)
             for start in range(0, PACKED_ROWS, 4096):
                 phase = np.arange(start, start + 4096)[:, np.newaxis] / 500
@@ -68,14 +69,14 @@ def make_files(folder: Path) -> dict[str, Path]:
 
 
 def forget() -> None:
-    """Have the kernel forget all files; needs root."""
+    """Drop all files from the kernel's page cache; needs root."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One way to read: gives a rank's batches of a file in an order."""
+    """An alternative that yields a rank's batches of a file in some order."""
 
     name: str
     batches: Callable[[], Iterator[Any]]
@@ -83,7 +84,7 @@ class Reader:
 
 
 def distributed(strategy: Any, path: Path, order: str, ahead: int) -> Iterator[Any]:
-    """Give this rank's batches of a data set."""
+    """Return an iterator of this rank's batches, read by `hpcstrat.Dataset`."""
     dataset = hs.Dataset.from_files(path, "x")
     if order == "blocks":
         block, window = BLOCKS[path.stem]
@@ -95,7 +96,7 @@ def distributed(strategy: Any, path: Path, order: str, ahead: int) -> Iterator[A
 
 
 def order_of(path: Path, order: str) -> Callable[[int], Any]:
-    """Return what says which rows a batch has, in increasing order."""
+    """Return a function that returns the row numbers of the batch at a position."""
     dataset = hs.Dataset.from_files(path, "x")
     if order == "in order":
         return lambda start: np.arange(start, start + BATCH)
@@ -113,7 +114,7 @@ def own_part(rows: Any, strategy: Any) -> Any:
 
 
 def runs_of(rows: Any) -> Iterator[tuple[int, int]]:
-    """Give the ends of runs of rows."""
+    """Yield begin and end of each run of consecutive rows."""
     ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
     start = 0
     for end in ends:
@@ -122,7 +123,7 @@ def runs_of(rows: Any) -> Iterator[tuple[int, int]]:
 
 
 def plain(strategy: Any, path: Path, order: str, num_rows: int) -> Iterator[Any]:
-    """Read by ``preadv``, run by run."""
+    """Read the batches by ``preadv``, one run of rows per call."""
     with h5py.File(path, "r", locking=False) as file:
         offset = file["x"].id.get_offset()
     rows_at = order_of(path, order)
@@ -139,7 +140,7 @@ def plain(strategy: Any, path: Path, order: str, num_rows: int) -> Iterator[Any]
 
 
 def by_hand(strategy: Any, path: Path, order: str, num_rows: int) -> Iterator[Any]:
-    """Read by h5py: a slice, or a list of rows."""
+    """Read the batches by h5py, as slices or as lists of rows."""
     rows_at = order_of(path, order)
     with h5py.File(path, "r", locking=False) as file:
         data = file["x"]
@@ -150,7 +151,7 @@ def by_hand(strategy: Any, path: Path, order: str, num_rows: int) -> Iterator[An
 
 
 class Rows:
-    """A map-style data set over h5py, opened in each worker."""
+    """A map-style dataset over h5py, opened in each worker."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -168,7 +169,7 @@ class Rows:
 
 
 def by_torch(path: Path, order: str) -> Iterator[Any]:
-    """Read by torch's DataLoader with two workers."""
+    """Read the batches by torch's DataLoader with two workers."""
     from torch.utils.data import DataLoader
 
     return iter(
@@ -183,12 +184,12 @@ def by_torch(path: Path, order: str) -> Iterator[Any]:
 
 
 def timed(comm: Any, reader: Reader, is_cold: bool) -> tuple[float, float, int]:
-    """Return seconds, processor seconds of this rank, and rows of all ranks."""
+    """Return seconds, CPU seconds of this rank, and rows of all ranks, for a reader."""
     if is_cold and not comm.rank:
         forget()
     batches = reader.batches()
     if reader.name == "torch":
-        # Its workers start with the first batch.
+        # Exclude the first batch, with which torch starts its workers.
         next(batches)
     comm.Barrier()
     began, used = time.perf_counter(), time.process_time()
@@ -212,7 +213,7 @@ def _mpi() -> Any:
 def ways(
     strategy: Any, paths: dict[str, Path], file: str, order: str, num_rows: int
 ) -> list[Reader]:
-    """Return the ways to read a file in an order."""
+    """Return the alternatives that read a file in some order."""
     path = paths[file]
     made = [
         Reader(
@@ -243,9 +244,9 @@ def _has_torch() -> bool:
 
 
 def waiting(strategy: Any, path: Path, order: str, ahead: int) -> tuple[float, float]:
-    """Return the seconds of a step, and the share of all in which it waited.
+    """Return the seconds of a step, and the share of time spent waiting for batches.
 
-    Without the first, before which nothing can have been read.
+    The first step is excluded, because no batch can have been prefetched for it.
     """
     matrix = np.random.default_rng(0).normal(size=(WIDTH, WIDTH)).astype("f4")
     steps, waits = [], []
@@ -271,7 +272,7 @@ def compare(
     rounds: int,
     is_cold: bool,
 ) -> list[dict[str, Any]]:
-    """Time all ways to read a file in an order."""
+    """Time all alternatives that read a file in some order."""
     comm = strategy.topology.replica_comm
     count = 1 << (16 if file == "gzip" else 13 if order == "shuffled" else 17)
     readers = ways(strategy, paths, file, order, count)
@@ -279,7 +280,7 @@ def compare(
     for number in range(rounds + 1):
         for reader in readers:
             one = timed(comm, reader, is_cold)
-            # The first round brings warm files into the page cache.
+            # Drop the first round, which loads warm files into the page cache.
             if number:
                 found[reader.name].append(one)
     rows = []
@@ -300,7 +301,7 @@ def compare(
 
 
 def cached(strategy: Any, path: Path) -> list[dict[str, Any]]:
-    """Time the third epoch of shuffled rows that each rank keeps in memory."""
+    """Time the third epoch of shuffled rows that each rank caches in memory."""
     found, comm = [], strategy.topology.replica_comm
     for own_rows in (False, True):
         kept = hs.Dataset.from_files(path, "x").cache()
@@ -331,7 +332,7 @@ def cached(strategy: Any, path: Path) -> list[dict[str, Any]]:
 
 
 def train(strategy: Any, path: Path) -> list[dict[str, Any]]:
-    """Time steps that compute for 5 ms, and their waiting for batches."""
+    """Time steps that compute for 5 ms, and their share of waiting for batches."""
     rows = []
     for order in ("in order", "blocks", "shuffled"):
         for ahead in (0, AHEAD):

@@ -1,15 +1,16 @@
-"""Measure what logical replicas cost: turns, sums in a tree's order, training steps.
+"""Measure the cost of logical replicas: turns, sums in tree order, training steps.
 
 Run it on two ranks of a quiet machine with two cores::
 
     mpirun --bind-to core -n 2 python benchmarks/bench_logical.py --json FILE
 
-All alternatives run in one process, in turn; ``timing.py`` says how times are taken.
-Two logical replicas on two ranks are compared with the usual strategy; eight, four on
-each rank, with four steps of gradient accumulation, which do the same work. A step is
-``strategy.run`` with one ``apply_gradients`` of arrays that are written anew before.
-With PyTorch, steps of a small network with eight logical replicas are compared with
-four backwards, three of them under ``no_sync``.
+All alternatives run in one process, in turn; ``timing.py`` describes how times are
+measured. Two logical replicas on two ranks are compared with the usual strategy. Eight
+logical replicas, four on each rank, are compared with four steps of gradient
+accumulation, because both do the same work. A step is ``strategy.run`` with one
+``apply_gradients`` of arrays that are rewritten before. With PyTorch, steps of a small
+network with eight logical replicas are compared with four backward passes, three of
+them under ``no_sync``.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def _strategies() -> dict[str, Any]:
 
 
 def _arrays(nbytes: int) -> list[Any]:
-    """Return 20 arrays of so many bytes together."""
+    """Return 20 arrays that together have this size."""
     return [np.zeros(nbytes // 80, np.float32) for _ in range(20)]
 
 
 def _training(strategies: dict[str, Any], nbytes: int) -> tuple[Steps, Any]:
-    """Return steps of an optimizer, and what writes all gradients anew."""
+    """Return steps of an optimizer, and a function that rewrites all gradients."""
     gradients = [_arrays(nbytes) for _ in range(EACH)]
     steps: Steps = {}
     for name, strategy in {**strategies, "4 accumulated": strategies["usual"]}.items():
@@ -88,7 +89,7 @@ def _training(strategies: dict[str, Any], nbytes: int) -> tuple[Steps, Any]:
 
 
 def _calls(strategies: dict[str, Any]) -> Steps:
-    """Return an empty run, and one with an all-reduce of 100 numbers."""
+    """Return a call of an empty ``run``, and one with an allreduce of 100 numbers."""
     values = np.ones(100, np.float32)
 
     def summed() -> None:

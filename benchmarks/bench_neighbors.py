@@ -4,17 +4,17 @@ Run it with as many ranks as the machine has cores::
 
     mpirun --bind-to none -n 2 python benchmarks/bench_neighbors.py --json FILE
 
-Beside the ranks run programs of one thread that compute all the time. Each turn makes
-the same steps: with hpcstrat; with hpcstrat as it was before, when each rank that
-waited looked for a millisecond; or with mpi4py's ``Allreduce``. One turn follows the
-other:
+Single-threaded programs run at the same time as the ranks, and compute all the time.
+Each turn makes the same steps: with hpcstrat; with hpcstrat's former rule, by which
+each waiting rank polled for one millisecond; or with mpi4py's ``Allreduce``. The steps
+of a turn are:
 
 * ``steps``: all ranks compute 0.3 ms, then add 16 KiB;
 * ``large``: all ranks add 4 MiB;
-* ``late``: the first rank computes 10 ms, for which the others wait; all add 16 KiB.
+* ``late``: the first rank computes 10 ms while the others wait; all add 16 KiB.
 
-Beside the time of the steps stand the processor's time that the ranks took, and how
-much of a core each neighbor had.
+The results are the seconds of the steps, the CPU seconds of the ranks, and the share of
+a core that each neighbor had.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STEPS = {"steps": 200, "large": 30, "late": 15}
 
 
 class Neighbors:
-    """Programs that compute beside the first rank's, until the end of the block."""
+    """Programs on the first rank's host that compute until the end of a block."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -79,7 +79,7 @@ class Neighbors:
         return struct.unpack_from(f"={self.count}d", self._page)
 
     def seconds(self) -> float:
-        """Return how long they have computed, all together."""
+        """Return the CPU seconds of all neighbors together."""
         return sum(self._seconds())
 
 
@@ -90,7 +90,7 @@ def compute(count: int) -> None:
 
 
 def count_of(seconds: float) -> int:
-    """Return how much to compute in a time."""
+    """Return the count for which `compute` takes some seconds."""
     fastest = 1.0
     for _ in range(20):
         start = time.perf_counter()
@@ -102,7 +102,7 @@ def count_of(seconds: float) -> int:
 def turn(
     comm: Any, steps: int, step: Callable[[], object], neighbors: Neighbors
 ) -> tuple[float, float, float]:
-    """Return the seconds of a turn, of the ranks' processors and of the neighbors."""
+    """Run a turn; return its seconds, and the CPU seconds of ranks and of neighbors."""
     comm.Barrier()
     start, own, theirs = time.perf_counter(), time.process_time(), neighbors.seconds()
     for _ in range(steps):
@@ -113,16 +113,16 @@ def turn(
 
 
 class FixedSpin:
-    """The former rule."""
+    """The former rule of waiting: poll for one millisecond, then sleep."""
 
     seconds = 1e-3
 
     def learn(self, waited_seconds: float) -> None:
-        """Learn nothing."""
+        """Ignore how long a rank waited."""
 
 
 def ways_of(strategy: Any) -> dict[str, Callable[[Any, Any], object]]:
-    """Return what adds arrays, by name."""
+    """Return the alternatives that sum arrays: functions by name."""
     comm, mpi = strategy.topology.replica_comm, strategy.topology.mpi
     waiter = strategy.collectives.channel.waiter
     learning, fixed = waiter._spin, FixedSpin()
@@ -179,7 +179,7 @@ def main(turns: int, counts: str, what: str, json_path: str | None) -> None:
             for name in what.split(","):
                 own = np.ones(1 << (20 if name == "large" else 12), np.float32)
                 out, found = np.empty_like(own), {way: [] for way in ways}
-                # The first turn of each warms up.
+                # Drop the first turn of each alternative as warm-up.
                 for _, way in itertools.product(range(turns + 1), ways):
                     call = functools.partial(step, name, way, own, out)
                     found[way].append(turn(comm, STEPS[name], call, neighbors))

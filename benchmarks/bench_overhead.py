@@ -4,9 +4,9 @@ Run it on two ranks of a quiet machine with two cores::
 
     mpirun -n 2 python benchmarks/bench_overhead.py --json overhead.json
 
-Each round times, one after the other, mpi4py's own ``Allreduce`` and hpcstrat's in the
-same process; the overhead is the median of the differences of these pairs. The time of
-a round is the longest of the ranks.
+Each round times mpi4py's ``Allreduce`` and hpcstrat's all_reduce in the same process.
+The overhead is the median of the differences of these pairs. The time of a round is the
+longest time of any rank.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Functions per second of a coordinator, and what reads and updates of servers take.
+"""Benchmark of parameter servers: functions per second, and their reads and updates.
 
-Run it on three or four ranks of a quiet machine: one coordinates, one holds variables::
+Run it on three or four ranks of a quiet machine, which become coordinator, server and
+workers::
 
     mpirun -n 4 python benchmarks/bench_parameter_server.py --json served.json
 
-Each round schedules a number of functions and joins; the figures are for one function.
-With ``--tensorflow PYTHON``, an interpreter with TensorFlow, its strategy does the same
-afterwards, with as many processes. With ``--table-bytes`` a table of that size is
-trained on instead, and the memory of each rank is told::
+Each round schedules a number of functions and joins; the times are per function. With
+``--tensorflow PYTHON``, the path of an interpreter with TensorFlow, TensorFlow's
+strategy then does the same with as many processes. With ``--table-bytes``, the program
+instead trains a table of that size, and reports the memory of each rank::
 
     mpirun -n 4 python bench_parameter_server.py --servers 2 --table-bytes 4GiB
 """
@@ -46,7 +47,7 @@ BYTES = {
     "rows, read and added": 8 * ASKED * WIDTH,
 }
 TABLE_SECONDS = 20.0
-# A large table is trained on in batches of so many rows.
+# Rows per batch, in the training of a large table.
 BATCH = 4096
 
 
@@ -55,7 +56,7 @@ def _zeros(start: int, stop: int) -> Any:
 
 
 def _functions() -> dict[str, Callable[[], Any]]:
-    """Return what is measured, by its name; in the strategy's scope."""
+    """Return the measured functions by name; called in the strategy's scope."""
     count = hs.Variable(0.0)
     vector = hs.Variable(np.zeros(VECTOR, np.float32))
     table = hs.Variable(hs.Rows((ROWS, WIDTH), "float32", _zeros))
@@ -82,7 +83,7 @@ def _functions() -> dict[str, Callable[[], Any]]:
 
 
 def measured(strategy: Any, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of one function, of each round after the first."""
+    """Return the seconds per function, for each round after the first."""
     coordinator = hs.coordinator.ClusterCoordinator(strategy)
     with strategy.scope():
         functions = _functions()
@@ -102,7 +103,7 @@ def measured(strategy: Any, rounds: int) -> dict[str, list[float]]:
 def of_tensorflow(
     python: str, servers: int, workers: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return what TensorFlow's strategy takes for the same, in processes of its own."""
+    """Return the same times for TensorFlow's strategy, which has separate processes."""
     program = Path(__file__).with_name("tensorflow_served.py")
     wanted = {
         "servers": servers,
@@ -111,7 +112,7 @@ def of_tensorflow(
         "times": TIMES,
         "sizes": [ROWS, WIDTH, ASKED, VECTOR],
     }
-    # Nothing of this job's launcher, and nothing of this package.
+    # Remove the variables of this job's launcher and of this package.
     kept = ("PATH", "HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     words = [python, str(program), json.dumps(wanted)]
@@ -121,9 +122,9 @@ def of_tensorflow(
 
 
 def _memory() -> dict[str, int]:
-    """Return the peak of this process' memory, and how much is its own now, in bytes.
+    """Return the peak, private and mapped memory of this process, in bytes.
 
-    What it has mapped of a server's memory counts as resident, and is nobody's copy.
+    Mapped memory of a server counts as resident, but it is no copy.
     """
     status = Path("/proc/self/status").read_text(encoding="ascii")
     fields = dict(line.split(":", 1) for line in status.splitlines())
@@ -132,7 +133,7 @@ def _memory() -> dict[str, int]:
 
 
 def train_table(strategy: Any, nbytes: int) -> dict[str, Any]:
-    """Train a table of so many bytes for a while; return how fast, and the memory."""
+    """Train a table of this size for a while; return the speed, and the memory."""
     coordinator = hs.coordinator.ClusterCoordinator(strategy)
     length = nbytes // (4 * WIDTH)
     with strategy.scope():

@@ -1,12 +1,12 @@
-"""Adam with its state divided between the ranks, beside Adam with whole state.
+"""Compare Adam whose state is divided between the ranks with Adam with full state.
 
 Run it on two ranks of a quiet machine with two cores::
 
     mpirun --bind-to core -n 2 python benchmarks/bench_sharded.py --json FILE
 
 A step is ``strategy.run`` with one ``apply_gradients``, of variables of 64 MiB together
-by default, with gradients that are written anew before. Both are timed in turn, and end
-with the same weights.
+by default, with gradients that are rewritten before. The two optimizers are timed in
+turn, and must reach the same weights.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""A whole training step, beside the same step written by hand on mpi4py.
+"""Benchmark of a training step, compared with the same step by hand on mpi4py.
 
 Run it on two ranks of a quiet machine with two cores, one thread each::
 
     export OMP_NUM_THREADS=1
     mpirun -n 2 python benchmarks/bench_step.py --json FILE --picture FILE
 
-The step: a network with one hidden layer computes losses and gradients of its replica's
-rows, into arrays that are kept; the gradients are summed over the replicas; stochastic
-gradient descent with momentum updates the weights in place; the loss is summed, too.
-hpcstrat does it by ``strategy.run``, ``apply_gradients`` and ``strategy.reduce``. By
-hand it is done twice: as it is usually written, where the gradients are packed into one
-buffer for one ``Allreduce``, and in the fastest form that we know, where they are
-computed right in that buffer, which is summed in pieces of 1 MiB. All are given the
-same rows, in alternating steps of one process, and must end with the same weights and
-losses, up to rounding. The difference of two is the median of the differences of steps
-of the same round; ``timing.py`` says how times are taken. Before, the step of
-``small_step.py`` says what the library itself costs: ``run`` and one update of 20
-arrays of 64 elements, above the same by hand. With ``--device`` the step is one on
-GPUs: see ``device_step.py``.
+In a step, a network with one hidden layer computes losses and gradients of its
+replica's rows, into preallocated arrays; the gradients are summed over the replicas;
+stochastic gradient descent with momentum updates the weights in place; and the loss is
+summed. The hpcstrat step uses ``strategy.run``, ``apply_gradients`` and
+``strategy.reduce``. There are two steps by hand: the usual one packs the gradients into
+one buffer for one ``Allreduce``; the fastest one that we know computes the gradients
+directly in that buffer, and sums it in pieces of 1 MiB. All steps get the same rows,
+alternate in one process, and must reach the same weights and losses, up to rounding.
+The difference of two alternatives is the median of their differences within each round;
+``timing.py`` describes how times are measured. Before these steps, ``small_step.py``
+measures the cost of the library itself: the time of ``run`` and one update of 20 arrays
+of 64 elements, minus the time of the same step by hand. With ``--device``, the step
+runs on GPUs: see ``device_step.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trainers import NUM_FEATURES, ByHand, Ours, Trainer, require_equal
 
 import hpcstrat as hs
 
-# Each step takes the next batch of these, so that the rows are not always in the cache.
+# Number of batches; each step uses the next one, so that rows are not always cached.
 NUM_BATCHES = 8
 
 OURS = "hpcstrat"
@@ -78,7 +78,7 @@ def measure_width(
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     width : int
         Number of hidden units.
     options : Options
@@ -87,9 +87,9 @@ def measure_width(
     Returns
     -------
     nbytes : int
-        Of the gradients.
+        Size of all gradients.
     times : dict of str to ndarray of shape (rounds,)
-        From `timing.measure`.
+        Seconds, from `timing.measure`.
     """
     topology = strategy.topology
     generator = np.random.default_rng([1, topology.replica_id])
@@ -110,16 +110,16 @@ def measure_width(
 def differences(
     times: dict[str, Any], others: tuple[str, ...] = (PACKED, FASTEST)
 ) -> dict[str, Any]:
-    """Return how much longer hpcstrat's step takes than those by hand.
+    """Return the time of hpcstrat's step minus the times of the steps by hand.
 
     Not collective.
 
     Parameters
     ----------
     times : dict of str to ndarray of shape (rounds,)
-        From `timing.measure`.
+        Seconds, from `timing.measure`.
     others : tuple of str
-        The names of those.
+        Names of the steps by hand.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def differences(
 
 
 def describe_differences(found: dict[str, Any]) -> str:
-    """Return a line for each of the `differences`; not collective."""
+    """Return a line of text for each of the `differences`; not collective."""
     return "\n".join(
         f"{OURS} above {name}: {median * 1e6:+.1f} us, quartiles "
         f"{low * 1e6:+.1f} and {high * 1e6:+.1f}"
@@ -141,13 +141,13 @@ def describe_differences(found: dict[str, Any]) -> str:
 
 
 def with_names(found: dict[str, Any]) -> dict[str, Any]:
-    """Return `differences` with the names of quartiles; not collective."""
+    """Return `differences` as dicts from quartile name to seconds; not collective."""
     names = "lower", "median", "upper"
     return {name: dict(zip(names, v, strict=True)) for name, v in found.items()}
 
 
 def draw(path: str, times: dict[int, dict[str, Any]], title: str) -> None:
-    """Draw the times of steps, and the differences with their quartiles.
+    """Draw the times of the steps, and their differences with quartiles.
 
     Not collective.
 
@@ -158,7 +158,7 @@ def draw(path: str, times: dict[int, dict[str, Any]], title: str) -> None:
     times : dict of int to dict of str to ndarray of shape (rounds,)
         For each size of the gradients in bytes.
     title : str
-        What was measured where.
+        Title with the measurement and the machine.
     """
     from matplotlib.figure import Figure
 

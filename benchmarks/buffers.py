@@ -1,4 +1,4 @@
-"""Arrays with numbers whose sum is known, and mpi4py's all-reduce of them in pieces."""
+"""Arrays of numbers with a known sum, and mpi4py's allreduce of arrays in pieces."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["fill", "in_pieces", "require_sum"]
 
 Array = np.ndarray[Any, Any]
 
-# Small integers: their sums are exact in all types. Larger arrays repeat them, with a
-# period that is no power of two, so that exchanged pieces are found out.
+# Use small integers, because their sums are exact in all types. Larger arrays repeat
+# them, with a period that is no power of two, so that a check detects swapped pieces.
 _NUMBERS = np.arange(251 * 4096) % 251
 
 
 def fill(array: Array, rank: int) -> None:
-    """Write a rank's numbers into an array, which touches all its pages, too.
+    """Write a rank's numbers into an array, and so touch all its memory pages.
 
     Not collective.
 
     Parameters
     ----------
     array : ndarray
-        Contiguous.
+        A contiguous array.
     rank : int
         Whose numbers.
     """
@@ -35,23 +35,23 @@ def fill(array: Array, rank: int) -> None:
 
 
 def require_sum(what: str, array: Array, num_ranks: int) -> None:
-    """Demand that an array holds the sum of the ranks' numbers.
+    """Raise if an array does not hold the sum of the ranks' numbers.
 
     Not collective.
 
     Parameters
     ----------
     what : str
-        Who has added them.
+        Name of the alternative that computed the sum.
     array : ndarray
-        Contiguous.
+        A contiguous array.
     num_ranks : int
-        The numbers of how many ranks, from 0.
+        Number of ranks whose numbers were summed.
 
     Raises
     ------
     ArithmeticError
-        If an element is not what it should be.
+        If an element is wrong.
     """
     flat = array.reshape(-1)
     numbers = _NUMBERS[: flat.size]
@@ -70,9 +70,9 @@ def require_sum(what: str, array: Array, num_ranks: int) -> None:
 def in_pieces(
     comm: Any, send: Any, receive: Array, piece_bytes: int
 ) -> Callable[[], None]:
-    """Return a function that sums a buffer by one ``Allreduce`` after the other.
+    """Return a function that sums a buffer piece by piece, each by one ``Allreduce``.
 
-    Not collective; the function is, over ``comm``.
+    Not collective; the returned function is collective over ``comm``.
 
     Parameters
     ----------
@@ -83,12 +83,12 @@ def in_pieces(
     receive : ndarray of shape (n,)
         The sum.
     piece_bytes : int
-        Of how many bytes each is at most.
+        Maximum size of a piece in bytes.
 
     Returns
     -------
     callable
-        Without arguments. The pieces are cut here, not at each call.
+        Without arguments. The pieces are views that are made here, not at each call.
     """
     step = max(piece_bytes // receive.itemsize, 1)
     parts = [slice(i, i + step) for i in range(0, receive.size, step)]

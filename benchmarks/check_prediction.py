@@ -1,16 +1,16 @@
-"""Predicted against measured steps, on pretend hosts joined by slow wires.
+"""Compare predicted with measured steps, on pretend hosts with slow networks.
 
 Run it as root, with an MPI library and SimGrid (apt-get install libsimgrid-dev)::
 
     python benchmarks/check_prediction.py --json FILE --picture FILE
 
-It makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``. On two of them
-it measures latency and bandwidth, and on one what a replica's step takes; from these
-figures alone, the simulation of `hpcstrat bench predict` says what a step takes on 2, 4
-and 8 hosts, where it then is measured. All hosts share this machine's cores, so that a
-step sleeps instead of computing; how busy the cores were while nobody computed is told
-with each point: where they are, the wires are not what limits. What a wire lets pass at
-once after a rest is small here: no cable does that at all.
+The program makes pretend hosts on this machine by ``tests/cluster/hosts_up.sh``. On two
+hosts it measures latency and bandwidth, and on one host the step of a replica. From
+these figures alone, the simulation of `hpcstrat bench predict` predicts the step on 2,
+4 and 8 hosts, and the program then measures that step. All hosts share this machine's
+cores, so a step sleeps instead of computing. Each point reports the CPU load outside of
+that sleep: if the cores are busy, they and not the network limit the step. The rate
+limiter passes only a small burst after a pause, because a real cable passes none.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 LARGE_BYTES = 4 << 20
 TRIPS = 15
-# Scheduling of the cores is noise: the median of so many steps counts.
+# Number of timed steps. Their median is used, because scheduling of cores adds noise.
 STEPS, WARM_UP = 15, 3
 WIRES = (("100mbit", 0), ("1gbit", 0), ("100mbit", 500), ("1gbit", 500))
-# A few milliseconds of the rate: the kernel hands over 64 KiB at once.
+# Bursts of a few milliseconds, and at least 64 KiB, which the kernel sends at once.
 BURSTS = {"100mbit": "64kb", "1gbit": "128kb"}
-# Long enough that nothing is dropped: TCP would wait, and send it again.
+# A queue so long that no packet is dropped, because TCP would wait and resend it.
 QUEUE = "400ms"
 HOSTS = (2, 4, 8)
 WITHIN = 0.1
@@ -46,7 +46,7 @@ WITHIN = 0.1
 
 @dataclass(frozen=True)
 class Point:
-    """A step on some hosts, predicted and measured; times are in seconds."""
+    """The predicted and the measured times of a step on some hosts, in seconds."""
 
     rate: str
     delay_us: int
@@ -58,24 +58,24 @@ class Point:
     nbytes: int
     predicted_seconds: float
     measured_seconds: list[float]
-    # What all processes of the machine took in a step.
+    # CPU seconds of all processes of the machine in a step.
     cores_seconds: float
 
     @property
     def error(self) -> float:
-        """By how much the prediction is too long, relative to what was measured."""
+        """Return predicted / measured - 1, for the seconds of a step."""
         return self.predicted_seconds / statistics.median(self.measured_seconds) - 1
 
     @property
     def sum_error(self) -> float:
-        """The same of what a step takes beside its computing."""
+        """Return predicted / measured - 1, for the seconds beyond the computation."""
         measured = statistics.median(self.measured_seconds)
         computing = self.compute_seconds
         return (self.predicted_seconds - computing) / (measured - computing) - 1
 
     @property
     def busy(self) -> float:
-        """The share of the cores' time that was taken while nobody computed."""
+        """Return the CPU load of the machine during the sums, from 0 to 1."""
         summing = statistics.median(self.measured_seconds) - self.compute_seconds
         return self.cores_seconds / summing / (os.cpu_count() or 1)
 
@@ -83,7 +83,7 @@ class Point:
 def measure_link() -> tuple[float, float]:
     """Return latency and bandwidth between the first two hosts' first ranks.
 
-    Called on each rank.
+    Called on every rank.
     """
     import hpcstrat as hs
 
@@ -112,9 +112,9 @@ def _trip(comm: Any, nbytes: int, count: int) -> float:
 
 
 def measure_steps(compute_seconds: float, nbytes: int) -> tuple[list[float], float]:
-    """Return the times of steps, each that of the slowest rank, and what cores worked.
+    """Return the times of steps on the slowest rank, and the CPU seconds of a step.
 
-    Called on each; the second is that of all processes of the machine, for a step.
+    Called on every rank. The CPU seconds are those of all processes of the machine.
     """
     import hpcstrat as hs
 
@@ -138,7 +138,7 @@ def measure_steps(compute_seconds: float, nbytes: int) -> tuple[list[float], flo
 
 
 def _worked_seconds() -> float:
-    """Return what all cores have worked since the start of the machine."""
+    """Return the CPU seconds of all cores since the boot of the machine."""
     with open("/proc/stat", encoding="ascii") as file:
         ticks = [int(word) for word in file.readline().split()[1:9]]
     idle, waiting = ticks[3:5]
@@ -147,7 +147,7 @@ def _worked_seconds() -> float:
 
 @contextlib.contextmanager
 def connected(count: int, rate: str, delay_us: int) -> Iterator[Any]:
-    """Yield pretend hosts on wires of that rate."""
+    """Yield pretend hosts with a network of this rate."""
     from tests.cluster.hosts import Hosts
 
     with Hosts(count, rate, delay_us) as hosts:
@@ -160,7 +160,7 @@ def connected(count: int, rate: str, delay_us: int) -> Iterator[Any]:
 
 
 def points(options: dict[str, Any]) -> Iterator[Point]:
-    """Measure and predict all of them."""
+    """Measure and predict the steps on all networks and numbers of hosts."""
     from hpcstrat.tools.bench.prediction.dry_run import (
         MemoryCopy,
         SimulatedJob,
@@ -178,7 +178,7 @@ def points(options: dict[str, Any]) -> Iterator[Point]:
                 taken, _ = hosts.run([each], measure_steps, compute, nbytes)[0]
             alone = statistics.median(taken)
             shapes = ((nbytes // 4,),)
-            # What is copied and added inside of a host has a speed, too.
+            # Estimate the memory bandwidth from the copies and sums inside of a host.
             copied = sum(
                 event.nbytes
                 for event in dry_run(shapes, SimulatedJob(1, each))
@@ -206,7 +206,7 @@ def points(options: dict[str, Any]) -> Iterator[Point]:
 
 
 def draw(path: str, found: list[Point]) -> None:
-    """Draw what was measured, its spread, and what was predicted."""
+    """Draw the measured steps with their spread, and the predicted steps."""
     from matplotlib.figure import Figure
 
     rates = list(dict.fromkeys(p.rate for p in found))
@@ -232,7 +232,7 @@ def draw(path: str, found: list[Point]) -> None:
             times = np.array([p.measured_seconds for p in some]) * 1e3
             middle = np.median(times, axis=1)
             spread = np.abs(np.percentile(times, [10, 90], axis=1) - middle)
-            # Beside each other, where they would hide each other.
+            # Shift the points sideways so that they do not hide each other.
             beside = [count * 1.03 ** (number - len(cases) / 2) for count in hosts]
             axes.errorbar(
                 beside, middle, spread, fmt="o", color=f"C{number}", capsize=3
@@ -248,7 +248,7 @@ def draw(path: str, found: list[Point]) -> None:
 
 
 def write(path: str, found: list[Point]) -> None:
-    """Write all figures, with the errors and where they were measured."""
+    """Write all figures, their errors and a description of the machine."""
     from mpi4py import MPI
     from report import environment
 

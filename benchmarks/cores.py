@@ -1,13 +1,14 @@
 """The latency between the cores of two ranks, measured between the timed calls.
 
-On a virtual machine, and where ranks are not bound, cores move while a program runs:
-two that shared a cache may share none a second later, and a sum through shared memory
-then takes several times as long. So the latency between the ranks is measured before
-each call and after the last one of a round, and rounds are told apart by it.
+On a virtual machine, or if ranks are not bound, the ranks' cores change while a program
+runs. Two cores that shared a cache may share none a second later, and a sum through
+shared memory then takes several times as long. Therefore the latency between the ranks
+is measured before each call and after the last call of a round, and rounds are sorted
+by this latency.
 
-The ranks measure it, and wait for each other, by flags in shared memory, and make no
-MPI call: MPI calls right before a timed call would leave MPI's own code in the caches,
-and so favor the alternatives that use MPI.
+The ranks measure the latency, and synchronize, by flags in shared memory instead of MPI
+calls. MPI calls right before a timed call would load MPI's code into the caches, and so
+favor the alternatives that use MPI.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ TOGETHER, APART, MOVED = "together", "apart", "moved"
 LATENCY = "latency between the cores"
 """Stands beside the times of alternatives."""
 
-# A latency above so many times the least one is that of cores that lie apart. On AMD's
-# EPYC 9004 a flag takes 0.10 to 0.20 us between cores of one cache, by their clock, and
-# 0.26 to 0.40 us between others; those of MPI messages overlap.
+# Cores lie apart if their latency is above this multiple of the least latency. On AMD's
+# EPYC 9004 a flag takes 0.10 to 0.20 us between cores that share a cache, depending on
+# the clock rate, and 0.26 to 0.40 us between others. Latencies of MPI messages would
+# overlap.
 _APART = 2.2
 _TRIPS = 40
 _LEAST_ROUNDS = 20
-# Flags are so far apart, in numbers of 8 bytes, that each has a cache line of its own,
-# also where the processor fetches two lines at once.
+# Distance of the flags in numbers of 8 bytes. Each flag has its own cache line, even if
+# the processor fetches two lines at once.
 _APART_NUMBERS = 16
 _LOOKS_BEFORE_YIELD = 10_000
 
@@ -45,7 +47,7 @@ class CoreWatch:
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks, of one machine; alone, nothing is measured.
+        The ranks, all on one machine; nothing is measured for a single rank.
     mpi : module
         ``mpi4py.MPI``.
     """
@@ -55,7 +57,7 @@ class CoreWatch:
         nbytes = (comm.size + 1) * _APART_NUMBERS * 8 if comm.rank == 0 else 0
         self._window = mpi.Win.Allocate_shared(nbytes, 1, comm=comm)
         memory = memoryview(self._window.Shared_query(0)[0]).cast("B").cast("q")
-        # The first flag lets all ranks go on; each rank has one more.
+        # The first flag releases all ranks; each rank has another flag.
         self._flags = memory[::_APART_NUMBERS]
         comm.Barrier()
         self._number = 0
@@ -64,7 +66,7 @@ class CoreWatch:
         self._least = np.inf
 
     def look(self) -> None:
-        """Measure once, and let all ranks leave at the same time.
+        """Measure the latency once, and return on all ranks at the same time.
 
         Collective over the communicator.
         """
@@ -93,7 +95,7 @@ class CoreWatch:
             self._round.append(best)
 
     def _await(self, flag: int, number: int) -> None:
-        """Wait until a flag has at least a number."""
+        """Wait until a flag has at least this value."""
         flags, looks = self._flags, 0
         while flags[flag] < number:
             looks += 1
@@ -105,22 +107,22 @@ class CoreWatch:
         self._window.Free()
 
     def end_round(self, *, counted: bool) -> None:
-        """Take note of the end of a round, and of whether it counts; not collective."""
+        """Record the end of a round, and whether the round counts; not collective."""
         if counted:
             self._rounds.append(self._round)
         self._round = []
 
     def take(self) -> tuple[list[str], Any]:
-        """Return where the cores lay in each round since the last time.
+        """Return the state of the cores in each round since the last call.
 
         Collective over the communicator.
 
         Returns
         -------
         states : list of str
-            For each round.
+            State of the cores in each round.
         latencies : ndarray of shape (rounds,)
-            The median of each round in seconds.
+            Median latency of each round in seconds.
         """
         rounds, self._rounds = self._comm.bcast(self._rounds), []
         if self._comm.size < 2:
@@ -134,29 +136,29 @@ class CoreWatch:
 
 
 def by_state(times: Mapping[str, Any], watch: CoreWatch) -> dict[str, dict[str, Any]]:
-    """Divide times by where the cores lay.
+    """Group the times of rounds by the state of the cores.
 
     Collective over the watch's communicator.
 
     Parameters
     ----------
     times : mapping of str to ndarray of shape (rounds,)
-        From `timing.measure`, with the watch.
+        Seconds, from `timing.measure` with the watch.
     watch : CoreWatch
-        What watched.
+        The watch that measured the latencies.
 
     Returns
     -------
     dict of str to dict of str to ndarray of shape (rounds of the state,)
-        For each state in which there were rounds, without those in which the cores
-        moved; beside the alternatives, the latency in seconds.
+        Times of each state that has rounds, except rounds in which the cores moved; for
+        each alternative, and for the latency, in seconds.
     """
     states, latencies = watch.take()
     found: dict[str, dict[str, Any]] = {}
     counts = {state: states.count(state) for state in (TOGETHER, APART)}
     for state, count in counts.items():
         rounds = np.array([one == state for one in states])
-        # A few rounds beside many others say nothing.
+        # Drop a state with only a few rounds, because its median would be noise.
         if count and count >= min(_LEAST_ROUNDS, max(counts.values())):
             found[state] = {name: values[rounds] for name, values in times.items()}
             found[state][LATENCY] = latencies[rounds]
@@ -164,16 +166,16 @@ def by_state(times: Mapping[str, Any], watch: CoreWatch) -> dict[str, dict[str, 
 
 
 def describe_cores(state: str, times: Mapping[str, Any]) -> str:
-    """Say where the cores lay, and in how many rounds.
+    """Return a description of a state of the cores, with its latency and rounds.
 
     Not collective.
 
     Parameters
     ----------
     state : str
-        Of `by_state`.
+        A key of the result of `by_state`.
     times : mapping of str to ndarray of shape (rounds,)
-        Its times.
+        The times of this state.
 
     Returns
     -------

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What only a machine with GPUs can answer, in about ten minutes:
+# Run the checks and benchmarks that need GPUs, in about ten minutes:
 #   bash benchmarks/device.sh [FOLDER]
-# First questions, each a job (device_questions.py), then figures. One rank for each GPU;
-# where there is one GPU, two ranks share it under NVIDIA's MPS, which is started here and
-# ended again (without MPS they run in turns: their figures are labeled so), and one rank
-# alone shows NCCL. FOLDER (default: benchmarks/results) gets one file with all that was
-# said, device_HOST_DATE.txt, and beside it the figures of each benchmark for pictures.
-# PYTHON and MPIRUN replace python and mpirun, with options:
+# First come checks, each in a job (device_questions.py), then benchmarks. There is one
+# rank per GPU. On a single GPU, two ranks share it under NVIDIA's MPS, which this
+# script starts and stops (without MPS, the ranks run in turn, and their figures are
+# labeled so), and a single rank tests NCCL. The output is written to FOLDER (default:
+# benchmarks/results), as device_HOST_DATE.txt, with the figures of each benchmark for
+# pictures. PYTHON and MPIRUN replace python and mpirun, with options:
 #   MPIRUN="mpirun -x LD_LIBRARY_PATH --mca pml ucx" bash benchmarks/device.sh results
-# A step that fails, or is not done in time, does not stop the others; the end names it.
-# STEPS="questions fused" makes some of them only, LIMIT=60 gives each so many seconds.
-# SMOKE=1 tries it all on the stand-in of the tests, and writes nothing.
+# A step that fails or times out does not stop the others, and is listed at the end.
+# STEPS="questions fused" selects steps, and LIMIT=60 sets the timeout of each step in
+# seconds. SMOKE=1 tests this script on the stand-in of the tests, and writes no files.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,7 +24,7 @@ if [[ "$("${mpirun[0]}" --version 2>&1 || true)" =~ "Open MPI"|PRRTE ]]; then
         mpirun+=(--allow-run-as-root)
     fi
 fi
-# Threads of NumPy would take the cores of the other ranks.
+# Use one thread, because NumPy's threads would take the cores of other ranks.
 export OMP_NUM_THREADS=1
 failed=()
 made=0
@@ -56,7 +56,7 @@ fi
 ranks="$gpus"
 if ((gpus == 1)); then
     ranks=2
-    # NCCL lets ranks share a GPU from 2.30 on.
+    # NCCL 2.30 and later allow ranks to share a GPU.
     export HPCSTRAT_SHARE_GPUS=1 NCCL_MULTI_RANK_GPU_ENABLE=1
     export GPU_SHARING="time slices"
     mps="$(mktemp -d)"
@@ -94,7 +94,7 @@ bench() {
         "$python" "benchmarks/bench_$name.py" --device "${options[@]}" "$@"
 }
 
-# Whether MPI takes the memory of GPUs: a trial, kept for this kind of node.
+# Try whether MPI accepts GPU memory; the result is cached for this kind of node.
 step probe 300 "$python" -m hpcstrat.engine.gpu.probe.probe
 step doctor 120 "$python" -c "from hpcstrat.cli import main; main()" doctor
 step questions 600 "$python" benchmarks/device_questions.py --ranks "$ranks" \
@@ -111,7 +111,7 @@ if ((${#failed[@]})); then
     printf 'failed: %s\n' "${failed[@]}"
 fi
 if [[ -n "${tee:-}" ]]; then
-    # The file is whole before the job ends.
+    # Wait until the output file is complete.
     exec >&- 2>&-
     wait "$tee" || true
 fi

@@ -1,11 +1,11 @@
-"""``bench_allreduce.py --device``: the all-reduce of one array on each rank's GPU.
+"""``bench_allreduce.py --device``: the allreduce of one array on each rank's GPU.
 
-Compared are hpcstrat's ``reduce``, by the transport that it chooses and by each other
-one that can be named and serves on the machine; mpi4py's ``Allreduce`` of device
-buffers, where a trial has shown that it can be done (see ``hpcstrat doctor``); NCCL by
-CuPy, and torch's, where each rank has a GPU; what users write by hand, a copy to the
-host, ``Allreduce`` there, a copy back; and the copies in the GPU's memory that are
-needed in any case (``device_ways.Floor``). Each sum is checked before it is timed.
+The benchmark compares hpcstrat's ``reduce`` by the transport that it chooses, and by
+each other transport that can be named and works on this machine; mpi4py's ``Allreduce``
+of device buffers, if a trial has succeeded (see ``hpcstrat doctor``); NCCL by CuPy and
+by torch, if each rank has a GPU; the usual code by hand, which copies to the host,
+calls ``Allreduce`` there and copies back; and the copies in the GPU's memory that every
+sum needs (``device_ways.Floor``). Each sum is checked before it is timed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Call = Callable[[], Any]
 def measure_device(
     bench: Bench, sizes: list[int], seconds: float
 ) -> dict[int, dict[str, Any]]:
-    """Measure, print and write.
+    """Measure all sizes, print the times, and write them.
 
     Collective over all replicas.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     sizes : list of int
-        Bytes of the buffers.
+        Buffer sizes in bytes.
     seconds : float
-        How long to measure each.
+        Seconds of measurement for each size.
 
     Returns
     -------
     dict of int to dict of str to ndarray of shape (rounds,)
-        For each size, the seconds of each way.
+        Seconds of each alternative, for each size.
     """
     what = "all-reduce of float32 on GPUs"
     hs.print_once(f"{what}, {bench.where()}")
@@ -71,7 +71,7 @@ def measure_device(
 
 
 def _calls(ways: Ways, own: Any, total: Any, in_place: Any) -> dict[str, Call]:
-    """Return every way to sum a buffer; each returns where the sum is."""
+    """Return the calls that sum a buffer; each call returns the array of the sum."""
     calls: dict[str, Call] = {}
     for name, strategy in ways.strategies.items():
 
@@ -89,7 +89,7 @@ def _calls(ways: Ways, own: Any, total: Any, in_place: Any) -> dict[str, Call]:
 def _one_size(
     bench: Bench, ways: Ways, size: int, seconds: float
 ) -> tuple[dict[str, Any], dict[str, Flight], float]:
-    """Return the times of calls that are alone, of those in flight, and B/s copied."""
+    """Return times of single calls, times of calls in flight, and copied bytes/s."""
     length = max(size // 4, 1)
     with bench.stream:
         arrays = [bench.cupy.empty(length, np.float32) for _ in range(3)]
@@ -102,7 +102,7 @@ def _one_size(
         for name, call in calls.items():
             total.fill(0)
             require_sum(name, bench.cupy.asnumpy(call()), bench.comm.size)
-        # Zeros can be summed in place for ever.
+        # Use zeros, because zeros can be summed in place any number of times.
         for array in arrays:
             array.fill(0)
         floor = Floor(bench, own, total)
@@ -112,7 +112,7 @@ def _one_size(
         name: bench.in_flight(call, float(np.median(times[name])))
         for name, call in calls.items()
     }
-    # Every copied byte is read and written.
+    # Count each copied byte twice, because it is read and written.
     bandwidth = 2 * floor.nbytes / flights[FLOOR].device_seconds
     return times, flights, bandwidth
 
@@ -120,7 +120,7 @@ def _one_size(
 def _text(
     size: int, times: dict[str, Any], flights: dict[str, Flight], bandwidth: float
 ) -> str:
-    """Return what is printed for one size."""
+    """Return the printed report for one size."""
     base, ours = flights[FLOOR], np.median(times[OURS])
     lines = [
         f"\n{size_text(size)}, {len(times[FLOOR])} rounds; one call alone; faster: "

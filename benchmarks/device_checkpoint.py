@@ -1,12 +1,12 @@
 """``bench_checkpoint.py --device``: save and restore of variables on GPUs.
 
-Save: hpcstrat's synchronous save, and its asynchronous one (how long the program stands
-still, how long until its stream has done the copies, and until all is on the disk);
-what users write by hand, ``cupy.asnumpy`` of every array and h5py by one rank; and the
-floor, the copy of each rank's half to page-locked memory. Restore: hpcstrat's, and by
-hand h5py on each rank, and copies to the device. Files are flushed to the disk, and
-dropped from the page cache before each read. What is restored is compared with what was
-saved, in the first and the last round.
+Save: hpcstrat's synchronous save, and its asynchronous save (seconds for which the
+program is blocked, seconds until its stream has done the copies, and seconds until all
+data are on the disk); the usual code by hand, ``cupy.asnumpy`` of every array and h5py
+by one rank; and the lower bound, a copy of each rank's half to page-locked memory.
+Restore: hpcstrat's restore; and by hand, h5py on each rank and copies to the device.
+Files are flushed to the disk, and dropped from the page cache before each read. In the
+first and the last round, the restored values are compared with the saved ones.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Times = dict[str, list[float]]
 
 
 class Case:
-    """The variables, and the ways to save and restore them.
+    """The variables, and all alternatives that save and restore them.
 
     Collective over all replicas.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     folder : Path
-        On the file system to be measured; the same on all ranks.
+        A folder of the file system to be measured; the same on all ranks.
     nbytes : int
-        Of all variables together.
+        Size of all variables together.
     """
 
     def __init__(self, bench: Bench, folder: Path, nbytes: int):
@@ -80,18 +80,18 @@ class Case:
         self.loads: Times = {}
 
     def timed(self, times: Times, name: str, call: Callable[[], object]) -> None:
-        """Keep how long a call and the stream take on the slowest rank.
+        """Time a call, and its work on the stream, on the slowest rank.
 
         Collective over all replicas.
 
         Parameters
         ----------
         times : dict of str to list of float
-            Where.
+            Lists to which the seconds are appended.
         name : str
-            Of the call.
+            Name of the call.
         call : callable
-            Collective.
+            A collective call.
         """
         bench = self.bench
         bench.comm.Barrier()
@@ -127,14 +127,14 @@ class Case:
         self.timed(self.loads, SYNCHRONOUS, self.manager.restore)
 
     def require_restored(self) -> None:
-        """Demand that the variables hold what was saved.
+        """Raise if the variables do not hold the saved values.
 
         Not collective.
 
         Raises
         ------
         AssertionError
-            If one does not.
+            If a value differs.
         """
         for name, variable in self.variables.items():
             found = self.bench.cupy.asnumpy(variable.value())
@@ -172,14 +172,14 @@ class Case:
         )
 
     def run(self, rounds: int) -> None:
-        """Time every way, in turn.
+        """Time all alternatives in turn.
 
         Collective over all replicas.
 
         Parameters
         ----------
         rounds : int
-            How often.
+            Number of timed rounds.
         """
         order = np.random.default_rng(0)
         pause = 0.0 if self.bench.smoke else _PAUSE_SECONDS
@@ -187,7 +187,8 @@ class Case:
         with self.bench.stream:
             for number in range(rounds + 1):
                 if number == 1:
-                    # The first round makes buffers and plans.
+                    # Drop the first round, because it allocates buffers and makes
+                    # plans.
                     self.require_restored()
                     self.saves, self.loads = {}, {}
                 self.timed(self.saves, SYNCHRONOUS, self._save)
@@ -200,20 +201,20 @@ class Case:
 
 
 def measure_device(bench: Bench, nbytes: int, rounds: int, folder: str) -> Any:
-    """Measure, print and write.
+    """Measure saves and restores, print the times, and write them.
 
     Collective over all replicas.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     nbytes : int
-        Of all variables together.
+        Size of all variables together.
     rounds : int
-        How often each is measured.
+        Number of measurements of each alternative.
     folder : str
-        On the file system to be measured.
+        A folder of the file system to be measured.
 
     Returns
     -------

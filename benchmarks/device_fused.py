@@ -1,9 +1,9 @@
 """``bench_fused.py --device``: the gradients of ResNet-50 on GPUs, in one call.
 
-Compared are hpcstrat's ``reduce`` of the list of 161 arrays, what users write by hand
-(one array after the other; all in one buffer, which they are copied into and out of;
-each of the two through the host, by MPI on device buffers, and by NCCL, where these can
-be had), and the copies that are needed in any case. See ``device_ways.py``.
+The benchmark compares hpcstrat's ``reduce`` of the list of 161 arrays; two kinds of
+code by hand (one sum per array; or copies of all arrays into and out of one buffer, and
+one sum of the buffer), each through the host, by MPI on device buffers, and by NCCL, if
+available; and the copies that every sum needs. See ``device_ways.py``.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Call = Callable[[], Any]
 
 
 def measure_device(bench: Bench, seconds: float) -> dict[str, Any]:
-    """Measure, print and write.
+    """Measure all alternatives, print the times, and write them.
 
     Collective over all replicas.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     seconds : float
-        How long.
+        Seconds of all measurements together.
 
     Returns
     -------
     dict of str to ndarray of shape (rounds,)
-        Seconds of each way.
+        Seconds of each alternative.
     """
     shapes = resnet50_shapes()
     if bench.smoke:
@@ -119,7 +119,7 @@ def _ours(ways: Ways, arrays: list[list[Any]]) -> dict[str, Call]:
 
 
 def _by_hand(bench: Bench, ways: Ways, arrays: list[list[Any]]) -> dict[str, Call]:
-    """Return what users write: for each way to sum a buffer, two ways to use it."""
+    """Return two calls for each way to sum a buffer: array by array, and packed."""
     own, total, _ = arrays
     size = sum(array.size for array in own)
     packed, packed_total = (bench.cupy.empty(size, np.float32) for _ in range(2))
@@ -158,7 +158,7 @@ def _one_by_one(reductions: list[Call]) -> Call:
 
 
 def _grouped(reductions: list[Call], total: list[Any]) -> Call:
-    """Return a call of NCCL for all arrays, which it takes as one operation."""
+    """Return a call that sums all arrays in one NCCL group."""
     from cupy.cuda import nccl
 
     def call() -> list[Any]:
@@ -172,7 +172,7 @@ def _grouped(reductions: list[Call], total: list[Any]) -> Call:
 
 
 def _check(bench: Bench, calls: dict[str, Call], arrays: list[list[Any]]) -> None:
-    """Sum once by each way, and demand that the sums are right; then write zeros."""
+    """Sum once by each alternative, raise if a sum is wrong, then write zeros."""
     own, total, in_place = arrays
     for source, other in zip(own, in_place, strict=True):
         numbers = np.empty(source.shape, np.float32)

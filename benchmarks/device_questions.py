@@ -1,8 +1,8 @@
-"""Questions about GPUs that only hardware answers, each a job of its own.
+"""Checks of GPU behavior that need real hardware, each in a separate job.
 
-``python benchmarks/device_questions.py`` asks all of them on some ranks, with a time
-limit each, and says what was seen; ``device.sh`` does so before it measures anything. A
-rank of such a job is this program with the name of a question.
+``python benchmarks/device_questions.py`` runs all checks (questions) on some ranks,
+each with a timeout, and prints the results; ``device.sh`` runs it before the
+measurements. A rank of such a job runs this program with the name of a question.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _strategy() -> Any:
 
 
 def _sum(strategy: Any, nbytes: int = 4) -> float:
-    """Sum whole numbers, compare every one of them, and return how long it took."""
+    """Sum integers, check every element, and return the seconds of the sum."""
     import cupy
 
     rank, size = strategy.replica_id, strategy.num_replicas_in_sync
@@ -54,7 +54,7 @@ def _reason(strategy: Any) -> str:
 
 
 def connect() -> None:
-    """NCCL joins the ranks, its sums are tried, and those of the program are right."""
+    """NCCL connects the ranks, its trial succeeds, and sums by hpcstrat are right."""
     strategy = _strategy()
     first = _sum(strategy)
     later = [_sum(strategy, nbytes) for nbytes in _SIZES for _ in range(2)]
@@ -66,10 +66,10 @@ def connect() -> None:
 
 
 def small_shm() -> None:
-    """Without room in /dev/shm for NCCL, all ranks do without it, and say why."""
+    """If /dev/shm is too small for NCCL, no rank uses NCCL, and a message says why."""
     strategy = _strategy()
     if "HPCSTRAT_STANDIN_NCCL_FAULT" not in os.environ:
-        # The mount hides /dev/shm for what comes; memory mapped before stays.
+        # The mount hides /dev/shm from new files; memory mapped before stays valid.
         libc = ctypes.CDLL(None, use_errno=True)
         failed = libc.unshare(_NEW_NAMESPACE) or libc.mount(
             b"none", b"/", None, ctypes.c_ulong(0x44000), None
@@ -86,18 +86,18 @@ def small_shm() -> None:
 
 
 def plain_end() -> None:
-    """A program that ends without ``close()`` while its GPU is busy ends well."""
+    """A program that exits without ``close()`` while its GPU is busy succeeds."""
     import cupy
 
     strategy = _strategy()
-    # The stand-in of the tests takes long for what a GPU does at once.
+    # Use fewer numbers on the tests' stand-in, which is much slower than a GPU.
     own = cupy.ones(4096 if hasattr(cupy, "_standin") else 16 << 20, cupy.float32)
     for _ in range(20):
         own = strategy.reduce("mean", own, axis=None)
 
 
 def stopped() -> None:
-    """A rank that is stopped is named, and the job ends."""
+    """If a rank is stopped, the other ranks name it, and the job ends."""
     strategy = _strategy()
     _sum(strategy)
     if strategy.replica_id == strategy.num_replicas_in_sync - 1:
@@ -106,13 +106,13 @@ def stopped() -> None:
 
 
 def killed() -> None:
-    """A rank that is killed before its kernel ends the job, whoever notices."""
+    """If a rank is killed before its kernel starts, the job ends."""
     import cupy
 
     strategy = _strategy()
     _sum(strategy)
     if strategy.replica_id == strategy.num_replicas_in_sync - 1:
-        # As if the process had died right behind the header.
+        # Kill this process right after it has sent the header.
         for transport in strategy.collectives.channel.device_group._transports.values():
             type(transport).reduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     total = strategy.reduce("sum", cupy.ones(1 << 20), axis=None)
@@ -121,7 +121,7 @@ def killed() -> None:
 
 
 def ddp() -> None:
-    """A training step of torch's DDP on NCCL, and with its gradients summed by us."""
+    """A step of torch's DDP works on NCCL, and with gradients summed by hpcstrat."""
     try:
         import torch
         from torch import distributed
@@ -168,7 +168,8 @@ def ddp() -> None:
     distributed.destroy_process_group()
 
 
-# Each with what its job must end with: 0, or anything else; and what it must say.
+# For each question: its function, whether the job must exit with status 0, and a
+# pattern that the output must match.
 QUESTIONS: dict[str, tuple[Callable[[], None], bool, str]] = {
     "connect": (connect, True, r"^by "),
     "small_shm": (small_shm, True, r"^by (?!nccl)|^left out"),
@@ -181,15 +182,16 @@ _ENVIRONMENT = {
     "HPCSTRAT_DEVICE": "gpu",
     "HPCSTRAT_WARN_SECONDS": "5",
 }
-# Where a rank, or a sum of NCCL, is not to come; elsewhere it would leave NCCL's trial,
-# which takes a quarter at most, too little time on a busy machine.
+# Short timeout for questions in which a rank or a sum of NCCL never arrives. For the
+# other questions it would be too short, because NCCL's trial may use only a quarter of
+# it.
 _SHORT_LIMIT = {"HPCSTRAT_LIMIT_SECONDS": "20"}
-# NCCL takes /dev/shm only where it is kept from what it likes better.
+# NCCL uses /dev/shm only if its preferred transports are disabled.
 _BY_SHM = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}
 
 
 def _ask(name: str, ranks: int, more: dict[str, str]) -> bool:
-    """Run the job of a question, say what was seen, return whether it is as it must."""
+    """Run the job of a question, print its output, and return whether it passed."""
     _, ends_well, pattern = QUESTIONS[name]
     environment = {**os.environ, **_ENVIRONMENT, **more}
     if name == "small_shm":

@@ -1,21 +1,21 @@
-"""``bench_step.py --device``: what the library adds to a training step on GPUs.
+"""``bench_step.py --device``: the overhead of the library in a GPU training step.
 
-The program's own kernels are products of matrices that take about two milliseconds, by
-calibration, and write nothing that is used; the gradients lie ready. The step of
-hpcstrat is ``strategy.run`` of these kernels, ``apply_gradients`` (sum over replicas,
-stochastic gradient descent with momentum) and ``compute_average_loss``, and
-``strategy.reduce`` of the loss, which is not read. By hand the same is done by CuPy,
-with each way to sum a buffer that serves on the machine (``device_ways.py``). Many
-steps are in flight at once, as in a loop that reads its loss now and then; the overhead
-is
+The program's own kernels are matrix products that take about two milliseconds, by
+calibration, and whose results are not used; the gradients are allocated before. The
+step of hpcstrat is ``strategy.run`` of these kernels, ``apply_gradients`` (sum over
+replicas, stochastic gradient descent with momentum) and ``compute_average_loss``, and
+``strategy.reduce`` of the loss, which is not read. The step by hand does the same in
+CuPy, with each way to sum a buffer that works on this machine (``device_ways.py``).
+Many steps are in flight at once, as in a loop that reads its loss now and then. The
+overhead is
 
     time of a step / time of the kernels alone - 1
 
-and has two parts: kernels and copies that the sum and the update need on any library,
-and time in which the GPU waits for the host. So it is given for several sizes of the
-gradients, the smallest of which shows the second part. The host's time of a step, in
-which it waits for other ranks, too, is given beside: while it is shorter than that of
-the kernels, it hides behind them. All ways must end with equal weights.
+The overhead has two parts: kernels and copies that the sum and the update need in any
+library, and time in which the GPU waits for the host. The overhead is measured for
+several sizes of the gradients; the smallest size shows the second part. The host's time
+of a step, which includes waiting for other ranks, is reported, too: it is hidden if it
+is shorter than the kernels. All alternatives must end with equal weights.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Call = Callable[[], Any]
 class Kernels:
     """The program's own work on the GPU.
 
-    Collective over all replicas: all do the same number of products.
+    Collective over all replicas, which all do the same number of products.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     """
 
     def __init__(self, bench: Bench):
@@ -66,13 +66,14 @@ class Kernels:
         self.matmul = bench.cupy.matmul
         self.count = 1
         if not bench.smoke:
-            # The first call loads libraries; the clock of the GPU rises under load.
+            # Warm up, because the first call loads libraries, and the GPU clock rises
+            # under load.
             bench.in_flight(self, 1e-3)
             seconds = bench.in_flight(self, 1e-3).device_seconds
             self.count = max(1, round(KERNEL_SECONDS / seconds))
 
     def __call__(self) -> None:
-        """Multiply.
+        """Start the matrix products on the GPU.
 
         Not collective.
         """
@@ -81,16 +82,16 @@ class Kernels:
 
 
 class _Step:
-    """A network's gradients and losses, which lie ready, and one way to learn by them.
+    """A training step: preallocated gradients and losses, and a way to update weights.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     kernels : Kernels
         The program's own work.
     nbytes : int
-        Of all gradients.
+        Size of all gradients in bytes.
     """
 
     def __init__(self, bench: Bench, kernels: Kernels, nbytes: int):
@@ -114,7 +115,7 @@ class Ours(_Step):
     Parameters
     ----------
     strategy : hpcstrat strategy
-        By which transport the gradients are summed.
+        The strategy, whose transport sums the gradients.
     """
 
     def __init__(self, bench: Bench, kernels: Kernels, nbytes: int, strategy: Any):
@@ -128,7 +129,7 @@ class Ours(_Step):
             self.optimizer = hs.optimizers.SGD(_RATE, _MOMENTUM)
 
     def replica_step(self) -> Any:
-        """Learn, in replica context.
+        """Do the replica's part of a step, in replica context.
 
         Collective over all replicas.
         """
@@ -160,9 +161,9 @@ class ByHand(_Step):
     Parameters
     ----------
     ways : Ways
-        What serves for sums.
+        The ways to sum that work on this machine.
     name : str
-        Which of them is used.
+        Name of the way that is used.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ def expected(ranks: int, steps: int) -> list[float]:
     Returns
     -------
     list of float
-        One for each array.
+        The weight of each array.
     """
     value = velocity = 0.0
     for _ in range(steps):
@@ -232,14 +233,14 @@ def expected(ranks: int, steps: int) -> list[float]:
 
 
 def _require_right(name: str, step: Any) -> None:
-    """Demand that the weights and the loss are right."""
+    """Raise if the weights or the loss are wrong."""
     bench = step.bench
     ranks = bench.comm.size
     with bench.stream:
         found = step.weights()
         loss = float(bench.cupy.asnumpy(step.loss).ravel()[0])
     wanted = expected(ranks, step.num_steps)
-    # Float32 numbers to which one is added at every step.
+    # The tolerance allows one float32 rounding error per step.
     np.testing.assert_allclose(
         found, wanted, rtol=TOLERANCE * max(step.num_steps, 10), err_msg=name
     )
@@ -249,7 +250,7 @@ def _require_right(name: str, step: Any) -> None:
 def _one_size(
     bench: Bench, ways: Ways, kernels: Kernels, nbytes: int, seconds: float
 ) -> dict[str, list[Flight]]:
-    """Return, for each way, the steps of several turns."""
+    """Return the results of several turns of steps, for each alternative."""
     steps: dict[str, Any] = {ALONE: kernels}
     for name, strategy in ways.strategies.items():
         steps[name] = Ours(bench, kernels, nbytes, strategy)
@@ -270,23 +271,23 @@ def _one_size(
 
 
 def measure_device(bench: Bench, sizes: list[int], seconds: float) -> dict[str, Any]:
-    """Measure, print and write.
+    """Measure all sizes, print the times, and write them.
 
     Collective over all replicas.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     sizes : list of int
-        Bytes of the gradients.
+        Sizes of the gradients in bytes.
     seconds : float
-        How long to measure each.
+        Seconds of measurement for each size.
 
     Returns
     -------
     dict of str to ndarray of shape (turns,)
-        Seconds of a step of the smallest size, for each way.
+        Seconds of a step of the smallest size, for each alternative.
     """
     what = "training step on GPUs"
     hs.print_once(f"{what}, {bench.where()}")

@@ -1,7 +1,8 @@
-"""The ways to sum arrays on GPUs: hpcstrat by each transport, MPI, NCCL, and by hand.
+"""Alternatives that sum arrays on GPUs: hpcstrat, MPI, NCCL, and code by hand.
 
-What cannot be done on a machine is left out, with the reason in the results: to give an
-MPI library that cannot read the memory of GPUs a pointer to it ends the program.
+An alternative that does not work on a machine is left out, and the results have the
+reason. For example, a pointer to GPU memory crashes an MPI library that cannot read
+such memory.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ FLOOR = "copies"
 
 
 class Staging(hs.CrossDeviceOps):
-    """The library's choice on the host, with copies there and back, also on GPUs.
+    """The library's choice for host arrays, used for GPU arrays by copies to the host.
 
-    Not collective. An algorithm that is a program's own is always one of the host.
+    Not collective. A program's own algorithm always runs on the host.
     """
 
     def choose(self, *args: Any, **kwargs: Any) -> Any:
-        """Choose as the library does.
+        """Choose an algorithm as the library does for host arrays.
 
         Not collective.
 
@@ -51,7 +52,7 @@ class Staging(hs.CrossDeviceOps):
         return super().choose(*args, **kwargs)
 
 
-# Each names a transport on GPUs, as it names an algorithm on the host.
+# Each class selects a transport on GPUs, and an algorithm on the host.
 _NAMED = (
     hs.NcclAllReduce,
     hs.SharedMemoryAllReduce,
@@ -62,7 +63,7 @@ _NAMED = (
 
 
 class _Told(logging.Handler):
-    """Keeps what the library says about its choice of a transport."""
+    """A log handler that keeps the library's reason for its choice of a transport."""
 
     _START = "arrays on GPUs are reduced by "
 
@@ -78,21 +79,21 @@ class _Told(logging.Handler):
 
 
 class Floor:
-    """The copies in a GPU's memory that a sum of ``n`` bytes cannot do without.
+    """The copies in a GPU's memory that every sum of ``n`` bytes needs.
 
-    Memory of CuPy's pool cannot be opened by another process. So each of ``p`` ranks
-    reads and writes ``n`` bytes to lay them out; reads ``n`` and writes ``n / p`` to
-    sum its share; and reads and writes ``n`` to collect the shares: as much traffic as
-    copies of ``(5 + 1 / p) / 2 n`` bytes, which all ranks make at once. Where ranks
-    share a GPU, they share its memory, and the copies take as much longer. One rank has
-    nothing to exchange: a copy of ``n`` bytes.
+    Memory of CuPy's pool cannot be opened by another process. Therefore each of ``p``
+    ranks reads and writes ``n`` bytes to lay them out; reads ``n`` and writes ``n / p``
+    to sum its share; and reads and writes ``n`` to collect the shares: as much traffic
+    as copies of ``(5 + 1 / p) / 2 n`` bytes, which all ranks make at once. If ranks
+    share a GPU, they share its memory bandwidth, and the copies take longer
+    accordingly. A single rank needs only a copy of ``n`` bytes.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     own, total : cupy.ndarray of shape (n,)
-        From where, and to where.
+        Source and target of the copies.
     """
 
     FORMULA = "copies of (5 + 1/ranks) / 2 times the bytes; of the bytes, for one rank"
@@ -118,25 +119,25 @@ class Floor:
 
 
 class Ways:
-    """What serves for sums on this machine, set up once.
+    """The ways to sum that work on this machine, set up once.
 
     Collective over all replicas.
 
     Parameters
     ----------
     bench : Bench
-        Where.
+        The GPUs, streams and clocks of the measurement.
     named : bool
-        Whether each transport of hpcstrat that can be named is wanted, too.
+        Whether to include each transport of hpcstrat that can be named.
 
     Attributes
     ----------
     able : Capabilities
-        What the library has found out.
+        The capabilities that the library has detected.
     left_out : dict of str to str
-        What cannot be done here, and why.
+        Reason for each alternative that does not work here.
     transports : dict of str to str
-        Which transport serves for a way of hpcstrat, and why.
+        Transport of each hpcstrat alternative, with the reason.
     """
 
     def __init__(self, bench: Bench, *, named: bool):
@@ -160,14 +161,14 @@ class Ways:
             self.left_out[MPI] = self.able.mpi_allreduce.reason
 
     def _try(self, name: str, strategy: Any) -> None:
-        """Sum a few numbers, and see whether the library does it, and by what."""
+        """Sum a few numbers by hpcstrat, and record the transport or the error."""
         bench = self.bench
         with bench.stream:
             own = bench.cupy.ones(1024, np.float32)
             try:
                 total = strategy.reduce("sum", own, axis=None)
             except ValueError as error:
-                # On every rank: nobody waits.
+                # The error is raised on every rank, so that no rank waits.
                 self.left_out[name] = str(error)
                 return
             assert float(total[-1]) == bench.comm.size
@@ -181,7 +182,7 @@ class Ways:
         self.strategies[name] = strategy
 
     def _raw_nccl(self) -> Any:
-        """Return a communicator of NCCL, by CuPy; None where there is none."""
+        """Return a communicator of NCCL, by CuPy, or None if that is not available."""
         bench, able = self.bench, self.able
         if not able.nccl:
             self.left_out[NCCL] = able.nccl.reason
@@ -193,7 +194,7 @@ class Ways:
         return nccl.NcclCommunicator(bench.comm.size, identity, bench.comm.rank)
 
     def _torch(self) -> Any:
-        """Return ``torch.distributed`` on NCCL; None where there is none."""
+        """Return ``torch.distributed`` on NCCL, or None if that is not available."""
         bench = self.bench
         reason = ""
         if bench.comm.size == 1 or not self.able.one_gpu_per_rank:
@@ -221,7 +222,7 @@ class Ways:
         host = comm.bcast(socket.gethostname())
         store = None
         if comm.rank == 0:
-            # The system picks a free port.
+            # Port 0 lets the system choose a free port.
             store = distributed.TCPStore(
                 host, 0, comm.size, is_master=True, wait_for_workers=False
             )
@@ -235,21 +236,21 @@ class Ways:
         return distributed
 
     def flat(self, own: Any, total: Any) -> dict[str, Callable[[], Any]]:
-        """Return what sums one buffer without hpcstrat; each returns where the sum is.
+        """Return calls that sum a buffer without hpcstrat; each call returns the sum.
 
-        Not collective; the calls are, over all replicas.
+        Not collective; the returned calls are collective over all replicas.
 
         Parameters
         ----------
         own : cupy.ndarray of shape (n,)
             This rank's float32 numbers.
         total : cupy.ndarray of shape (n,)
-            For the sum.
+            Receives the sum.
 
         Returns
         -------
         dict of str to callable
-            Without arguments.
+            The calls by name; they take no arguments.
         """
         bench = self.bench
         cupy, comm, stream = bench.cupy, bench.comm, bench.stream
@@ -260,7 +261,7 @@ class Ways:
             return cupy.asarray(host)
 
         def by_mpi() -> Any:
-            # MPI knows nothing of streams.
+            # Synchronize first, because MPI does not know streams.
             stream.synchronize()
             comm.Allreduce(own, total)
             return total
@@ -298,7 +299,7 @@ class Ways:
         return by_torch
 
     def close(self) -> None:
-        """End what was set up.
+        """Close strategies and communicators.
 
         Collective over all replicas.
         """
@@ -310,14 +311,14 @@ class Ways:
             strategy.close()
 
     def report(self) -> str:
-        """Say what serves, and what is left out.
+        """Return a text about the alternatives that work, and the ones left out.
 
         Not collective.
 
         Returns
         -------
         str
-            A line for each way.
+            A line for each alternative.
         """
         lines = [f"{name}: by {text}" for name, text in self.transports.items()]
         lines += [f"left out: {name}: {text}" for name, text in self.left_out.items()]

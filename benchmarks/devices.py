@@ -1,9 +1,9 @@
-"""Helpers of benchmarks on GPUs: options, hardware, clocks, results.
+"""Helpers of GPU benchmarks: options, hardware, clocks, results.
 
-Work on a GPU goes on after the call that asked for it has returned. So a call is timed
-in two ways: alone, until its stream has been synchronized (the stream, not the device);
-and as one of many that are in flight, where what counts is how long the call holds the
-program, and how long the device takes, which two events tell.
+Work on a GPU continues after the call that started it has returned. Therefore a call is
+timed in two ways: alone, until its stream (not the device) has been synchronized; and
+as one of many calls in flight, by the seconds for which the call blocks the program,
+and the seconds of the device between two events.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MOST_IN_FLIGHT = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where figures go.
+    """The destinations of a benchmark's figures.
 
     Parameters
     ----------
     smoke : bool
-        Whether this is a trial of the program, which prints, and writes nothing.
+        Whether this run only tests the program: it prints, and writes no file.
     results : str, optional
         Folder for a file named by the hardware.
     json_path : str, optional
@@ -56,18 +56,19 @@ class Output:
 
 @dataclass(frozen=True)
 class Flight:
-    """Many calls that are in flight together; of each of them, on the slowest rank.
+    """The times of calls that are in flight together, per call, on the slowest rank.
 
     Parameters
     ----------
     calls : int
-        How many.
+        Number of calls.
     host_seconds : float
-        How long a call holds the program.
+        Seconds for which a call blocks the program.
     device_seconds : float
-        How long the device takes, from the first to the last, by events.
+        Seconds of the device per call, between events before the first call and after
+        the last.
     seconds : float
-        From the first call until the stream has done the last.
+        Seconds per call, from the first call until the stream has finished the last.
     """
 
     calls: int
@@ -77,14 +78,14 @@ class Flight:
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of a benchmark on GPUs.
+    """Add the options of a GPU benchmark to a command.
 
     Not collective.
 
     Parameters
     ----------
     command : callable
-        Takes ``device``, ``smoke`` and ``results``.
+        A command with the parameters ``device``, ``smoke`` and ``results``.
 
     Returns
     -------
@@ -103,32 +104,32 @@ def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def given(name: str) -> bool:
-    """Whether an option was on the command line.
+    """Return whether an option was on the command line.
 
     Not collective.
 
     Parameters
     ----------
     name : str
-        Of the parameter.
+        Name of the parameter.
 
     Returns
     -------
     bool
-        False for a default.
+        False if the option has its default.
     """
     source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.COMMANDLINE
 
 
 def _refuse(message: str) -> NoReturn:
-    """Say on one rank why nothing is measured, and end with status 2 on all."""
+    """Print on one rank why nothing is measured, and exit on all with status 2."""
     hs.print_once(message, file=sys.stderr)
     sys.exit(2)
 
 
 def _cupy(smoke: bool) -> Any:
-    """Return CuPy, if there is something to measure on."""
+    """Return the module CuPy, or exit if there is no GPU."""
     if importlib.util.find_spec("cupy") is None:
         _refuse(
             "expected a GPU, and CuPy, found that CuPy is not installed; install "
@@ -148,14 +149,15 @@ def _cupy(smoke: bool) -> Any:
 
 
 def start(smoke: bool, results: str | None, words: Mapping[str, Any]) -> Bench:
-    """Make a strategy on the GPUs, and what measures there.
+    """Create a strategy on the GPUs, and return its `Bench`.
 
-    Collective over all ranks of the job. Ends the program with status 2 without a GPU.
+    Collective over all ranks of the job. Without a GPU, the program exits with status
+    2.
 
     Parameters
     ----------
     smoke : bool
-        Whether to try the program only.
+        Whether this run only tests the program.
     results : str or None
         Folder for a file named by the hardware.
     words : mapping of str to object
@@ -169,7 +171,7 @@ def start(smoke: bool, results: str | None, words: Mapping[str, Any]) -> Bench:
     Raises
     ------
     click.UsageError
-        If a trial is to write something.
+        If a test run has an option that writes a file.
     """
     output = Output(
         smoke=smoke,
@@ -187,7 +189,7 @@ def start(smoke: bool, results: str | None, words: Mapping[str, Any]) -> Bench:
 
 
 class Bench:
-    """A strategy on GPUs, a stream of the program's own, and clocks for both.
+    """A strategy on GPUs, a stream for the measurements, and timers of host and device.
 
     Collective over all replicas.
 
@@ -196,16 +198,17 @@ class Bench:
     cupy : module
         CuPy.
     strategy : hpcstrat strategy
-        Of all ranks.
+        A strategy of all ranks.
     output : Output
-        Where figures go.
+        The destinations of the figures.
 
     Attributes
     ----------
     rank : int
         This replica.
     stream : cupy.cuda.Stream
-        On which everything is measured: not the null stream, for which others wait.
+        The stream of all measurements; not the null stream, for which other streams
+        wait.
     hardware : dict
         Name and number of the GPUs, number of ranks, versions.
     """
@@ -213,7 +216,7 @@ class Bench:
     def __init__(self, cupy: Any, strategy: Any, output: Output):
         self.cupy, self.strategy, self.output = cupy, strategy, output
         self.comm = strategy.topology.replica_comm
-        # The communicator is gone when the strategies are closed.
+        # Copy the communicator, because closing the strategies frees it.
         self.rank = self.comm.rank
         self.mpi = strategy.topology.mpi
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -221,7 +224,7 @@ class Bench:
 
     @property
     def smoke(self) -> bool:
-        """Whether only the program is tried."""
+        """Return whether this run only tests the program."""
         return self.output.smoke
 
     def _hardware(self) -> dict[str, Any]:
@@ -231,7 +234,8 @@ class Bench:
         place = platform.node(), runtime.deviceGetPCIBusId(number)
         found = self.comm.allgather((name, place))
         gpus = len({place for _, place in found})
-        # In time slices ranks run in turns: such figures say nothing of two GPUs.
+        # Record the sharing, because ranks that share a GPU run in turns, unlike on two
+        # GPUs.
         sharing = os.environ.get("GPU_SHARING", "time slices, unless there is MPS")
         return {
             "gpu": " and ".join(sorted({name for name, _ in found})),
@@ -243,14 +247,14 @@ class Bench:
         }
 
     def where(self) -> str:
-        """Return a line that says where a benchmark runs.
+        """Return a line that describes the machine of a benchmark.
 
         Not collective.
 
         Returns
         -------
         str
-            GPUs, and what `report.describe` says.
+            The GPUs, and the line of `report.describe`.
         """
         count, name = self.hardware["gpus"], self.hardware["gpu"]
         shared = self.hardware["shared_by"]
@@ -260,7 +264,7 @@ class Bench:
     def measure(
         self, calls: Mapping[str, Callable[[], object]], seconds: float, least: int = 7
     ) -> dict[str, Any]:
-        """Time calls that are alone on the device, each until its stream has done it.
+        """Time single calls on the device, each until the stream has finished it.
 
         Collective over all replicas.
 
@@ -269,14 +273,14 @@ class Bench:
         calls : mapping of str to callable
             See `timing.measure`.
         seconds : float
-            For how long in all.
+            Seconds of all measurements together.
         least : int
-            Rounds, also where they take longer.
+            Minimum number of rounds, even if they take longer.
 
         Returns
         -------
         dict of str to ndarray of shape (rounds,)
-            See there.
+            See `timing.measure`.
         """
         waited = {name: self._waited(call) for name, call in calls.items()}
         if self.smoke:
@@ -296,23 +300,23 @@ class Bench:
     def in_flight(
         self, call: Callable[[], object], expected_seconds: float, *, most: int = 0
     ) -> Flight:
-        """Time many calls that are given to the device one after the other.
+        """Time many calls that are started without waiting for the device in between.
 
         Collective over all replicas.
 
         Parameters
         ----------
         call : callable
-            Without arguments.
+            Takes no arguments.
         expected_seconds : float
-            About how long one takes; the same on every rank.
+            Approximate seconds of a call; the same on every rank.
         most : int
-            Most calls; 0: a hundred.
+            Maximum number of calls; 0 means 100.
 
         Returns
         -------
         Flight
-            The same on every rank.
+            The times, which are the same on every rank.
         """
         most = 3 if self.smoke else most or _MOST_IN_FLIGHT
         calls = int(min(max(_FLIGHT_SECONDS / max(expected_seconds, 1e-9), 3), most))
@@ -335,7 +339,7 @@ class Bench:
         return Flight(calls, *(value / calls for value in longest))
 
     def write(self, what: str, rows: list[dict[str, Any]], **more: Any) -> None:
-        """Write the figures where the command line says; rank 0 calls it.
+        """Write the figures to the files of the command line; called on rank 0 only.
 
         Not collective.
 
@@ -346,7 +350,7 @@ class Bench:
         rows : list of dict
             From `report.row`.
         **more : object
-            Further figures.
+            Further entries of the file.
         """
         for path in self._paths(what):
             write_json(path, self.mpi, rows, hardware=self.hardware, **more)

@@ -1,4 +1,4 @@
-"""The picture of bench_allreduce.py, and what the pictures of several have."""
+"""The picture of bench_allreduce.py, and shared parts of several pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def draw_sizes(
     title: str,
     base: str,
 ) -> None:
-    """Draw times, and their ratios to those of one way, for each state of the cores.
+    """Draw times, and ratios to one alternative's times, for each state of the cores.
 
     Not collective.
 
@@ -28,9 +28,9 @@ def draw_sizes(
     times : dict of int to dict of str to dict of str to ndarray of shape (rounds,)
         For each size in bytes and each state, from `cores.by_state`.
     title : str
-        What was measured where.
+        Title with the measurement and the machine.
     base : str
-        That way.
+        Name of the alternative for the ratios.
     """
     from matplotlib.figure import Figure
 
@@ -48,7 +48,8 @@ def draw_sizes(
             medians = np.array([np.median(here[size][name]) for size in known])
             whole = np.array([np.median(here[size][base]) for size in known])
             seconds.plot(known, medians * 1e6, **style)
-            # Slower than this is off the picture, which would else show little else.
+            # Cut off slower alternatives, which would hide the differences between the
+            # others.
             shown = medians / whole < 30
             ratio.plot(np.array(known)[shown], (medians / whole)[shown], **style)
         seconds.set(yscale="log", title=f"cores {state}" if state else "")
@@ -65,7 +66,7 @@ def draw_sizes(
 
 
 def save_figure(path: str, figure: Any, title: str, ncols: int = 2) -> None:
-    """Give a picture a title, grids and the legend of all its parts, and write it.
+    """Add a title, grids and one legend to a picture, and write it.
 
     Not collective.
 
@@ -74,9 +75,9 @@ def save_figure(path: str, figure: Any, title: str, ncols: int = 2) -> None:
     path : str
         The picture; its suffix names the format.
     figure : matplotlib.figure.Figure
-        Whose parts have the same lines.
+        A figure whose axes all have the same lines.
     title : str
-        What was measured where.
+        Title with the measurement and the machine.
     ncols : int
         Columns of the legend.
     """

@@ -1,4 +1,4 @@
-"""The picture of what bench_frameworks.py measured, in one job or several.
+"""Draw the results of one or several jobs of bench_frameworks.py.
 
 ::
 
@@ -17,7 +17,7 @@ _BASE = "none"
 
 
 def panels(files: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each model, by framework and model."""
+    """Return the result rows of each model, keyed by framework and model."""
     found: dict[str, list[dict[str, Any]]] = {}
     for file in files:
         content = json.load(file)
@@ -28,7 +28,7 @@ def panels(files: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(axes: Any, title: str, rows: list[dict[str, Any]]) -> None:
-    """Draw a bar for each way, with its quartiles."""
+    """Draw a bar with quartiles for each alternative of a model."""
     alone = next(row["seconds"] for row in rows if row["impl"] == _BASE)
     rows = [row for row in rows if not row["impl"].startswith(_BASE)]
     chosen = styles([row["impl"] for row in rows])

@@ -1,4 +1,4 @@
-"""torch's gloo as an alternative to measure, where torch is installed."""
+"""torch's gloo as a measured alternative, if torch is installed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["start_gloo"]
 
 
 def start_gloo(strategy: hs.MultiWorkerMirroredStrategy, interface: str = "lo") -> Any:
-    """Make torch's gloo ready, and say how.
+    """Initialize torch's gloo, and print its configuration.
 
     Collective over all replicas.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     interface : str
-        Of the network; ``"lo"`` on one machine only.
+        Name of the network interface; ``"lo"`` on one machine only.
 
     Returns
     -------
@@ -46,7 +46,7 @@ def start_gloo(strategy: hs.MultiWorkerMirroredStrategy, interface: str = "lo") 
     )
     host, store = comm.bcast(own), None
     if comm.rank == 0:
-        # The system picks a free port.
+        # Port 0 lets the system choose a free port.
         store = distributed.TCPStore(
             host, 0, comm.size, is_master=True, wait_for_workers=False
         )

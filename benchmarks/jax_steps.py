@@ -1,4 +1,4 @@
-"""Training steps in JAX, with the ways in which gradients are averaged."""
+"""Training steps in JAX, one for each way to average gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-# One thread for each rank, as the others have.
+# Use one thread per rank, as the rivals in other frameworks do.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 )
@@ -26,14 +26,14 @@ __all__ = ["JaxStep", "jax_steps", "start_jax_distributed"]
 
 
 def start_jax_distributed(comm: Any) -> None:
-    """Make JAX one program of all ranks, over gloo; before its first computation.
+    """Connect JAX on all ranks by gloo; called before JAX's first computation.
 
     Collective over ``comm``.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of one machine.
+        The ranks, all on one machine.
     """
     port = None
     if comm.rank == 0:
@@ -64,18 +64,19 @@ def _update(state: Any, gradients: Any) -> Any:
 
 
 class JaxStep:
-    """Gradient and update of parameters of its own."""
+    """A training step with its own parameters."""
 
     def __init__(self, state: Any, function: Callable[[Any], Any]) -> None:
         self._state, self._function = state, function
 
     def __call__(self) -> None:
-        """Do a step, and wait for it; collective, except without communication."""
+        """Do a step to its end; collective, unless the step does not communicate."""
         self._state = jax.block_until_ready(self._function(self._state))
 
     def parameters(self) -> list[Any]:
         """Return the weights as arrays."""
-        # Those of jax.distributed lie on all ranks: this one's copy is whole.
+        # Arrays of jax.distributed are replicated, so that this rank's copy is
+        # complete.
         leaves = jax.tree.leaves(self._state[0])
         return [np.array(leaf.addressable_data(0)) for leaf in leaves]
 
@@ -125,7 +126,7 @@ def _mpi4jax(comm: Any, mpi: Any) -> Callable[[Any], Any]:
 
 
 def _of_all_ranks(host_state: Any, batch: Any, size: int) -> JaxStep:
-    """Return the step that JAX itself divides among the ranks."""
+    """Return the step of jax.distributed, which JAX distributes over the ranks."""
     mesh = jax.make_mesh((size,), ("x",))
     whole, split = (NamedSharding(mesh, PartitionSpec(*p)) for p in ((), ("x",)))
 
@@ -138,21 +139,21 @@ def _of_all_ranks(host_state: Any, batch: Any, size: int) -> JaxStep:
 
 
 def jax_steps(strategy: Any, *, with_gloo: bool) -> dict[str, JaxStep]:
-    """Return the rivals, each with parameters that begin alike.
+    """Return the rivals, which all start with equal parameters.
 
     Collective over the strategy's replicas.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     with_gloo : bool
         Whether `start_jax_distributed` was called.
 
     Returns
     -------
     dict of str to JaxStep
-        The first one does not communicate.
+        The steps by name; the first step does not communicate.
     """
     topology = strategy.topology
     comm, mpi = topology.replica_comm.Dup(), topology.mpi
@@ -175,7 +176,7 @@ def jax_steps(strategy: Any, *, with_gloo: bool) -> dict[str, JaxStep]:
     local = jax.device_put(batch, here)
 
     def step(way: Any, average: Any) -> JaxStep:
-        # Copies: the steps give their memory to what follows.
+        # Copy the parameters, because the steps donate their memory to JAX.
         mine = jax.tree.map(jnp.copy, jax.device_put(state, here))
         return JaxStep(mine, way(local, average))
 

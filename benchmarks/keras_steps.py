@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# One thread for each rank, as the others have; and no notes of TensorFlow's.
+# Use one thread per rank, as the rivals in other frameworks do, and silence TensorFlow.
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 )
@@ -33,7 +33,7 @@ def _use_one_thread() -> None:
 
 
 class KerasStep:
-    """``train_on_batch`` of a model of its own."""
+    """A training step by ``train_on_batch``, with its own model."""
 
     def __init__(self, batch: Any, strategy: Any = None) -> None:
         keras.utils.set_random_seed(0)
@@ -51,7 +51,7 @@ class KerasStep:
         self._batch = batch
 
     def __call__(self) -> None:
-        """Do a step; collective where the model is distributed."""
+        """Do a step; collective if the model is distributed."""
         self.model.train_on_batch(*self._batch)
 
     def parameters(self) -> list[Any]:
@@ -61,27 +61,27 @@ class KerasStep:
 
 
 def keras_steps(strategy: Any, check: str) -> dict[str, KerasStep]:
-    """Return the rivals, each with a model that begins alike.
+    """Return the rivals, whose models all start with equal weights.
 
     Collective over the strategy's replicas.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     check : str
-        Name for what the weights are compared with: the step of one process with the
-        rows of all replicas.
+        Name of the reference for the weights: a step in one process, with the rows of
+        all replicas.
 
     Returns
     -------
     dict of str to KerasStep
-        The first one does not communicate.
+        The steps by name; the first step does not communicate.
     """
     _use_one_thread()
     count, replica = strategy.num_replicas_in_sync, strategy.replica_id
     generator = np.random.default_rng(0)
-    # The same on all ranks: of arrays each takes its rows.
+    # Use the same arrays on all ranks, because each rank takes its rows of them.
     inputs = generator.normal(size=(count * ROWS, MLP_SIZES[0])).astype(np.float32)
     targets = generator.integers(0, MLP_SIZES[-1], count * ROWS)
     own = slice(replica * ROWS, (replica + 1) * ROWS)

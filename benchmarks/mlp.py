@@ -4,8 +4,8 @@ from __future__ import annotations
 
 __all__ = ["MLP_SIZES", "MOMENTUM", "RATE", "ROWS"]
 
-# 5.2 million parameters.
+# Widths of the layers, with 5.2 million parameters.
 MLP_SIZES = (784, 1536, 1536, 1024, 10)
-# Of a replica's batch.
+# Number of rows in a replica's batch.
 ROWS = 64
 RATE, MOMENTUM = 0.01, 0.9

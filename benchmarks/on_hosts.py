@@ -1,4 +1,4 @@
-"""Runs a benchmark again, in a job on pretend hosts of this machine."""
+"""Restart of a benchmark in a job on pretend hosts of this machine."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ def on_hosts(
     *,
     in_turn: bool = False,
 ) -> int:
-    """Make the hosts, run this program there, and take them down; needs root.
+    """Make pretend hosts, run this program there, and remove the hosts; needs root.
 
-    Not collective. The program gets ``--on-hosts COMMAND`` behind its own arguments.
+    Not collective. The argument ``--on-hosts COMMAND`` is appended to the program's
+    arguments.
 
     Parameters
     ----------
     num_hosts, ranks_per_host : int
-        How many.
+        Number of hosts, and number of ranks on each host.
     rate : str
-        Limit of what each host sends; empty for none.
+        Limit of each host's send rate; empty for no limit.
     delay_us : int
-        How much later a frame comes, in microseconds.
+        Added latency of a frame in microseconds.
     in_turn : bool
-        Whether ranks are dealt to the hosts in turn.
+        Whether ranks are placed on the hosts in turn.
 
     Returns
     -------

@@ -1,11 +1,11 @@
-"""Steps of rivals in turn, on a machine that others may use, too.
+"""Timing of steps in turn, on a machine that other programs may use, too.
 
-As `timing`, each round times every rival once, in a new order, and the time of a step
-is the longest of the ranks'. Beside it stands how much of the machine was busy with
-what is no process of this job: steps that others have disturbed can be left out. That
-is known to a fraction of a millisecond where the kernel counts the time of control
-groups (``cpuacct``, or ``cpu.stat`` of their second version); elsewhere in ticks of
-10 ms, which is coarse for single steps.
+As in `timing`, each round times every rival once, in a new order, and the time of a
+step is the longest time of any rank. The CPU load by processes outside of this job is
+recorded, too, so that disturbed steps can be excluded. This load is known to a fraction
+of a millisecond if the kernel counts the CPU time of control groups (``cpuacct``, or
+``cpu.stat`` of version 2). If not, it is known in ticks of 10 ms, which is coarse for
+single steps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 
 __all__ = ["CLEAN", "Samples", "cost", "measure_paired"]
 
-# The share of the machine that others may use during a step that counts.
+# A step counts only if other programs used at most this share of the machine.
 CLEAN = 0.12
-# Fewer pairs of steps than this say nothing.
+# With fewer pairs of steps than this, no result is computed.
 LEAST_PAIRS = 8
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -32,25 +32,25 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Samples:
-    """What was measured of one rival: a step of each round, the same on all ranks."""
+    """The measurements of one rival, one step per round; the same on all ranks."""
 
     seconds: Array
     foreign: Array
 
     @property
     def clean(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which steps others have hardly disturbed."""
+        """Return a mask of the steps that other programs have hardly disturbed."""
         return self.foreign < CLEAN
 
     @property
     def median(self) -> float:
-        """Median seconds of these; NaN where there are none."""
+        """Return the median seconds of the clean steps, or NaN if there are none."""
         seconds = self.seconds[self.clean]
         return float(np.median(seconds)) if len(seconds) else np.nan
 
 
 def _clock() -> Callable[[], float]:
-    """Return what reads the time of all processes, in seconds."""
+    """Return a function that returns the CPU seconds of all processes."""
     nanoseconds = Path("/sys/fs/cgroup/cpuacct/cpuacct.usage")
     if nanoseconds.exists():
         return lambda: int(nanoseconds.read_bytes()) / 1e9
@@ -62,7 +62,7 @@ def _clock() -> Callable[[], float]:
     def of_ticks() -> float:
         with open("/proc/stat", "rb") as file:
             times = [int(word) for word in file.readline().split()[1:9]]
-        # Without idle, and without waiting for disks.
+        # Exclude the time of idling, and of waiting for disks.
         return (sum(times) - times[3] - times[4]) * tick
 
     return of_ticks
@@ -76,22 +76,22 @@ def measure_paired(
     *,
     rest: float = 0.0,
 ) -> dict[str, Samples]:
-    """Time each step once a round, for a time.
+    """Time each step once per round, for a number of seconds.
 
     Collective over ``comm``.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks, all of one machine.
+        The ranks, all on one machine.
     mpi : module
         ``mpi4py.MPI``.
     steps : mapping of str to callable
         The rivals by name: the same names in the same order on all ranks.
     seconds : float
-        How long to measure, all together.
+        Seconds of all measurements together.
     rest : float
-        Seconds to sleep after each round, so that others can go on meanwhile.
+        Seconds to sleep after each round, so that other programs can run.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def measure_paired(
     gc.collect()
     gc.disable()
     warm_up, end = 3, time.monotonic() + seconds
-    # Rank 0's clock decides for all.
+    # Rank 0's clock decides for all ranks, so that they do the same number of rounds.
     while warm_up or comm.bcast(time.monotonic() < end):
         time.sleep(rest)
         row = np.empty((3, len(names)))
@@ -134,7 +134,7 @@ def measure_paired(
 
 
 def cost(samples: Mapping[str, Samples], name: str, base: str) -> dict[str, float]:
-    """Return what a step takes above another one of the same round.
+    """Return the time of a step minus the time of another step in the same round.
 
     Not collective.
 
@@ -143,15 +143,15 @@ def cost(samples: Mapping[str, Samples], name: str, base: str) -> dict[str, floa
     samples : mapping of str to Samples
         From `measure_paired`.
     name : str
-        Whose step.
+        The rival.
     base : str
-        Above which one.
+        The rival whose time is subtracted.
 
     Returns
     -------
     dict of str to float
-        ``lower``, ``median`` and ``upper`` quartile in seconds, of the ``pairs`` that
-        are clean; NaN where there are too few.
+        ``lower``, ``median`` and ``upper`` quartile in seconds, and ``pairs``, the
+        number of clean pairs; NaN if there are too few pairs.
     """
     one, other = samples[name], samples[base]
     clean = one.clean & other.clean

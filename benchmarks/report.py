@@ -1,4 +1,4 @@
-"""The output of every benchmark: figures, the machine, and pictures."""
+"""Output of the benchmarks: figures, a description of the machine, and pictures."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = [
     "write_json",
 ]
 
-# The families of alternatives are told apart by color, so that their members can be by
-# line and marker. The colors are of Okabe and Ito's palette for the color-blind.
+# Each family of alternatives has a color, and its members differ by line and marker.
+# The colors are from Okabe and Ito's palette for the color-blind.
 _COLORS = {
     "hpcstrat": "#0072b2",
     "mpi4py": "#d55e00",
@@ -60,17 +60,17 @@ def row(
     Parameters
     ----------
     what : str
-        What was done.
+        Name of the operation.
     impl : str
-        By whom.
+        Name of the implementation.
     ranks : int
-        On how many ranks.
+        Number of ranks.
     nbytes : int
         Size of the buffer in bytes.
     seconds : sequence of float
         Time of each repeat.
     **more : object
-        Further words, such as where the cores lay.
+        Further entries, such as the state of the cores.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def _processor() -> str:
 
 
 def environment(mpi: Any) -> dict[str, Any]:
-    """Describe where a benchmark ran.
+    """Return a description of a benchmark's environment.
 
     Not collective.
 
@@ -119,7 +119,7 @@ def environment(mpi: Any) -> dict[str, Any]:
     Returns
     -------
     dict
-        Revision, versions, machine, load and command.
+        Git revision, versions, machine, load and command.
     """
     here = str(Path(__file__).parent)
     revision = _command("git", "-C", here, "rev-parse", "--short", "HEAD")
@@ -144,32 +144,32 @@ def environment(mpi: Any) -> dict[str, Any]:
 def write_json(path: str, mpi: Any, rows: list[dict[str, Any]], **more: Any) -> None:
     """Write a result file.
 
-    Not collective: rank 0 calls it.
+    Not collective: called on rank 0 only.
 
     Parameters
     ----------
     path : str
-        Where.
+        Path of the file.
     mpi : module
         ``mpi4py.MPI``.
     rows : list of dict
-        From `row`.
+        Rows from `row`.
     **more : object
-        Further figures.
+        Further entries of the file.
     """
     content = {"environment": environment(mpi), "rows": rows, **more}
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options ``--json`` and ``--picture``.
+    """Add the options ``--json`` and ``--picture`` to a command.
 
     Not collective.
 
     Parameters
     ----------
     command : callable
-        Takes ``json_path`` and ``picture``.
+        A command with the parameters ``json_path`` and ``picture``.
 
     Returns
     -------
@@ -183,7 +183,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checked_picture(context: Any, option: Any, path: str | None) -> str | None:
-    """Refuse a picture before minutes are spent on its figures."""
+    """Check the picture's format early, before minutes of measurement."""
     if path and importlib.util.find_spec("matplotlib") is None:
         raise click.BadParameter(
             "expected matplotlib, found it missing; pip install matplotlib, or "
@@ -195,24 +195,24 @@ def _checked_picture(context: Any, option: Any, path: str | None) -> str | None:
 
 
 def parse_size(text: str) -> int:
-    """Return a number of bytes.
+    """Parse a size, and return its number of bytes.
 
     Not collective.
 
     Parameters
     ----------
     text : str
-        Such as ``"4"``, ``"64KiB"`` or ``"1 MiB"``.
+        A size such as ``"4"``, ``"64KiB"`` or ``"1 MiB"``.
 
     Returns
     -------
     int
-        Positive.
+        A positive number of bytes.
 
     Raises
     ------
     click.BadParameter
-        If it is no size.
+        If the text is not a size.
     """
     number = text.strip().rstrip("BKMGi").strip()
     unit = text.strip()[len(number) :].strip() or "B"
@@ -225,7 +225,7 @@ def parse_size(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """Return a size for people to read.
+    """Return a size as text with a unit.
 
     Not collective.
 
@@ -246,7 +246,7 @@ def size_text(nbytes: int) -> str:
 
 
 def describe(mpi: Any) -> str:
-    """Return a line that says where a benchmark runs.
+    """Return a line that describes the machine of a benchmark.
 
     Not collective.
 
@@ -258,7 +258,7 @@ def describe(mpi: Any) -> str:
     Returns
     -------
     str
-        Ranks, MPI library, processor, cores of this rank, load.
+        The number of ranks, MPI library, processor, cores of this rank, load.
     """
     where = environment(mpi)
     library = " ".join(where["versions"]["mpi"].partition(",")[0].split())
@@ -286,12 +286,12 @@ def table(
     times : mapping of str to ndarray of shape (rounds,)
         Seconds, from `timing.measure`.
     base : str
-        The name whose median is divided by the others'.
+        The alternative whose median is divided by the medians of the others.
     floor : str
-        The name by whose median the others' are divided.
+        The alternative by whose median all medians are divided.
     above : callable, optional
-        Takes a name, and returns the one whose times are subtracted, round by round,
-        or an empty string.
+        A function of an alternative's name. It returns the name of the alternative
+        whose times are subtracted, round by round, or an empty string.
 
     Returns
     -------
@@ -322,16 +322,17 @@ def table(
 def styles(
     names: Sequence[str], *, by_family: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Choose how the lines of a picture are drawn.
+    """Choose color, line and marker for each line of a picture.
 
     Not collective.
 
     Parameters
     ----------
     names : sequence of str
-        Of the alternatives; each starts with the library that it is of.
+        Names of the alternatives; each name starts with the name of its library.
     by_family : bool
-        Whether all of a library have one color; otherwise each of six has its own.
+        Whether all alternatives of a library have the same color. If False, each of up
+        to six alternatives has a separate color.
 
     Returns
     -------
@@ -366,9 +367,9 @@ def draw_bars(path: str, times: Mapping[str, Any], floor: str, title: str) -> No
     times : mapping of str to ndarray of shape (rounds,)
         Seconds, from `timing.measure`.
     floor : str
-        The name by whose median the others' are divided.
+        The alternative by whose median all medians are divided.
     title : str
-        What was measured where.
+        Title with the measurement and the machine.
     """
     from matplotlib.figure import Figure
 
@@ -378,7 +379,7 @@ def draw_bars(path: str, times: Mapping[str, Any], floor: str, title: str) -> No
     medians = {name: float(np.median(values)) for name, values in times.items()}
     for place, (name, values) in enumerate(times.items()):
         axes.barh(place, medians[name] * 1e3, color=colors[name]["color"], height=0.6)
-        # A few interrupted rounds would stretch the axis to the whole range.
+        # Limit the axis, because a few interrupted rounds would stretch it.
         ends = np.percentile(values, [25, 75]) * 1e3
         axes.plot(ends, [place, place], color="darkgray", linewidth=3)
     axes.axvline(medians[floor] * 1e3, color="black", linestyle=":", linewidth=1)
@@ -403,7 +404,7 @@ def byte_ticks(axes: Any, sizes: Sequence[int]) -> None:
     Parameters
     ----------
     axes : matplotlib.axes.Axes
-        Whose x axis.
+        The axes whose x axis is labeled.
     sizes : sequence of int
         The sizes in bytes.
     """

@@ -1,10 +1,11 @@
-"""Measure the library's own cost in a step: ``run`` and one update of small arrays.
+"""Measure the library's overhead in a step: ``run`` and one update of small arrays.
 
-The gradients lie ready. By hand they are packed into one buffer for one ``Allreduce``,
-and each array is updated from its part of it. hpcstrat does it by ``strategy.run`` of a
-function that calls ``apply_gradients``: once with a rule that treats each element by
-itself, so that small variables are updated as one, and once with a rule of which it
-does not know that, and which it calls for each variable.
+The gradients are computed before the timed steps. The step by hand packs them into one
+buffer for one ``Allreduce``, and updates each array from its part of the buffer. The
+step of hpcstrat is ``strategy.run`` of a function that calls ``apply_gradients``, with
+two update rules. The first rule is known to be elementwise, so that hpcstrat updates
+small variables together. The second rule is not known to be elementwise, so that
+hpcstrat calls it for each variable.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Array = np.ndarray[Any, Any]
 
 
 class RuleByArray(hs.optimizers.SGD):
-    """Gradient descent, called for each variable as any rule of a program's own."""
+    """Gradient descent by a program's own rule, which is called for each variable."""
 
     def update(self, step: Any, gradient: Array, value: Array, *state: Array) -> None:
         super().update(step, gradient, value, *state)
 
 
 class ByHand:
-    """The step by mpi4py."""
+    """The training step by hand on mpi4py."""
 
     def __init__(self, strategy: Any, values: list[Array], gradients: list[Array]):
         self.comm = strategy.topology.replica_comm
@@ -58,7 +59,7 @@ def measure_small(
     num_arrays: int = 20,
     elements: int = 64,
 ) -> dict[str, Any]:
-    """Time steps; collective over all replicas, see `timing.measure`."""
+    """Time the small steps by `timing.measure`; collective over all replicas."""
     draw = np.random.default_rng(3)
     values, gradients = (
         [draw.standard_normal(elements, np.float32) for _ in range(num_arrays)]

@@ -1,4 +1,4 @@
-"""The picture of the README, of what bench_allreduce.py and bench_step.py measured.
+"""Draw the README's picture from results of bench_allreduce.py and bench_step.py.
 
 ::
 
@@ -7,7 +7,7 @@
     mpirun -n 2 python benchmarks/bench_step.py --json step.json
     python benchmarks/summary.py allreduce.json step.json picture.png
 
-Where PyTorch is installed, the first measures gloo, too.
+If PyTorch is installed, bench_allreduce.py also measures gloo.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import click
 from report import byte_ticks, styles
 
-# Of what is measured: what one would write first, and MPI at its best.
+# The drawn alternatives: the simplest code with mpi4py, and MPI at its best.
 _SHOWN = "hpcstrat, in place", "mpi4py, pieces in place", "torch gloo, in place"
 _SHOWN_STEPS = "hpcstrat", "mpi4py, packed"
-# Where the cores lay, and in words.
+# States of the cores, and their labels.
 _STATES = {"together": "cores with one cache", "apart": "cores with no cache in common"}
 
 
 def medians(rows: list[dict[str, Any]], name: str, cores: str = "") -> dict[int, float]:
     """Return the median seconds of an alternative, by size in bytes.
 
-    ``cores`` says where they lay, in rows that tell states apart.
+    ``cores`` selects a state of the cores, if the rows have states.
     """
     return {
         row["nbytes"]: row["seconds"]["median"]

@@ -1,7 +1,7 @@
 """The steps of `bench_parameter_server.py`, by TensorFlow's ParameterServerStrategy.
 
-Started by that benchmark, with what is wanted in JSON; starts the servers and workers
-itself, and prints seconds of one function of each round as the last line.
+That benchmark starts this program with its parameters in JSON. This program starts the
+servers and workers, and prints the seconds per function of each round as the last line.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _measure(wanted: dict[str, Any], cluster: dict[str, list[str]]) -> dict[str,
 
 
 def main() -> None:
-    """Serve, or start all and measure."""
+    """Run a server or worker, or start all processes and measure."""
     wanted = json.loads(sys.argv[1])
     if len(sys.argv) > 2:
         _serve(json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
@@ -114,7 +114,7 @@ def main() -> None:
         for other in others:
             other.kill()
             other.wait()
-    # The coordinator's threads would wait for workers that have ended.
+    # Exit at once, because the coordinator's threads would wait for ended workers.
     os._exit(0)
 
 

@@ -1,12 +1,12 @@
-"""Timing of the benchmarks: OSU's method, with all alternatives in turn.
+"""Timing of the benchmarks by OSU's method, with all alternatives in turn.
 
-The time of a call is the longest of the ranks', as in the OSU micro-benchmarks
+The time of a call is the longest time of any rank, as in the OSU micro-benchmarks
 (https://mvapich.cse.ohio-state.edu/benchmarks/). Each round times every alternative
 once, after a barrier, so that a machine that slows down slows all of them; with a
-`CoreWatch` that is a barrier without MPI calls. The order is drawn anew for each round:
-no alternative always finds what the same other one has left in the caches. Inputs can
-be written anew before each call, as training does: what another rank has read, and
-nobody has written since, is faster than any real step.
+`CoreWatch`, the barrier makes no MPI calls. Each round has a new random order, so that
+no alternative always follows the same other one and finds that one's data in the
+caches. Inputs can be rewritten before each call, as in training. Without rewriting,
+inputs that another rank has read before would be summed faster than in any real step.
 """
 
 from __future__ import annotations
@@ -51,28 +51,29 @@ def measure(
         ``mpi4py.MPI``.
     calls : mapping of str to callable
         The alternatives by name: the same names in the same order on all ranks. Each
-        is collective, or does the same work on each rank.
+        call is collective, or does the same work on each rank.
     rounds : int
-        Timed rounds.
+        Number of timed rounds.
     warm_up : int
-        Rounds before them that are not timed.
+        Number of untimed rounds before the timed ones.
     hot : bool
         Whether each call is made once more right before it is timed, so that it finds
-        its own code and data in the caches, as in OSU's loop over one call. Without,
-        it finds what another one has left, which is nearer to a training step.
+        its own code and data in the caches, as in OSU's loop over one call. If False,
+        the caches hold data of another alternative, which is closer to a training step.
     seed : int
-        For the order; the same on all ranks, without which they would hang.
+        Seed of the order; the same on all ranks, because different orders would
+        deadlock.
     rewrite : callable, optional
-        Writes the inputs of all calls; called before each of them.
+        Writes the inputs of all calls; called before each call.
     watch : CoreWatch, optional
-        Lets the ranks begin each call together, instead of a barrier of MPI, and
-        measures the latency between them there, and after the last call of a round.
+        Synchronizes the ranks before each call, instead of an MPI barrier. It measures
+        the latency between the ranks there, and after the last call of a round.
 
     Returns
     -------
     dict of str to ndarray of shape (rounds,)
-        Seconds in each round, the longest of any rank; the same on all ranks. Values
-        at the same index are of the same round.
+        Seconds in each round, the longest time of any rank; the same on all ranks.
+        Values at the same index are of the same round.
     """
     functions = list(calls.values())
     times = np.empty((len(functions), rounds))
@@ -115,7 +116,7 @@ def measure_for(
     rewrite: Callable[[], object] | None = None,
     watch: CoreWatch | None = None,
 ) -> Times:
-    """Do what `measure` does, in as many rounds as fit in a time.
+    """Time calls as `measure` does, in as many rounds as fit into some seconds.
 
     Collective over ``comm``.
 
@@ -128,9 +129,9 @@ def measure_for(
     calls : mapping of str to callable
         See `measure`.
     seconds : float
-        How long the calls may take, all together.
+        Seconds of all calls together.
     least : int
-        Timed rounds, also where they take longer.
+        Minimum number of timed rounds, even if they take longer.
     hot : bool
         See `measure`.
     rewrite : callable, optional
@@ -146,8 +147,8 @@ def measure_for(
     options: dict[str, Any] = {"hot": hot, "rewrite": rewrite, "watch": watch}
     chunks = [measure(comm, mpi, calls, least, 2, **options)]
     rounds = least
-    # The times are the longest of all ranks, so all of them decide alike. The rounds
-    # at most double, because the first ones may have been held up by something.
+    # The times are the longest of all ranks, so that all ranks decide alike. The number
+    # of rounds at most doubles, because the first rounds may have been unusually slow.
     while rounds < MOST_ROUNDS:
         spent = sum(
             float(values.sum()) for chunk in chunks for values in chunk.values()

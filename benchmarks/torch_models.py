@@ -1,4 +1,4 @@
-"""Models in PyTorch, of sizes that one trains on a few cores, and their batches."""
+"""PyTorch models that are small enough for a few cores, and their batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mlp() -> nn.Module:
 
 
 class _Block(nn.Module):
-    """Two convolutions, and a shortcut around them."""
+    """A residual block: two convolutions and a shortcut."""
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def _text(generator: torch.Generator) -> Batch:
     return words, words.roll(-1, 1).flatten()
 
 
-# By name: what makes the model, and what draws a replica's batch.
+# For each model: a function that makes it, and one that draws a replica's batch.
 MODELS: dict[str, tuple[Any, Any]] = {
     "mlp": (mlp, _images(ROWS, MLP_SIZES[0])),
     "resnet18": (resnet18, _images(4, 3, 32, 32)),

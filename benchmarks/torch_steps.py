@@ -1,4 +1,4 @@
-"""Training steps in PyTorch, with the ways in which gradients are averaged."""
+"""Training steps in PyTorch, one for each way to average gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["TorchStep", "torch_steps"]
 
 
 class TorchStep:
-    """Forward, backward and update of a model of its own."""
+    """A training step (forward, backward, update) with its own model."""
 
     def __init__(
         self, model: nn.Module, batch: Any, after: Callable[[nn.Module], None] | None
@@ -33,7 +33,7 @@ class TorchStep:
         self.optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=MOMENTUM)
 
     def __call__(self) -> None:
-        """Do a step; collective, except without communication."""
+        """Do a step; collective, unless it does not communicate."""
         self.optimizer.zero_grad()
         outputs = self.model(self.inputs)
         nn.functional.cross_entropy(outputs, self.targets).backward()
@@ -42,7 +42,7 @@ class TorchStep:
         self.optimizer.step()
 
     def parameters(self) -> list[Any]:
-        """Return the weights as arrays; collective for those that are divided."""
+        """Return the weights as arrays; collective if they are sharded."""
         with torch.no_grad():
             whole = [
                 p.full_tensor() if hasattr(p, "full_tensor") else p
@@ -76,7 +76,7 @@ def _flat(comm: Any, mpi: Any) -> Callable[[nn.Module], None]:
 
 
 def _sharded(model: nn.Module, group: Any) -> nn.Module:
-    """Divide a model layer by layer."""
+    """Shard a model layer by layer."""
     mesh = DeviceMesh.from_group(group, "cpu")
     layers = model.layers if isinstance(model, Transformer) else model
     for layer in layers:
@@ -87,23 +87,23 @@ def _sharded(model: nn.Module, group: Any) -> nn.Module:
 
 
 def torch_steps(strategy: Any, name: str, gloo: Any, own: Any) -> dict[str, TorchStep]:
-    """Return the rivals, each with a model that begins alike.
+    """Return the rivals, whose models all start with equal weights.
 
     Collective over the strategy's replicas.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     name : str
-        Of the model.
+        Name of the model.
     gloo, own : torch.distributed.ProcessGroup
-        Of the same ranks, on gloo and on the backend ``hpcstrat``.
+        Process groups of the same ranks, with the backends gloo and ``hpcstrat``.
 
     Returns
     -------
     dict of str to TorchStep
-        The first one does not communicate.
+        The steps by name; the first step does not communicate.
     """
     topology = strategy.topology
     comm, mpi = topology.replica_comm.Dup(), topology.mpi

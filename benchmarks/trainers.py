@@ -1,4 +1,4 @@
-"""The training that bench_step.py measures: by hpcstrat, and by hand on mpi4py."""
+"""The training that bench_step.py measures, by hpcstrat and by hand on mpi4py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NUM_FEATURES", "ByHand", "Ours", "Trainer", "require_equal"]
 NUM_FEATURES = 256
 RATE, MOMENTUM = 0.01, 0.9
 PIECE = 1 << 20
-# What the sum in another order may change in a few thousand steps of float32.
+# Tolerance for float32 sums in another order, after a few thousand steps.
 TOLERANCE = 1e-3
 
 Array = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ def initial_parameters(width: int) -> list[Array]:
 
 
 class Network:
-    """A network that learns to repeat its input, with all that it computes in place.
+    """A network that learns to reproduce its input, with preallocated arrays.
 
     Parameters
     ----------
@@ -79,10 +79,10 @@ class Network:
         parameters : list of ndarray
             Weights and biases.
         inputs : ndarray of shape (rows, NUM_FEATURES)
-            The rows, which are the wanted outputs, too.
+            The rows, which are also the targets.
         gradients : list of ndarray
-            Of the parameters' shapes; overwritten. Their sums over all replicas are
-            the gradients of the mean loss of all rows.
+            Arrays with the parameters' shapes; overwritten. Their sums over all
+            replicas are the gradients of the mean loss of all rows.
 
         Returns
         -------
@@ -117,7 +117,7 @@ class Trainer(ABC):
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     width : int
         Number of hidden units.
     batches : list of ndarray of shape (rows, NUM_FEATURES)
@@ -140,7 +140,7 @@ class Trainer(ABC):
         self.loss = math.nan
 
     def __call__(self) -> None:
-        """Do the next step.
+        """Do a training step with the next batch.
 
         Collective over all replicas.
         """
@@ -149,7 +149,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def step(self, inputs: Array) -> float:
-        """Learn from some rows; return the mean loss of all replicas' rows.
+        """Train on some rows; return the mean loss over all replicas' rows.
 
         Collective over all replicas.
 
@@ -193,7 +193,7 @@ class Ours(Trainer):
         return [variable.value() for variable in self.variables]
 
     def replica_step(self, inputs: Array) -> Array:
-        """Learn from this replica's rows, in replica context.
+        """Train on this replica's rows, in replica context.
 
         Collective over all replicas.
         """
@@ -205,7 +205,7 @@ class Ours(Trainer):
         return hs.compute_average_loss(losses, global_batch_size=self.num_global)
 
     def step(self, inputs: Array) -> float:
-        """Learn from some rows; return the mean loss of all replicas' rows.
+        """Train on some rows; return the mean loss over all replicas' rows.
 
         Collective over all replicas.
         """
@@ -219,7 +219,7 @@ class ByHand(Trainer):
     Parameters
     ----------
     fastest : bool
-        Whether gradients are computed in the buffer that is summed, in pieces.
+        Whether gradients are computed in the send buffer, and summed in pieces.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class ByHand(Trainer):
         return self.values
 
     def step(self, inputs: Array) -> float:
-        """Learn from some rows; return the mean loss of all replicas' rows.
+        """Train on some rows; return the mean loss over all replicas' rows.
 
         Collective over all replicas.
         """
@@ -279,21 +279,21 @@ class ByHand(Trainer):
 
 
 def require_equal(trainers: dict[str, Trainer], reference: str) -> None:
-    """Demand that all trainings have come to the same weights and loss.
+    """Raise unless all trainings have reached the same weights and loss.
 
     Not collective.
 
     Parameters
     ----------
     trainers : dict of str to Trainer
-        After as many steps each.
+        The trainers, after equal numbers of steps.
     reference : str
-        With which of them the others are compared.
+        Name of the trainer with which the others are compared.
 
     Raises
     ------
     ArithmeticError
-        If one has not.
+        If weights or losses differ.
     """
     first = trainers[reference]
     for name, trainer in trainers.items():

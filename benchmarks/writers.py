@@ -1,4 +1,4 @@
-"""Ways to save and load arrays that a user might choose, for bench_checkpoint.py."""
+"""Alternatives that save and load arrays, for bench_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ Array = np.ndarray[Any, Any]
 
 
 class Writer(ABC):
-    """Saves and loads arrays that are equal on all ranks.
+    """A way to save and load arrays that are equal on all ranks.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks.
     arrays : dict of str to ndarray
-        By name; their sizes are multiples of a page and of the number of ranks.
+        The arrays by name. Their sizes are multiples of the page size and of the number
+        of ranks.
     """
 
     name = ""
@@ -60,31 +61,31 @@ class Writer(ABC):
         Parameters
         ----------
         path : Path
-            A name that is free.
+            A path that does not exist yet.
         """
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Load what `save` wrote.
+        """Load the arrays that `save` wrote.
 
         Collective over the ranks.
 
         Parameters
         ----------
         path : Path
-            As there.
+            The path given to `save`.
         """
 
 
 def flush(path: Path) -> None:
-    """Bring a file to the disk.
+    """Flush a file to the disk.
 
     Not collective.
 
     Parameters
     ----------
     path : Path
-        Which.
+        The file.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -101,7 +102,7 @@ def drop_cache(path: Path) -> None:
     Parameters
     ----------
     path : Path
-        Flushed before.
+        The file or folder, flushed before.
     """
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     for file in files:
@@ -111,7 +112,7 @@ def drop_cache(path: Path) -> None:
 
 
 class Raw(Writer):
-    """Each rank's half by O_DIRECT from memory that lies ready: what the disk takes."""
+    """O_DIRECT writes of each rank's half from prepared memory, as a lower bound."""
 
     shared = False
 
@@ -157,13 +158,13 @@ class Raw(Writer):
 
 
 class RawShared(Raw):
-    """The same into one file."""
+    """O_DIRECT writes of each rank's half as in `Raw`, into one shared file."""
 
     shared = True
 
 
 class _OneRank(Writer):
-    """Rank 0 saves; every rank loads by itself."""
+    """A writer with which rank 0 saves, and every rank loads all arrays."""
 
     suffix = ""
 
@@ -189,7 +190,7 @@ class _OneRank(Writer):
 
 
 class GatherH5py(_OneRank):
-    """Each rank has its part of every array, which rank 0 gathers."""
+    """Rank 0 gathers every array from parts of the ranks, and writes it with h5py."""
 
     name = "h5py, rank 0 after a gather"
     suffix = ".h5"
@@ -221,7 +222,7 @@ class GatherH5py(_OneRank):
 
 
 class PlainH5py(GatherH5py):
-    """Rank 0 writes its own copy of every array."""
+    """Rank 0 writes its own copy of every array with h5py."""
 
     name = "h5py, rank 0"
 
@@ -232,7 +233,7 @@ class PlainH5py(GatherH5py):
 
 
 class Savez(_OneRank):
-    """NumPy's own format."""
+    """Rank 0 writes NumPy's ``.npz`` format."""
 
     name = "np.savez, rank 0"
     suffix = ".npz"
@@ -290,7 +291,7 @@ class TorchDistributed(Writer):
 
 
 class Background(ABC):
-    """A way to save while a program goes on.
+    """A way to save while the program continues.
 
     Parameters
     ----------
@@ -308,19 +309,19 @@ class Background(ABC):
 
     @abstractmethod
     def start(self, path: Path) -> None:
-        """Start to save; arrays may change on return.
+        """Start a save; the program may change the arrays after the return.
 
         Collective over the ranks.
 
         Parameters
         ----------
         path : Path
-            A name that is free.
+            A path that does not exist yet.
         """
 
     @abstractmethod
     def busy(self) -> bool:
-        """Whether this rank still saves.
+        """Return whether this rank's save is still in progress.
 
         Not collective.
 
@@ -331,7 +332,7 @@ class Background(ABC):
         """
 
     def wait(self) -> None:
-        """Wait for the end of a save.
+        """Wait until the current save has ended.
 
         Collective over the ranks.
         """
@@ -341,7 +342,7 @@ class Background(ABC):
 
 
 class H5pyThread(Background):
-    """Rank 0 copies its arrays; a thread writes them with h5py, and flushes."""
+    """Rank 0 copies its arrays, and a thread writes and flushes them with h5py."""
 
     name = "h5py in a thread of rank 0"
 
@@ -392,7 +393,7 @@ class TorchAsync(Background):
 
 
 class Orbax(_OneRank):
-    """Orbax, whose arrays belong to one process here."""
+    """Orbax in one process."""
 
     name = "Orbax, rank 0"
 
@@ -418,7 +419,7 @@ class Orbax(_OneRank):
 
 
 def backgrounds(comm: Any, arrays: dict[str, Array], gloo: Any) -> list[Background]:
-    """Return what can be compared here of saves while a program goes on.
+    """Return the asynchronous savers whose libraries are installed.
 
     Not collective.
 
@@ -427,14 +428,14 @@ def backgrounds(comm: Any, arrays: dict[str, Array], gloo: Any) -> list[Backgrou
     comm : mpi4py.MPI.Intracomm
         The ranks.
     arrays : dict of str to ndarray
-        What is saved.
+        The arrays to save.
     gloo : module or None
         ``torch.distributed``, see `gloo.start_gloo`.
 
     Returns
     -------
     list of Background
-        By their names.
+        The savers, in no particular order.
     """
     kinds: list[type[Background]] = [H5pyThread]
     if gloo is not None:
@@ -443,14 +444,14 @@ def backgrounds(comm: Any, arrays: dict[str, Array], gloo: Any) -> list[Backgrou
 
 
 def remove(path: Path) -> None:
-    """Remove what a writer wrote under a name, whatever it is.
+    """Remove all files and folders whose path begins with a writer's path.
 
     Not collective.
 
     Parameters
     ----------
     path : Path
-        The name.
+        The path that the writer was called with.
     """
     for found in path.parent.glob(f"{path.name}*"):
         shutil.rmtree(found) if found.is_dir() else found.unlink()
@@ -459,23 +460,23 @@ def remove(path: Path) -> None:
 def alternatives(
     strategy: hs.MultiWorkerMirroredStrategy, arrays: dict[str, Array], gloo: Any
 ) -> list[Writer]:
-    """Return what can be compared here.
+    """Return the alternatives whose libraries are installed.
 
     Collective over all replicas.
 
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Over which replicas.
+        The replicas of this strategy take part.
     arrays : dict of str to ndarray
-        What is saved; loads overwrite it with the same values.
+        The arrays to save; loads overwrite them with the same values.
     gloo : module or None
         ``torch.distributed``, see `gloo.start_gloo`.
 
     Returns
     -------
     list of Writer
-        The raw ones first.
+        The alternatives, with `Raw` and `RawShared` first.
     """
     comm = strategy.topology.replica_comm
     kinds: list[type[Writer]] = [Raw, RawShared, PlainH5py, GatherH5py, Savez]

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Check style, types, layers, docstrings, spelling, shell scripts and sizes of files; the recipe
-# of conda, and the pages of docs/, where their tools are installed; no tests. Uses the tools of the active environment,
-# or of the Python given: PYTHON=venv/bin/python. Needs pip install -e '.[dev]'.
+# Check style, types, layers, docstrings, spelling, shell scripts and file sizes; and,
+# if their tools are installed, the conda recipe and the pages of docs/. This script
+# runs no tests. It uses the tools of the active environment, or of another Python:
+# PYTHON=venv/bin/python. Needs pip install -e '.[dev]'.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,7 +12,7 @@ said="$(mktemp -d)"
 trap 'rm -rf "$said"' EXIT
 names=() commands=() checks=()
 
-# All run at the same time; two of them take nearly all of it, a core each.
+# All checks run at the same time; two of them need most of the time, on a core each.
 check() {
     local name="$1"
     shift
@@ -23,7 +24,8 @@ mapfile -t scripts < <(find .ci jobs benchmarks packaging tests/cluster \
     \( -name '*.sh' -o -name '*.sbatch' -o -name '*.pbs' -o -name '*.flux' -o -name '*.lsf' \
     -o -name '*.sge' -o -name '*.env' -o -path '.ci/run' \) 2>/dev/null | sort)
 
-# A file in git stays in every clone for ever. A copy without git holds nothing but its files.
+# Limit file sizes, because a file in git stays in every clone forever. A copy without
+# git has only its own files.
 check_sizes() {
     local large
     large="$({ git ls-files -z --cached --others --exclude-standard 2>/dev/null || find . -path ./.venv -prune -o -type f -print0; } |
@@ -35,7 +37,8 @@ check "ruff check" ruff check --quiet .
 check "ruff format" ruff format --quiet --diff .
 check "mypy" mypy --no-error-summary
 if command -v basedpyright >/dev/null; then
-    # As an editor shows it to users; mypy, which is stricter, looks at the library.
+    # Check the user programs as an editor does; mypy, which is stricter, checks the
+    # library.
     check "pyright" basedpyright --project tests/types --pythonpath "$(command -v python)"
 fi
 check "import-linter" lint-imports --no-logo

@@ -1,8 +1,9 @@
-"""The network of train_digits.py, by hand in NumPy: 64 pixels, hidden units, 10 digits.
+"""The network of train_digits.py in NumPy: 64 pixels, hidden units, 10 digits.
 
-The activation is max(x, 0) squared, because its slope is continuous. With the plain
-max(x, 0), one rounding error that moves a sum past zero switches a whole unit, and runs
-on different numbers of replicas, which add in different orders, drift apart.
+The activation is max(x, 0) squared, because its slope is continuous. With max(x, 0)
+itself, a rounding error that moves a sum past zero changes the gradient of a whole
+unit. Runs on different numbers of replicas, which add in different orders, would then
+diverge.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SMOOTHING = 0.1
 
 
 def initial_parameters(seed: int, dtype: str) -> dict[str, Array]:
-    """Draw the network's weights; they depend on the seed alone.
+    """Draw the network's weights, which depend only on the seed.
 
     Not collective.
 
@@ -34,7 +35,7 @@ def initial_parameters(seed: int, dtype: str) -> dict[str, Array]:
     seed : int
         Seed of the generator.
     dtype : str
-        Type of the arrays; they are drawn as float64 and rounded to it.
+        Type of the arrays. The weights are drawn as float64 and rounded to this type.
 
     Returns
     -------
@@ -54,7 +55,7 @@ def initial_parameters(seed: int, dtype: str) -> dict[str, Array]:
 
 
 def forward(parameters: Sequence[Array], images: Array) -> tuple[Array, Array]:
-    """Compute what both layers make of some images.
+    """Compute the outputs of both layers for some images.
 
     Not collective.
 
@@ -115,10 +116,10 @@ def losses_and_gradients(
     losses : array, shape (n,)
         Cross-entropy of each image.
     gradients : list of array
-        One for each parameter. Their sums over all replicas are the gradient of the
-        mean loss of the global batch.
+        One gradient for each parameter. The sums over all replicas are the gradient of
+        the mean loss of the global batch.
     num_correct : int
-        How many of the images have their greatest logit at their label.
+        Number of images whose greatest logit is at their label.
     """
     output_weights = parameters[2]
     rectified, logits = forward(parameters, images)

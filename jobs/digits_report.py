@@ -1,4 +1,4 @@
-"""What train_digits.py shows of a training: its rate, and a picture of the curves."""
+"""Reports of train_digits.py: hosts, examples per second, and a picture of curves."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CURVES = ("loss", "train accuracy", "test accuracy")
 
 
 def replicas_and_hosts(strategy: Any) -> str:
-    """Return a line that says on what the training runs.
+    """Return a line with the numbers of replicas and hosts of the training.
 
     Collective over all replicas.
 
     Parameters
     ----------
     strategy : Strategy
-        Of the training.
+        The strategy of the training.
 
     Returns
     -------
@@ -37,18 +37,18 @@ def replicas_and_hosts(strategy: Any) -> str:
 
 
 def rate(epochs: int, examples: int, seconds: float) -> str:
-    """Return a line that says how long a training took.
+    """Return a line with the duration and the rate of a training.
 
     Not collective.
 
     Parameters
     ----------
     epochs : int
-        How many were done.
+        Number of completed epochs.
     examples : int
-        Of all replicas in all these epochs.
+        Number of examples on all replicas in all these epochs.
     seconds : float
-        For these, tests and checkpoints included.
+        Seconds of these epochs, including tests and checkpoints.
 
     Returns
     -------

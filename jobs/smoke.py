@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Check that the ranks of a job form one strategy, and print replicas per worker.
 
-Collective over all ranks of the job. Exit code 1 if their number is not the expected
-one, which is what a wrong ``srun --mpi`` gives: as many jobs of one rank each.
+Collective over all ranks of the job. The exit code is 1 if the number of ranks is
+wrong. For example, a wrong ``srun --mpi`` starts a separate job with one rank for each
+task.
 """
 
 from __future__ import annotations

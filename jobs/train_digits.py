@@ -32,8 +32,8 @@ from hpcstrat.cluster_resolver import launch_from_environment
 
 MAX_PIXEL = 16
 MOMENTUM = 0.9
-# The curves are saved as one variable, whose shape cannot depend on --epochs: a longer
-# run must be able to restore the checkpoint of a shorter one.
+# The curves are saved as one variable, whose shape does not depend on --epochs, so that
+# a longer run can restore the checkpoint of a shorter run.
 MAX_EPOCHS = 1000
 
 
@@ -58,17 +58,17 @@ class Options:
 
 @dataclass
 class Sums:
-    """What an epoch under way has come to; saved, as a job may end in its midst."""
+    """Sums of the current epoch, saved because a job may end during an epoch."""
 
     num_images: int = 0
     loss: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is saved."""
+        """Return the state for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was saved."""
+        """Restore the state from a checkpoint."""
         self.num_images, self.loss = int(state["num_images"]), float(state["loss"])
 
 
@@ -78,7 +78,7 @@ class Trainer:
     Parameters
     ----------
     strategy : hpcstrat strategy
-        Where the replicas are.
+        The strategy whose replicas train.
     options : Options
         The command line.
     """
@@ -87,7 +87,8 @@ class Trainer:
         self.strategy = strategy
         self.options = options
         self.is_first = strategy.replica_id == 0
-        # Without locks, which some parallel file systems lack: nobody writes this file.
+        # Open without locks, which some parallel file systems lack; no one writes the
+        # file.
         file = h5py.File(options.data, "r", locking=False)
         batch = options.global_batch
         train = hs.Dataset(file["train"], batch, shuffle=True, seed=options.seed)
@@ -96,7 +97,7 @@ class Trainer:
             hs.Dataset(file["test"], batch)
         )
         self.sums = Sums()
-        # Where checkpoints are saved: also before Slurm ends the job.
+        # Saves checkpoints, also before Slurm ends the job.
         self.preemption: hs.PreemptionCheckpointHandler | None = None
         with strategy.scope():
             self.parameters = [
@@ -128,7 +129,7 @@ class Trainer:
         return batch["images"].astype(self.options.dtype) / MAX_PIXEL
 
     def train_step(self, batch: Any, num_global: int) -> Any:
-        """Learn from one batch, in replica context.
+        """Train on one batch, in replica context.
 
         Collective over all replicas.
         """
@@ -144,7 +145,7 @@ class Trainer:
         return hs.compute_average_loss(losses, global_batch_size=num_global)
 
     def test_step(self, batch: Any) -> None:
-        """Count the right answers to one batch, in replica context.
+        """Count the right answers for one batch, in replica context.
 
         Not collective.
         """
@@ -155,7 +156,7 @@ class Trainer:
         self.seen.assign_add(right.size)
 
     def accuracy(self) -> float:
-        """Return the share of right answers since the last call, and count anew.
+        """Return the share of right answers since the last call, and reset the counts.
 
         Collective over all replicas.
         """
@@ -165,15 +166,15 @@ class Trainer:
         return share
 
     def run_epoch(self, progress: hs.metrics.Progress) -> list[float]:
-        """Train on every image once, test, and return both for the curves.
+        """Train on every image once, test, and return a row for the curves.
 
         Collective over all replicas.
         """
         epoch, sums = self.train_batches.epoch, self.sums
         num_images = self.train_batches.num_rows
         for batch in self.train_batches:
-            # The last batch of an epoch is smaller. The mean is over all its images,
-            # wherever they are, so each replica divides by their number.
+            # The last batch of an epoch is smaller. The mean is over all images of the
+            # batch on all replicas, so that each replica divides by their number.
             num_global = min(self.options.global_batch, num_images - sums.num_images)
             losses = self.strategy.run(self.train_step, args=(batch, num_global))
             loss = self.strategy.reduce("sum", losses, axis=None)
@@ -193,7 +194,7 @@ class Trainer:
         return row
 
     def restore(self, checkpoints: hs.CheckpointManager) -> None:
-        """Go on from the newest checkpoint, if there is one; save before the job ends.
+        """Continue from the newest checkpoint, if any, and watch for the job's end.
 
         Collective over all replicas.
         """
@@ -214,7 +215,7 @@ class Trainer:
             hs.print_once(f"no whole checkpoint in {folder}: starting at epoch 1")
 
     def fit(self) -> None:
-        """Train for the epochs that are left, and save after each.
+        """Train for the remaining epochs, and save after each epoch.
 
         Collective over all replicas.
         """
@@ -247,7 +248,8 @@ class Trainer:
             for epoch in range(done, options.epochs):
                 values = dict(zip(CURVES, self.run_epoch(progress), strict=True))
                 if checkpoints is not None and log is not None:
-                    # Before the save: it belongs to what need not be done again.
+                    # Log before the save, because a restart does not repeat a saved
+                    # epoch.
                     log.scalars(epoch + 1, values)
                     checkpoints.save()
                 if not progress.has_bar and options.progress is None:
@@ -260,7 +262,7 @@ class Trainer:
         hs.print_once(rate(epochs, epochs * self.train_batches.num_rows, seconds))
 
     def finish(self) -> None:
-        """Write the files that were asked for, and print the accuracy.
+        """Write the requested files, and print the accuracy.
 
         Collective over all replicas.
         """
@@ -276,7 +278,7 @@ class Trainer:
 
 
 def find_problem(options: Options) -> str | None:
-    """Return what would keep the first replica from its files, before the training.
+    """Return a problem with the data or an output file, before the training.
 
     Not collective.
     """
@@ -333,9 +335,10 @@ def find_problem(options: Options) -> str | None:
 
 
 def train(strategy: hs.MultiWorkerMirroredStrategy, options: Options) -> None:
-    """Do all that the command line asks for.
+    """Train as the command line says.
 
-    Collective over all replicas. Raises click.ClickException on all, if at all.
+    Collective over all replicas. If it raises click.ClickException, it does so on all
+    replicas.
     """
     is_first = strategy.replica_id == 0
     problem = strategy.broadcast_object(find_problem(options) if is_first else None)
@@ -345,7 +348,7 @@ def train(strategy: hs.MultiWorkerMirroredStrategy, options: Options) -> None:
     trainer = Trainer(strategy, options)
     try:
         trainer.fit()
-    except hs.CheckpointError as exc:  # Such as a full disk; raised on all replicas.
+    except hs.CheckpointError as exc:  # Such as a full disk, on all replicas.
         raise click.ClickException(str(exc)) from exc
     trainer.finish()
 
@@ -420,16 +423,17 @@ def main(**words: Any) -> None:
 
 
 def run() -> None:
-    """Run ``main``; show a mistake of the user once, not once per rank.
+    """Run ``main``, and show a user's mistake once instead of on every rank.
 
     Collective over all ranks.
     """
     try:
         main(standalone_mode=False)
     except click.ClickException as exc:
-        # All ranks come here: they read the same command line, and what only the first
-        # found has been told to all. The others end without an error, because mpirun
-        # ends the job at the first one, which may be before the message is shown.
+        # All ranks get this error, because they read the same command line, and
+        # problems of the first rank were sent to all. The other ranks exit without an
+        # error, because mpirun ends the job at the first error, perhaps before the
+        # message is shown.
         if launch_from_environment().rank == 0:
             exc.show()
             sys.exit(exc.exit_code)

@@ -1,8 +1,8 @@
-"""Build the compiled modules as the package is built, where a C compiler is there.
+"""Build hook that compiles the C modules of the package, if there is a C compiler.
 
-A build hook of hatchling. Without a compiler, or Python's headers, the package is built
-without the kernel, and NumPy does its work. ``CC`` names another compiler;
-``HPCSTRAT_NATIVE=0`` leaves the kernel out.
+A build hook of hatchling. Without a compiler, or without Python's headers, the package
+is built without the kernel, and NumPy is used instead. ``CC`` names another compiler;
+``HPCSTRAT_NATIVE=0`` omits the kernel.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FLAGS = [
     *("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"),
-    # Sums and steps have the bits of NumPy's; arrays come in any type; nobody asks for
-    # the errno of a square root, which would keep a loop from vectors.
+    # Flags: results must equal NumPy's bit by bit; arrays of any type may alias; and
+    # square roots do not set errno, which would prevent vectorized loops.
     *("-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno"),
 ]
 
 
 class BuildKernel(BuildHookInterface):
-    """Compiles the files of ``hpcstrat/engine/native`` for any Python from 3.11 on."""
+    """Compiles the files of ``hpcstrat/engine/native`` for Python 3.11 and later."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and name the wheel for this kind of machine."""
+        """Compile, and set the wheel's platform tag."""
         del version
         folder = Path(self.root, "hpcstrat", "engine", "native")
         for name in ("kernel", "reader", "update_rules"):
             made = folder / f"{name}.abi3.so"
             problem = compile_kernel(folder / f"{name}.c", made)
             if problem:
-                # One from before would be of other sources.
+                # Remove an earlier build, which may have been compiled from other
+                # sources.
                 made.unlink(missing_ok=True)
                 said = f"hpcstrat is built without its {name}: {problem}"
                 self.app.display_warning(said)
@@ -48,7 +49,7 @@ class BuildKernel(BuildHookInterface):
 
 
 def compile_kernel(source: Path, made: Path) -> str:
-    """Compile a file of C; return why that could not be, or nothing."""
+    """Compile a C file; return the reason of a failure, or an empty text."""
     if os.environ.get("HPCSTRAT_NATIVE", "").strip() == "0":
         return "HPCSTRAT_NATIVE is 0"
     compiler = shlex.split(os.environ.get("CC") or "cc")
@@ -61,7 +62,8 @@ def compile_kernel(source: Path, made: Path) -> str:
         import numpy as np
     except ImportError as error:
         return f"NumPy's headers are missing: {error}"
-    # Beside its place first: another process may have loaded what is there.
+    # Compile to a temporary file first, because a process may have loaded the old
+    # module.
     beside = made.with_name(f"{made.name}.{os.getpid()}")
     includes = f"-I{headers}", "-isystem", np.get_include()
     command = [*compiler, *FLAGS, *includes, str(source), "-o", str(beside)]

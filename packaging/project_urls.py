@@ -1,7 +1,7 @@
-"""Name the addresses of the project, which all follow from that of its repository.
+"""Metadata hook that sets the project's URLs, which all derive from its repository.
 
-A hook of hatchling for metadata. The address is set in ``pyproject.toml``, or by
-``REPOSITORY_URL`` in the environment of a build: a workflow knows where it runs.
+A metadata hook of hatchling. The repository's URL is set in ``pyproject.toml``, or by
+``REPOSITORY_URL`` in the environment of a build, for example by a CI workflow.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 
 class ProjectUrls(MetadataHookInterface):
-    """Fills ``urls``; without an address there are none."""
+    """Sets ``urls``, if the repository's URL is known."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Add the addresses to what is read from ``pyproject.toml``."""
+        """Add the URLs to the metadata from ``pyproject.toml``."""
         repository = os.environ.get("REPOSITORY_URL") or self.config["repository"]
         metadata["urls"] = urls(repository)
 
 
 def urls(repository: str) -> dict[str, str]:
-    """Return the project's addresses by the labels that package indexes know."""
+    """Return the project's URLs by the labels that package indexes know."""
     if not repository:
         return {}
     scheme, _, rest = repository.rstrip("/").partition("://")

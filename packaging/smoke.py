@@ -1,6 +1,6 @@
-"""Try an installed hpcstrat: versions, kernel, types, and a training on two ranks.
+"""Test an installed hpcstrat: versions, kernel, types, and a training on two ranks.
 
-Runs outside of the repository, with the file that was installed as its argument.
+Run it outside of the repository, with the installed file as its argument.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ hs.print_once("trained on", strategy.num_replicas_in_sync)
 
 
 def output_of(*command: str, **options: str) -> str:
-    """Return what a command prints; an error where it fails."""
+    """Return the output of a command; raise if it fails."""
     environment = {**os.environ, **options}
     return subprocess.run(
         command, check=True, stdout=subprocess.PIPE, text=True, env=environment
@@ -45,14 +45,14 @@ def output_of(*command: str, **options: str) -> str:
 
 
 def main() -> None:
-    """Try what is installed in the environment of this Python."""
+    """Test the hpcstrat that is installed in the environment of this Python."""
     file = Path(sys.argv[1]).name
     version = importlib.metadata.version("hpcstrat")
     assert f"hpcstrat-{version}" in file, (version, file)
     package = importlib.resources.files("hpcstrat")
     assert "site-packages" in str(package), package
     assert package.joinpath("py.typed").is_file()
-    # Compilers of this machine have made the kernel of an sdist, too.
+    # For an sdist, the kernel was compiled on this machine.
     has_kernel = "none-any" not in file
     native = package.joinpath("engine", "native")
     for name in ("kernel.abi3.so", "reader.abi3.so"):
@@ -72,7 +72,7 @@ def main() -> None:
                 OMPI_ALLOW_RUN_AS_ROOT="1",
                 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
             )
-            # Libraries below MPI may add lines of their own.
+            # Ignore further lines, which libraries below MPI may print.
             assert f"trained on {size}" in said.splitlines(), said
             os.chdir("/")
     print(f"ok  Python {platform.python_version()}  {file}")

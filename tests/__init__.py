@@ -1,1 +1,1 @@
-"""Tests of hpcstrat; plain ``pytest`` runs all that the machine can."""
+"""Tests of hpcstrat; plain ``pytest`` runs all tests that the machine can run."""

@@ -1,4 +1,4 @@
-"""Options of all tests: this machine's skips, repeatable hypothesis runs."""
+"""Configuration of all tests: options, skips, reproducible hypothesis runs."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from tests.reach import selection
 _files = pytest.StashKey[list[str]]()
 _longer = pytest.StashKey[list[str]]()
 
-# Every rank must draw the same examples, and a slow machine must fail nothing.
+# All ranks must draw the same examples, and no test may fail on a slow machine.
 hypothesis.settings.register_profile(
     "hpcstrat", derandomize=True, deadline=None, database=None, max_examples=50
 )
 hypothesis.settings.load_profile("hpcstrat")
 
 
-# A shell that starts this in the background has it ignore Ctrl-C, and the programs that
-# tests start and interrupt would inherit that.
+# A shell ignores Ctrl-C in background processes. Programs that tests start and
+# interrupt would inherit this, so that it is undone here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A run starts some two thousand processes. Each would compile the library, and the rank
-# tests, where no byte code is kept (some images of containers say so); wait one second
-# in MPI_Init, where Open MPI looks for networks of libfabric; keep its core while it
-# waits in MPI, unless its job has more ranks than cores; and start threads for linear
-# algebra on cores that the other ranks need.
+# A run starts about two thousand processes. Without these settings, each process would
+# compile the library and the rank tests, if byte code is not kept (as in some container
+# images); wait one second in MPI_Init, in which Open MPI searches for libfabric
+# networks; keep its core while it waits in MPI, unless its job has more ranks than
+# cores; and start threads of linear algebra on cores that the other ranks need.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Jobs that are to fail would leave files where they run.
+# Failing jobs would leave files in their working folder.
 os.environ.setdefault("HPCSTRAT_HANG_FOLDER", "")
-# XLA takes longer to make small programs fast than these ever run.
+# For small programs, XLA's optimization takes longer than the programs run.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# Its emitters of fused kernels take half of the rest. Other versions end a process for
-# a flag that they do not know.
+# XLA's fusion emitters take half of the remaining time. Check the version, because
+# other versions abort on an unknown flag.
 if importlib.util.find_spec("jaxlib") and metadata.version("jaxlib") == "0.10.2":
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
-# Without a backend that is installed, Keras cannot be imported.
+# Select an installed backend, because Keras cannot be imported without one.
 if importlib.util.find_spec("tensorflow") is None:
     os.environ.setdefault("KERAS_BACKEND", "torch")
 
 
 def num_gpus() -> int:
-    """Return how many GPUs this machine has for CuPy."""
+    """Return the number of GPUs that CuPy finds on this machine."""
     if why_no_gpu():
         return 0
     import cupy
@@ -66,7 +66,7 @@ def num_gpus() -> int:
 
 @functools.cache
 def why_no_gpu() -> str:
-    """Return why the GPU tests cannot run here, or an empty text if they can."""
+    """Return the reason why GPU tests cannot run here, or an empty text."""
     try:
         import cupy
     except ImportError:
@@ -78,7 +78,7 @@ def why_no_gpu() -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip, with the reason, what needs a GPU or a framework that is not here."""
+    """Skip tests whose GPU or framework is missing, with the reason."""
     if item.get_closest_marker("gpu") and why_no_gpu():
         pytest.skip(why_no_gpu())
     for mark in item.iter_markers("framework"):
@@ -88,7 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the tests themselves."""
+    """Add the command line options of these tests."""
     parser.addoption(
         "--short",
         action="store_true",
@@ -113,7 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the tests, and find those of modules."""
+    """Register the plugins for durations, and for selection by module."""
     config.pluginmanager.register(Durations())
     if modules := config.getoption("modules"):
         try:
@@ -129,7 +129,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say which test files a module has, and which take minutes and are left out."""
+    """Return header lines: a module's test files, and the omitted slow files."""
     files, longer = config.stash.get(_files, []), config.stash.get(_longer, [])
     return [f"tests: {file}" for file in files] + [f"longer: {file}" for file in longer]
 
@@ -137,7 +137,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out the rank tests of other modules."""
+    """Deselect the rank tests of other modules."""
     if files := config.stash.get(_files, None):
         unwanted = selection.unwanted(items, files)
         config.hook.pytest_deselected(items=list(unwanted))
@@ -145,9 +145,9 @@ def pytest_collection_modifyitems(
 
 
 def pytest_collection_finish() -> None:
-    """Take what was read and collected out of the garbage collector's sight.
+    """Exclude all collected objects from garbage collection.
 
-    It stays to the end of the run, and each collection would go through all of it.
+    These objects live until the end of the run, and each collection would visit them.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Durations of tests: a table per folder, the slowest tests, and what grew since kept.
+"""Durations of tests: a table per folder, the slowest tests, and slowdowns.
 
-The seconds of the clock depend on what else the machine does, those of the processor
-hardly: of this process, and of the jobs that it waited for. They are what is kept in
-``durations.json``, which ``pytest --keep-durations`` writes anew.
+CPU seconds, of this process and of its ended jobs, depend less on the machine's load
+than clock seconds. ``pytest --keep-durations`` writes the CPU seconds to
+``durations.json``, with which later runs are compared.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import pytest
 
 KEPT = Path(__file__).parent / "durations.json"
 NUM_SLOWEST = 20
-# What is under this on both sides is not compared.
+# Tests below this duration, before and now, are not compared.
 LEAST_SECONDS = 5.0
 GROWN = 1.5
 _started = pytest.StashKey[tuple[float, float]]()
 
 
 def _now() -> tuple[float, float]:
-    """Return seconds of the clock, and of the processor, ended children's included."""
+    """Return clock seconds, and CPU seconds including ended child processes."""
     used = [resource.getrusage(resource.RUSAGE_SELF)]
     used.append(resource.getrusage(resource.RUSAGE_CHILDREN))
     return time.monotonic(), sum(one.ru_utime + one.ru_stime for one in used)
 
 
 class Durations:
-    """The plugin. Its figures come with the reports, also from other processes."""
+    """The pytest plugin; durations are part of reports, also from other processes."""
 
     def __init__(self) -> None:
-        # Of each test: seconds of the clock, of the processor.
+        # For each test: clock seconds and CPU seconds.
         self.of_tests: dict[str, tuple[float, float]] = {}
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Note when a test starts, before any of its fixtures."""
+        """Record the start of a test, before its fixtures."""
         item.stash[_started] = _now()
         return (yield)
 
@@ -49,7 +49,7 @@ class Durations:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Iterator[None]:
-        """Write what a test took, fixtures included, into its last report."""
+        """Add a test's duration, including fixtures, to its last report."""
         report: Any = yield
         if call.when == "teardown":
             took = tuple(
@@ -59,7 +59,7 @@ class Durations:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take the figures of a test."""
+        """Store the duration of a test from its report."""
         for name, value in report.user_properties:
             if name == "took" and report.when == "teardown":
                 self.of_tests[report.nodeid] = (value[0], value[1])
@@ -67,7 +67,7 @@ class Durations:
     def pytest_terminal_summary(
         self, terminalreporter: Any, config: pytest.Config
     ) -> None:
-        """Print the table, the slowest tests, and those that grew."""
+        """Print the table, the slowest tests, and tests that became slower."""
         if len(self.of_tests) <= NUM_SLOWEST:
             return
         folders: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -87,7 +87,7 @@ class Durations:
             write(f"{clock:8.1f} {processor:8.1f}  {name}")
         if config.getoption("keep_durations"):
             now = {name: round(took[1], 1) for name, took in self.of_tests.items()}
-            # What was run alone is renewed alone.
+            # If only some tests have run, update only their durations.
             whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
             all_took = now if whole else json.loads(KEPT.read_text()) | now
             long = {name: took for name, took in sorted(all_took.items()) if took >= 1}
@@ -98,7 +98,7 @@ class Durations:
 
 
 def grown(now: dict[str, tuple[float, float]], kept: dict[str, float]) -> Iterator[str]:
-    """Yield a line for each test that takes the processor much longer than it did."""
+    """Yield a line for each test whose CPU seconds have grown much."""
     for name, (_, processor) in now.items():
         before = kept.get(name, 0.0)
         if processor > max(GROWN * before, before + LEAST_SECONDS):

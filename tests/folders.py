@@ -1,4 +1,4 @@
-"""The files in a folder of checkpoints, but for the lock of the job that saves."""
+"""Listing of a checkpoint folder without the lock file of the saving job."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["listed"]
 
 
 def listed(folder: str | Path) -> list[str]:
-    """Return the names in a folder."""
+    """Return the names in a folder, without the lock file."""
     return [name for name in os.listdir(folder) if name != OWNER]

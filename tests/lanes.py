@@ -1,13 +1,13 @@
-"""Lanes of tests: jobs that wait run beside those that compute.
+"""Lanes of tests: jobs that wait run concurrently with jobs that compute.
 
-On two cores the jobs of the rank tests leave little idle, but a job in which a rank has
-left, and the others wait for a limit, does. So the whole suite runs in processes of
-pytest-xdist, one for each lane: tests that compute, jobs that wait and compute, and
-what hardly computes. One of the first two that has ended takes tests of the others. A
-third one of jobs that compute made all of them slower: ranks wait for each other's
-cores. In all of them what takes longest comes first, by ``durations.json``, so that
-they end at about the same time. Each test is reported by itself, and a time limit
-prints stacks.
+Most jobs of rank tests keep two cores busy, but a job in which ranks wait for a timeout
+leaves the cores idle. Therefore the whole suite runs in processes of pytest-xdist, one
+for each lane: tests that compute, jobs that wait and compute, and tests that hardly
+compute. When a process of the first two lanes has finished its tests, it runs tests of
+other lanes. A third lane of computing jobs made all jobs slower, because ranks waited
+for each other's cores. In each lane, the slowest tests by ``durations.json`` run first,
+so that all lanes end at about the same time. Each test is reported separately, and a
+timeout prints stacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.durations import KEPT
 
 NUM_LANES = 3
-# By lane: their jobs leave the cores alone some of the time, or nearly always.
+# Test files of lanes 1 and 2, whose jobs are idle some or nearly all of the time.
 OF_LANE = {
     1: (
         "tests/cluster/test_checkpoint_hosts.py",
@@ -51,7 +51,7 @@ OF_LANE = {
         "tests/unit/engine/gpu/probe/test_probe.py",
     ),
 }
-# Files of long jobs without a fixture in common: they may be torn apart.
+# Files of long jobs without a shared fixture, whose tests may run in several lanes.
 LONG = (
     "tests/gpu/test_ranks_on_gpu.py",
     "tests/integrations/",
@@ -60,9 +60,9 @@ LONG = (
 
 
 def num_lanes(config: pytest.Config) -> int:
-    """Return in how many processes to run; 0 is pytest's own.
+    """Return the number of worker processes; 0 runs the tests in pytest's own process.
 
-    That is where pytest was told what to run, and where tests take several GiB each.
+    The number is 0 if tests were selected, and for slow tests of several GiB each.
     """
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     whole = not named and not config.option.modules
@@ -77,7 +77,7 @@ def lane_of(unit: str) -> int:
 
 
 def job_of(nodeid: str) -> str:
-    """Return what the ids of tests that share a job of ranks have in common.
+    """Return the common part of the ids of tests that share a job of ranks.
 
     Such an id ends with a file of rank tests; see tests/mpi/rank_files.py.
     """
@@ -85,7 +85,7 @@ def job_of(nodeid: str) -> str:
 
 
 class LaneScheduling(LoadScopeScheduling):
-    """Gives each process the files of its own lane, then those of the others."""
+    """Assigns each process the files of its own lane, then files of other lanes."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)
@@ -95,32 +95,33 @@ class LaneScheduling(LoadScopeScheduling):
         return job_of(nodeid) if nodeid.startswith(LONG) else nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: Any) -> None:
-        # One that replaces a process that crashed has a higher number.
+        # A process that replaces a crashed one has a higher number, and joins lane 0.
         lane = {"gw1": 1, "gw2": 2}.get(node.gateway.id, 0)
         while self.workqueue:
             own = [unit for unit in self.workqueue if lane_of(unit) == lane]
             if not own and lane == NUM_LANES - 1:
                 break
             unit = max(own or self.workqueue, key=self._seconds)
-            # What the class itself takes is the first.
+            # The base class assigns the first unit of the queue.
             self.workqueue.move_to_end(unit, last=False)
             super()._assign_work_unit(node)
-            # A process runs a test when it knows the next one, or that there is none.
+            # A process runs a test only when it knows the next test, or that it is the
+            # last.
             if self._pending_of(self.assigned_work[node]) > 1:
                 return
         node.shutdown()
 
     def _seconds(self, unit: str) -> float:
-        """Return how long a unit of the queue took when durations were kept."""
+        """Return the kept duration of a unit of the queue."""
         return sum(self._kept.get(name, 0.0) for name in self.workqueue[unit])
 
     def _reschedule(self, node: Any) -> None:
-        # The class itself does with two tests left, the last of which may be long ones.
+        # The base class already reschedules with two tests left, which may be long.
         if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)
 
     def remove_node(self, node: Any) -> str | None:
-        """Give what a process had left to others; without the test that it died in."""
+        """Requeue the tests of a crashed process, except the one that crashed."""
         units = self.assigned_work.pop(node)
         left = [
             name for unit in units.values() for name, done in unit.items() if not done

@@ -1,4 +1,4 @@
-"""Jobs side by side: without the looks that each might take before it naps."""
+"""Shorter polling of waiting ranks, for jobs that run concurrently."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["keep_spins_short"]
 
 
 def keep_spins_short() -> None:
-    """Let ranks look for others for a moment only before they nap.
+    """Let waiting ranks poll only briefly before they sleep.
 
-    Where jobs run side by side, others need the core. Results are the same.
+    Concurrent jobs need the core of a waiting rank. Numerical results do not change.
     """
     waiting._MOST_SPIN_SECONDS = waiting._LEAST_SPIN_SECONDS

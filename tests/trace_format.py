@@ -1,4 +1,4 @@
-"""Chrome's trace event format, as Perfetto reads it: a check of every event."""
+"""Check of every event in Chrome's trace event format, which Perfetto reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NEEDED = {"name": str, "ph": str, "pid": int, "tid": int}
 
 
 def check_trace(events: Iterable[dict[str, Any]]) -> dict[tuple[int, int], list[Any]]:
-    """Check all events; return the complete ones of each track, in order of time."""
+    """Check all events; return the complete events of each track, in order of time."""
     tracks: dict[tuple[int, int], list[Any]] = {}
     opened: dict[tuple[str, str], float] = {}
     named = set()
@@ -44,8 +44,8 @@ def check_trace(events: Iterable[dict[str, Any]]) -> dict[tuple[int, int], list[
 
 
 def _check_nesting(track: tuple[int, int], events: list[dict[str, Any]]) -> None:
-    """Events of a track lie within each other, or one after the other."""
-    # Less than the nanosecond in which times are given.
+    """Check that events of a track are nested or disjoint."""
+    # Tolerance below one nanosecond, the resolution of the times.
     rounding = 5e-4
     outer: list[tuple[float, str]] = []
     for event in events:

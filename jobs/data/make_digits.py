@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Make digits.h5: handwritten digits with a fixed, stratified split.
 
-Not collective. Needs scikit-learn, which ships the images; training does not.
-Run it as ``python jobs/data/make_digits.py [FILE]``: it prints the SHA-256 of the
-file, which is the same each time, and stands in the README beside this script.
+Not collective. Needs scikit-learn, which ships the images; training does not. Run it as
+``python jobs/data/make_digits.py [FILE]``: it prints the SHA-256 of the file, which is
+the same for each run, and which the README in this folder lists.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def split_rows(labels: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
         The rows of ``train`` and of ``test``, each in ascending order; each class
         has the same share of both, rounded to whole rows.
     """
-    # The stream of this older generator is frozen by NumPy's policy (NEP 19), that of
-    # default_rng is not: the split must be the same under every version of NumPy.
+    # Use this older generator, because NumPy's policy (NEP 19) freezes its stream, but
+    # not the stream of default_rng. The split must be the same with every NumPy
+    # version.
     generator = np.random.RandomState(SPLIT_SEED)
     test = np.zeros(labels.size, dtype=bool)
     for digit in np.unique(labels):
@@ -69,7 +70,8 @@ def main() -> None:
             group = file.create_group(name)
             columns = {"images": digits.data[rows], "labels": digits.target[rows]}
             for column, values in columns.items():
-                # A stored time of creation would change the bytes with every run.
+                # Do not store the time of creation, which would change the bytes in
+                # every run.
                 group.create_dataset(
                     column, data=values.astype(np.uint8), track_times=False
                 )

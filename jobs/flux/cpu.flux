@@ -5,8 +5,8 @@
 # flux: --cores-per-slot=1
 # flux: --time-limit=1h
 # flux: --output=logs/{{name}}-{{id}}.out
-# Run a program of yours on CPUs, one replica for each slot.
-# For ranks of several cores set OMP_NUM_THREADS to --cores-per-slot.
+# Run a program of yours on CPUs, one replica for each slot. For ranks with several
+# cores, set OMP_NUM_THREADS to --cores-per-slot.
 # Ran on flux-core 0.88, with MPICH and two brokers on one host.
 # From the folder that has jobs/:
 #   . jobs/site.env && flux batch [--nodes=8 --nslots=32] jobs/flux/cpu.flux PROGRAM [OPTIONS]

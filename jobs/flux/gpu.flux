@@ -6,8 +6,8 @@
 # flux: --gpus-per-slot=1
 # flux: --time-limit=1h
 # flux: --output=logs/{{name}}-{{id}}.out
-# Run a program with one rank for each GPU; docs/gpu.md tells what to know of it.
-# Each rank sees all GPUs of its node; the strategy gives it its own.
+# Run a program with one rank for each GPU, as docs/gpu.md explains. Each rank sees all
+# GPUs of its node; the strategy assigns one GPU to each rank.
 # Not run: the Flux at hand had no GPUs.
 # From the folder that has jobs/:
 #   . jobs/site.env && flux batch [--nodes=8 --nslots=32] jobs/flux/gpu.flux PROGRAM [OPTIONS]
@@ -25,10 +25,11 @@ site_environment
 ranks="$(flux resource list -s all -no '{ngpus}')"
 run=(flux run -n "$ranks" -g 1 -o gpu-affinity=off)
 
-# Its exit status says that something would stop the program.
+# The exit status reports problems that would stop the program.
 hpcstrat doctor
 
-# On all hosts: a job that asked for GPUs, and computes without them, would only be slow.
+# Require GPUs on all hosts: without this line, a job without GPUs would silently be
+# slow.
 HPCSTRAT_DEVICE=gpu "${run[@]}" hpcstrat doctor
 
 "${run[@]}" python "$@"

@@ -5,9 +5,9 @@
 # flux: --cores-per-slot=1
 # flux: --time-limit=1h
 # flux: --output=logs/{{name}}-{{id}}.out
-# Run a program that goes on after its time limit; see docs/user-guide/preemption.md.
-# For ranks of several cores set OMP_NUM_THREADS to --cores-per-slot.
-# The ranks ask flux when it ends; the script submits itself again, as Flux does not
+# Run a program that continues after its time limit; see docs/user-guide/preemption.md.
+# For ranks with several cores, set OMP_NUM_THREADS to --cores-per-slot. The ranks ask
+# flux when the job ends; this script submits itself again, because Flux does not
 # requeue. (--signal=USR1 ends the brokers on other nodes.) The program keeps its
 # checkpoints in RUN_FOLDER.
 # Ran on flux-core 0.88, with MPICH and two brokers on one host.
@@ -24,13 +24,14 @@ source jobs/site.env || {
 site_environment
 : "${1:?expected a program, found none; flux batch jobs/flux/restart.flux PROGRAM [OPTIONS]}"
 
-# The jobs that follow are given the folder of the first, with this environment.
+# Later jobs inherit the folder of the first job with this environment.
 export RUN_FOLDER="${RUN_FOLDER:-runs/restart-$(flux job id --to=dec "$(flux getattr jobid)")}"
 mkdir -p "$RUN_FOLDER"
 
 ranks=$(($(flux resource list -s all -no '{ncores}') / OMP_NUM_THREADS))
 
-# Signals are for the ranks, which save the step that they are at, and end with status 42.
+# This script ignores signals, because the ranks handle them: they save, and exit with
+# status 42.
 trap '' TERM USR1 USR2
 status=0
 flux run -n "$ranks" -c "$OMP_NUM_THREADS" python "$@" || status="$?"

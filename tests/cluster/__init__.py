@@ -1,1 +1,1 @@
-"""Several hosts: tests over network namespaces of this machine; they need root."""
+"""Tests on several pretend hosts, which are network namespaces; they need root."""

@@ -1,4 +1,4 @@
-"""Pretend hosts for the tests, which are skipped with the reason where none can be."""
+"""Pretend hosts for the tests, which are skipped if the machine cannot have hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cluster.slurm import Slurm
 
 @pytest.fixture(scope="session")
 def make_hosts() -> Iterator[Callable[..., Hosts]]:
-    """Yield a function that makes `Hosts`; all are taken down after the tests."""
+    """Yield a function that makes `Hosts`; all hosts are removed after the tests."""
     with ExitStack() as stack:
 
         def make(num_hosts: int = 2, rate: str = "") -> Hosts:
@@ -32,13 +32,13 @@ def make_hosts() -> Iterator[Callable[..., Hosts]]:
 
 @pytest.fixture(scope="session")
 def hosts(make_hosts: Callable[..., Hosts]) -> Hosts:
-    """Return two hosts without a limit; tests leave no process on them."""
+    """Return two hosts without a rate limit; tests must leave no process there."""
     return make_hosts(2)
 
 
 @pytest.fixture(scope="session")
 def make_slurm() -> Iterator[Callable[[int], Slurm]]:
-    """Yield a function that makes a `Slurm`; all are taken down after the tests."""
+    """Yield a function that makes a `Slurm`; all are removed after the tests."""
     with ExitStack() as stack:
 
         def make(num_nodes: int) -> Slurm:
@@ -53,7 +53,7 @@ def make_slurm() -> Iterator[Callable[[int], Slurm]]:
 
 @pytest.fixture(scope="session")
 def slurm(make_slurm: Callable[[int], Slurm]) -> Slurm:
-    """Return a Slurm of three nodes; jobs of tests end with them."""
+    """Return a Slurm of three nodes; jobs end with their test."""
     return make_slurm(3)
 
 
@@ -69,11 +69,11 @@ def _two_hosts(kind: type[SGE]) -> Iterator[SGE]:
 
 @pytest.fixture(scope="session")
 def sge() -> Iterator[SGE]:
-    """Yield a Grid Engine of two hosts; jobs of tests end with them."""
+    """Yield a Grid Engine of two hosts; jobs end with their test."""
     yield from _two_hosts(SGE)
 
 
 @pytest.fixture(scope="session")
 def pbs() -> Iterator[SGE]:
-    """Yield an OpenPBS of two hosts; jobs of tests end with them."""
+    """Yield an OpenPBS of two hosts; jobs end with their test."""
     yield from _two_hosts(PBS)

@@ -1,7 +1,7 @@
-/* Loaded before the C library, it makes a process's wall clock AHEAD seconds fast.
+/* A library for LD_PRELOAD that sets a process's wall clock AHEAD seconds forward.
  *
- * A pretend host has the clock of its machine: namespaces of time shift the monotonic
- * clock only (time_namespaces(7)).
+ * A pretend host has the wall clock of its machine, because time namespaces shift only
+ * the monotonic clock (time_namespaces(7)).
  */
 #define _GNU_SOURCE
 #include <sys/syscall.h>

@@ -1,4 +1,4 @@
-"""Pretend hosts of this machine, and MPI jobs over them, for tests and benchmarks."""
+"""Pretend hosts on this machine, and MPI jobs on them, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ _numbers = itertools.count()
 
 
 class HostsUnavailable(Exception):
-    """This machine cannot have pretend hosts; the text says why."""
+    """Error: this machine cannot have pretend hosts; the text has the reason."""
 
 
 class Hosts:
-    """Pretend hosts node1, node2, ...; in use until ``close``, or the process's end.
+    """Pretend hosts node1, node2, ..., until ``close`` or the end of the process.
 
     Parameters
     ----------
     num_hosts : int
         How many.
     rate : str, optional
-        Limit of what each host sends, as ``tc`` spells it: ``"100mbit"``.
+        Limit of each host's send rate, in the syntax of ``tc``: ``"100mbit"``.
     delay_microseconds : int, optional
-        How long a frame takes from host to host; needs gcc.
+        Latency of a frame from host to host; needs gcc.
 
     Raises
     ------
     HostsUnavailable
-        If this machine cannot have them: no root, no namespaces, no ``ip``.
+        If this machine cannot have pretend hosts, without root, namespaces or ``ip``.
     """
 
     def __init__(
         self, num_hosts: int = 2, rate: str = "", delay_microseconds: int = 0
     ) -> None:
         self.num_hosts = num_hosts
-        # Where hosts_down.sh looks for hosts whose owner has died.
+        # hosts_down.sh looks in such folders for hosts whose owner has died.
         self.folder = Path(f"/run/hpchosts-{os.getpid()}-{next(_numbers)}")
         delay = {"DELAY_US": str(delay_microseconds)} if delay_microseconds else {}
-        # By the owner's number they are taken down even if this process is killed.
+        # With the owner's process id, the hosts are removed even if this process is
+        # killed.
         up = self._up(["-o", str(os.getpid())], num_hosts, rate)
         finished = self._script(*up, **delay)
         if finished.returncode == NOT_POSSIBLE_HERE:
@@ -56,7 +57,7 @@ class Hosts:
             raise RuntimeError(f"{up[0]} failed: {finished.stderr}")
 
     def _up(self, owner: list[str], num_hosts: int, rate: str) -> list[str]:
-        """Return the script that makes them, and its words."""
+        """Return the script that makes the hosts, and its arguments."""
         return ["hosts_up.sh", *owner, str(num_hosts), *filter(None, [rate])]
 
     def _script(
@@ -72,7 +73,7 @@ class Hosts:
         )
 
     def close(self) -> None:
-        """Take the hosts down, with all that runs on them."""
+        """Remove the hosts, and end all their processes."""
         finished = self._script("hosts_down.sh")
         if finished.returncode:
             raise RuntimeError(f"hosts_down.sh failed: {finished.stderr}")
@@ -87,7 +88,7 @@ class Hosts:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Take the hosts down."""
+        """Remove the hosts."""
         self.close()
 
     def launcher(self, ranks: Sequence[int], *, round_robin: bool = False) -> Path:
@@ -96,21 +97,21 @@ class Hosts:
         Parameters
         ----------
         ranks : sequence of int
-            How many ranks each host gets: the first ones on node1, and so on.
+            Number of ranks on each host: the first ranks on node1, and so on.
         round_robin : bool
-            Deal the ranks to the hosts in turn instead; all get the same number.
+            Place the ranks on the hosts in turn instead; the numbers must be equal.
 
         Returns
         -------
         path
-            Takes the options of `hpcstrat.testing.launch_command`.
+            An mpirun with the options of `hpcstrat.testing.launch_command`.
         """
         each = [1] * len(ranks) if round_robin else ranks
         places = ",".join(f"node{i}:{n}" for i, n in enumerate(each, 1))
         options = f"--host {places}"
         mpirun = find_launcher()
         if round_robin and "--oversubscribe" in testing.launch_command(1):
-            options += " --map-by node"  # MPICH does so where the slots run out.
+            options += " --map-by node"  # MPICH needs no option.
         path = self.folder / f"mpirun-{places}{'-round' * round_robin}"
         path.write_text(
             f"#!/bin/sh\nHPCHOSTS_MPIRUN='{mpirun}' "
@@ -136,17 +137,17 @@ class Hosts:
         fn : callable
             Called once on each rank.
         *args : object
-            Its arguments.
+            Arguments of the function.
         round_robin : bool
             See `launcher`.
         **options : object
-            Of `hpcstrat.testing.run`, such as ``timeout``, after which each rank's
-            stacks are shown.
+            Options of `hpcstrat.testing.run`, such as ``timeout``, after which the
+            stacks of all ranks are printed.
 
         Returns
         -------
         list
-            What the function returned, in the order of ranks.
+            Results of the function, in the order of ranks.
         """
         launcher = self.launcher(ranks, round_robin=round_robin)
         return testing.run(sum(ranks), fn, *args, launcher=launcher, **options)
@@ -170,7 +171,7 @@ class Hosts:
         round_robin : bool
             See `launcher`.
         **options : object
-            Of `hpcstrat.testing.launch`, such as ``timeout``.
+            Options of `hpcstrat.testing.launch`, such as ``timeout``.
 
         Returns
         -------
@@ -181,12 +182,12 @@ class Hosts:
         return testing.launch(sum(ranks), command, launcher=launcher, **options)
 
     def processes(self) -> dict[int, str]:
-        """Return the processes of all hosts, by number, with their command lines.
+        """Return process ids and command lines of the processes on all hosts.
 
         Returns
         -------
         dict of int to str
-            Without the one that keeps each host up.
+            Command lines by process id, without the process that keeps a host up.
         """
         found = {}
         for path in self.folder.glob("groups/node*/cgroup.procs"):

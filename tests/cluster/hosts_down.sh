@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Take the pretend hosts of hosts_up.sh down, or do something to one of them:
+# Remove the pretend hosts of hosts_up.sh, or act on one of them:
 #
-#   hosts_down.sh                take the hosts of HPCHOSTS_RUN (/run/hpchosts) down, with
-#                                all their processes; nothing happens where none are up
+#   hosts_down.sh                remove the hosts of HPCHOSTS_RUN (/run/hpchosts), with
+#                                all their processes; does nothing without hosts
 #   hosts_down.sh HOST [off]     switch a host off: all its processes get SIGKILL at once
 #   hosts_down.sh HOST freeze    stop a host's processes
-#   hosts_down.sh HOST thaw      let them go on
-#   hosts_down.sh HOST cut       pull the host's network cable; not with DELAY_US
-#   hosts_down.sh HOST join      plug it in again
-#   hosts_down.sh --stale        take all hosts down whose owner has ended
+#   hosts_down.sh HOST thaw      continue these processes
+#   hosts_down.sh HOST cut       disconnect the host from the network; not with DELAY_US
+#   hosts_down.sh HOST join      connect the host again
+#   hosts_down.sh --stale        remove all hosts whose owner has ended
 #   hosts_down.sh --after-owner  wait for the end of the owner first
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin"
@@ -17,11 +17,11 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/processes.sh"
 run="${HPCHOSTS_RUN:-/run/hpchosts}"
 
-# take_down FOLDER: end all that was started there, and nothing else.
+# take_down FOLDER: end all processes that were started there, and no others.
 take_down() {
     local folder="$1" slot="" group link lock
     [[ -d $folder ]] || return 0
-    # The owner's end may bring two of these here at the same time.
+    # After the owner's end, two of these scripts may run at the same time.
     exec {lock}<"$folder" || return 0
     flock "$lock"
     if [[ -e $folder/slot ]]; then slot="$(<"$folder/slot")"; fi
@@ -38,7 +38,7 @@ take_down() {
         umount -l "$folder/cgroup2" || return 1
     fi
     if [[ -n $slot ]]; then
-        # The kernel removes the links of a dead host too, but only some time later.
+        # The kernel, too, removes the links of a dead host, but only later.
         for link in "/sys/class/net/hpc$slot."* "/sys/class/net/hpcsw$slot"; do
             [[ ! -e $link ]] || ip link del "${link##*/}" 2>/dev/null || true
         done

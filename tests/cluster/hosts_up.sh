@@ -1,23 +1,24 @@
 #!/usr/bin/env bash
 # Make pretend hosts node1, node2, ... on this machine:  hosts_up.sh [-o PID] [N [RATE]]
 #
-# Each host has a network of its own (eth0 on a common switch), a host name, System V IPC,
-# a /dev/shm, a /sys and an /etc/hosts, so that programs on two hosts can only talk over
-# the network, and MPI takes them for different nodes. All other files are shared, as on a
-# parallel file system. Each host has cores of its own, if there are enough. Its processes
-# are in one cgroup, so that the whole host can be switched off or frozen: hosts_down.sh
-# does that, and takes the hosts down.
+# Each host has a separate network (eth0 on a common switch), host name, System V IPC,
+# /dev/shm, /sys and /etc/hosts. Therefore programs on two hosts communicate only over
+# the network, and MPI treats the hosts as different nodes. All other files are shared,
+# as on a parallel file system. Each host has separate cores, if there are enough. Its
+# processes are in one cgroup, so that hosts_down.sh can switch off, freeze or remove
+# the whole host.
 #
 #   N               number of hosts; default: 2
-#   RATE            limit of what each host sends, such as 100mbit; default: none
-#   -o PID          owner: the hosts go down by themselves when this process has ended
-#   HPCHOSTS_RUN    folder of this use of hosts; default: /run/hpchosts. What is up there
-#                   is taken down first, unless it belongs to another live owner. Uses in
-#                   different folders, all named /run/hpchosts*, do not disturb each other.
-#   DELAY_US        microseconds that each frame takes from host to host; needs gcc
+#   RATE            limit of each host's send rate, such as 100mbit; default: none
+#   -o PID          owner: the hosts are removed when this process has ended
+#   HPCHOSTS_RUN    folder of these hosts; default: /run/hpchosts. Former hosts of this
+#                   folder are removed first, unless their owner is alive. Hosts in other
+#                   folders, all named /run/hpchosts*, are independent.
+#   DELAY_US        latency of frames between hosts in microseconds; needs gcc
 #
-# It leaves in that folder: hx (run a command on a host), rsh (for MPI's launchers) and
-# mpirun (a job over the hosts). Exit status 77: not possible here; the reason is said.
+# It writes into that folder: hx (run a command on a host), rsh (for MPI's launchers)
+# and mpirun (start a job on the hosts). Exit status 77 means that this machine cannot
+# have hosts, for the printed reason.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -57,7 +58,7 @@ unshare --net --uts --ipc --mount true 2>/dev/null ||
     cannot "expected to be allowed namespaces, found that unshare fails;" \
         "a container needs CAP_SYS_ADMIN"
 
-# What is left of owners that could not tidy up, then an earlier use of this folder.
+# Remove hosts of dead owners, then those of an earlier use of this folder.
 "$here/hosts_down.sh" --stale
 if runs "$run/owner" && [[ $(cut -d ' ' -f 1 "$run/owner") != "$owner" ]]; then
     echo "hosts_up.sh: the hosts of $run belong to process $(cut -d ' ' -f 1 \
@@ -66,20 +67,20 @@ if runs "$run/owner" && [[ $(cut -d ' ' -f 1 "$run/owner") != "$owner" ]]; then
 fi
 "$here/hosts_down.sh"
 
-# Without this, two that start at the same time in one folder would mix their hosts.
+# Lock the folder, because two simultaneous starts would mix their hosts.
 mkdir "$run"
 trap 'status=$?; ((status == 0)) || "$here/hosts_down.sh"' EXIT
 if [[ -n $owner ]]; then
     echo "$owner $(start_time "$owner")" >"$run/owner"
-    # In a session of its own: it must outlive whoever kills the owner's. It ends as well
-    # when somebody else has taken the hosts down.
+    # Use a separate session, so that the watcher survives a kill of the owner's
+    # session. It also ends when another script has removed the hosts.
     setsid "$here/hosts_down.sh" --after-owner </dev/null >/dev/null 2>&1 &
 fi
 cp "$here/hx.sh" "$run/hx"
 cp "$here/rsh.sh" "$run/rsh"
 cp "$here/mpirun.sh" "$run/mpirun"
 
-# The creation of the switch also claims its number, for no two links share a name.
+# Creating the switch also reserves its number, because link names are unique.
 slot=""
 for number in {1..99}; do
     [[ -e /sys/class/net/hpcsw$number ]] && continue
@@ -116,13 +117,13 @@ if [[ -n ${DELAY_US:-} ]]; then
     ) </dev/null >"$run/switch.log" 2>&1 &
     wait_for 5 grep -q ready "$run/switch.log" ||
         cannot "expected TAP devices, found: $(<"$run/switch.log")"
-    # Device 0 joins this machine to the hosts.
+    # Device 0 connects this machine to the hosts.
     ip link set "hpc$slot.0" mtu 9000 master "hpcsw$slot" up
 fi
 ip addr add "$network.254/24" dev "hpcsw$slot"
 ip link set "hpcsw$slot" up
 
-# The cores that this process may use, one by one.
+# List the cores that this process may use.
 cores=()
 list="$(sed -n 's/^Cpus_allowed_list:\s*//p' /proc/self/status)"
 for range in ${list//,/ }; do
@@ -131,7 +132,8 @@ done
 for ((i = 1; i <= num_hosts; i++)); do
     first=$(((i - 1) * ${#cores[@]} / num_hosts))
     end=$((i * ${#cores[@]} / num_hosts))
-    # Programs wait in other ways where they see that cores are scarce.
+    # Give each host its own cores only if there are enough, because programs change how
+    # they wait when cores are scarce.
     if ((${#cores[@]} < num_hosts)); then first=0 end=${#cores[@]}; fi
     own=("${cores[@]:first:end - first}")
     (IFS=, && echo "${own[*]}") >"$run/node$i.cores"

@@ -10,7 +10,7 @@ if ! { read -r pid <"$run/$host.pid"; } 2>/dev/null ||
     echo "hx: no host $host is up in $run" >&2
     exit 255
 fi
-# Whatever becomes of the command can be switched off with its host.
+# Move this process into the host's cgroup, so that the command ends with its host.
 echo $$ >"$run/groups/$host/cgroup.procs"
 taskset --pid --cpu-list "$(<"$run/$host.cores")" $$ >/dev/null
 exec nsenter --target "$pid" --net --uts --ipc --mount --wd="$PWD" -- "$@"

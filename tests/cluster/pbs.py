@@ -1,4 +1,4 @@
-"""A real OpenPBS on pretend hosts of this machine, and jobs of it, for tests."""
+"""A real OpenPBS on pretend hosts of this machine, and its jobs, for tests."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class PBS(SGE):
     def submit(
         self, folder: Path, script: str, *words: str, options: str = ""
     ) -> PBSJob:
-        """Submit a script of ``jobs`` from a folder; ``words`` are the program."""
+        """Submit a script of ``jobs`` from a folder; ``words`` is its program."""
         program = f"-v PROGRAM='{' '.join(words)}'" if words else ""
         line = f"qsub -V {program} {options} jobs/{script}"
         return PBSJob(self, self._submit(folder, line), folder)
 
 
 class PBSJob(SGEJob):
-    """A job that was submitted."""
+    """A submitted job of OpenPBS."""
 
     @property
     def output(self) -> str:
-        """What the job, and those that it has submitted, have written."""
+        """Return the output of the job, and of the jobs that it has submitted."""
         paths = sorted(self.folder.glob("logs/*.OU"))
         return "".join(path.read_text(encoding="utf-8") for path in paths)
 
     def is_known(self) -> bool:
-        """Whether it, or one that it has submitted, waits or runs."""
+        """Return whether the job, or a job that it has submitted, is queued or runs."""
         return bool(self.sge.command("qselect").strip())
 
     def _statuses(self) -> list[str]:

@@ -13,7 +13,7 @@
 #   PBS_EXEC        where OpenPBS is installed; default: /opt/pbs
 #   HPCHOSTS_RUN    folder of the cluster; default: /run/hpchosts-pbs
 #
-# Exit status 77: not possible here; the reason is said.
+# Exit status 77 means that this machine cannot have it, for the printed reason.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source-path=SCRIPTDIR source=processes.sh
@@ -59,7 +59,7 @@ PBS_CORE_LIMIT=unlimited
 PBS_SCP=/bin/false
 CONF
     made=""
-    # On a busy machine its database may not answer in time at first.
+    # Try again, because on a busy machine its database may not answer in time at first.
     for ((try = 0; try < 3 && !${#made}; try++)); do
         rm -rf "$home" && mkdir -p "$home"
         PBS_CONF_FILE="$state/node$i.conf" "$run/hx" "node$i" "$exec/libexec/pbs_habitat" \
@@ -70,12 +70,12 @@ CONF
         tail -n 5 "$state/node$i.log" >&2
         exit 1
     }
-    # The hosts share their files: what jobs write needs no copy.
+    # Files of jobs need no copies, because the hosts share their files.
     echo "\$usecp *:/ /" >>"$home/mom_priv/config"
     echo "PBS_CONF_FILE=$state/node1.conf" >>"$home/pbs_environment"
 done
 
-# start NODE PROGRAM: run a daemon, which leaves the shell by itself.
+# start NODE PROGRAM: run a daemon, which detaches itself from the shell.
 start() {
     PBS_CONF_FILE="$state/$1.conf" setsid "$run/hx" "$1" "$exec/sbin/$2" \
         </dev/null >>"$state/$1.log" 2>&1

@@ -1,14 +1,14 @@
-# Functions for the scripts beside: processes that are told apart by number and start
-# time, because the kernel gives numbers out again. Meant to be sourced.
+# Functions for the scripts in this folder, to be sourced. They identify a process by id
+# and start time, because the kernel reuses process ids.
 # shellcheck shell=bash
 
 # start_time PID: the clock tick at which a live process started; nothing without one.
 start_time() {
     local line fields
     { read -r line <"/proc/$1/stat"; } 2>/dev/null || return 0
-    # The second field is the program's name, which may hold blanks and brackets.
+    # The second field is the program's name, which may contain blanks and brackets.
     read -ra fields <<<"${line##*) }"
-    # The dead whose parent has not noticed yet are no longer running.
+    # A zombie process counts as ended.
     if [[ ${fields[0]} != Z ]]; then echo "${fields[19]}"; fi
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Stands for ssh between the pretend hosts: rsh [OPTION...] HOST COMMAND...
-# hosts_up.sh puts it into the folder of the hosts as "rsh".
+# Replaces ssh between the pretend hosts: rsh [OPTION...] HOST COMMAND... hosts_up.sh
+# puts it into the folder of the hosts as "rsh".
 set -euo pipefail
 while [[ $1 == -* ]]; do
     case "$1" in
@@ -10,5 +10,5 @@ while [[ $1 == -* ]]; do
 done
 host="$1"
 shift
-# As with ssh, the words are one line for the other side's shell.
+# As with ssh, the arguments are joined to one line for the remote shell.
 exec "$(dirname "${BASH_SOURCE[0]}")/hx" "$host" /bin/sh -c "$*"

@@ -1,4 +1,4 @@
-"""A real Grid Engine on pretend hosts of this machine, and jobs of it, for tests."""
+"""A real Grid Engine on pretend hosts of this machine, and its jobs, for tests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NAP_SECONDS = 0.4
 
 
 def as_root(folder: Path) -> dict[str, str]:
-    """Return the environment of a user who is root, in a folder with the scripts."""
+    """Return the environment of root as a user, with the scripts in a folder."""
     copy_scripts(folder)
     allowed = {
         f"{word}_ALLOW_RUN_AS_ROOT{end}": "1"
         for word in ("OMPI", "PRTE")
         for end in ("", "_CONFIRM")
     }
-    # The hosts share cores, which no scheduler knows; see mpirun.sh.
+    # Let waiting ranks yield, because the hosts share cores; see mpirun.sh.
     shares = {
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_coll": "^han",
@@ -59,13 +59,13 @@ class SGE(Hosts):
         ]
 
     def command(self, *words: str) -> str:
-        """Return what a command of Grid Engine prints; it must end well."""
+        """Return the output of a Grid Engine command, which must succeed."""
         done = self.try_command(*words)
         assert done.returncode == 0, f"{words}: {done.stderr}{done.stdout}"
         return done.stdout
 
     def try_command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Return how a command of Grid Engine has ended."""
+        """Run a Grid Engine command, and return its status and output."""
         return self._on_first(words, Path("/"), {**clean_environment(), **self.env})
 
     def _on_first(
@@ -84,13 +84,14 @@ class SGE(Hosts):
     def submit(
         self, folder: Path, script: str, *words: str, options: str = ""
     ) -> SGEJob:
-        """Submit a script of ``jobs`` from a folder, as its head says."""
-        # -V: this Python is not installed, and the pretend hosts share cores.
+        """Submit a script of ``jobs`` from a folder, with the options in its head."""
+        # -V passes the environment on: this Python is not installed on hosts, and
+        # waiting ranks must yield cores.
         line = f"qsub -V -terse {options} jobs/{script} {' '.join(words)}"
         return SGEJob(self, self._submit(folder, line), folder)
 
     def _submit(self, folder: Path, line: str) -> str:
-        """Return what the command prints that submits a job."""
+        """Submit a job, and return the output of the command."""
         done = self._on_first(
             ("bash", "-euc", f". jobs/site.env && {line}"),
             folder,
@@ -101,36 +102,36 @@ class SGE(Hosts):
 
 
 class SGEJob:
-    """A job that was submitted."""
+    """A submitted job of Grid Engine."""
 
     def __init__(self, sge: SGE, number: str, folder: Path) -> None:
         self.sge, self.number, self.folder = sge, number, folder
 
     @property
     def output(self) -> str:
-        """What the job has written."""
+        """Return the output of the job."""
         paths = self.folder.glob(f"logs/*-{self.number}.out")
         return "".join(path.read_text(encoding="utf-8") for path in paths)
 
     def is_known(self) -> bool:
-        """Whether it waits or runs."""
+        """Return whether the job is queued or runs."""
         return bool(re.search(rf"^\s*{self.number} ", self.sge.command("qstat"), re.M))
 
     def wait_for_text(self, text: str, seconds: float = 90) -> None:
-        """Wait until the job has written a text."""
+        """Wait until the job's output contains a text."""
         deadline = time.monotonic() + seconds
         while text not in self.output:
             assert time.monotonic() < deadline, self.output
             time.sleep(_NAP_SECONDS)
 
     def wait_to_end(self, seconds: float = 120) -> int:
-        """Return the exit status with which it has ended."""
+        """Wait for the end of the job, and return its exit status."""
         deadline = time.monotonic() + seconds
         while self.is_known():
             assert time.monotonic() < deadline, self.output
             time.sleep(_NAP_SECONDS)
         statuses: list[str] = []
-        # What has ended is written down some seconds later; 99 is a job put back.
+        # The accounting follows an end by some seconds; status 99 means a requeued job.
         while not statuses or statuses[-1] == "99":
             assert time.monotonic() < deadline, self.output
             time.sleep(_NAP_SECONDS)
@@ -138,6 +139,6 @@ class SGEJob:
         return int(statuses[-1])
 
     def _statuses(self) -> list[str]:
-        """Return the exit statuses of its runs, as far as they are written down."""
+        """Return the exit statuses of the job's runs that are in the accounting."""
         said = self.sge.try_command("qacct", "-j", self.number).stdout
         return re.findall(r"^exit_status +(\d+)", said, re.MULTILINE)

@@ -11,7 +11,7 @@
 #   -o              owner of hosts_up.sh
 #   HPCHOSTS_RUN    folder of the cluster; default: /run/hpchosts-sge
 #
-# Exit status 77: not possible here; the reason is said.
+# Exit status 77 means that this machine cannot have it, for the printed reason.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source-path=SCRIPTDIR source=processes.sh
@@ -56,7 +56,7 @@ sed -e 's/^admin_user .*/admin_user none/' -e 's/^spooling_method .*/spooling_me
     -e "s|^spooling_params .*|spooling_params $common;$spool/qmaster|" \
     -e "s|^qmaster_spool_dir .*|qmaster_spool_dir $spool/qmaster|" \
     /usr/share/gridengine/default-bootstrap >"$common/bootstrap"
-# Jobs of root; what a node reports, and what is due, is looked at each second.
+# Allow jobs of root; check reports of nodes, and due events, every second.
 sed -e "s|^execd_spool_dir .*|execd_spool_dir $spool/execd|" -e 's/^min_[ug]id .*/&/' \
     -e 's/^\(min_[ug]id \+\).*/\10/' -e 's/^\(load_report_time \+\).*/\100:00:02/' \
     -e 's|^\(mailer \+\).*|\1/bin/true|' -e 's/^\(administrator_mail \+\).*/\1none/' \
@@ -91,7 +91,7 @@ for ((i = 1; i <= nodes; i++)); do
     ((i == 1)) || on_rank_0 qconf -ah "node$i" >/dev/null
     on_rank_0 qconf -as "node$i" >/dev/null
 done
-# Ranks that mpirun starts belong to the job: control_slaves.
+# With control_slaves, ranks that mpirun starts belong to the job.
 cat >"$root/pe" <<PE
 pe_name            mpi
 slots              999
@@ -114,7 +114,7 @@ on_rank_0 qconf -sq 2>/dev/null | sed -e 's/^qname .*/qname all.q/' \
     -e 's/^load_thresholds .*/load_thresholds NONE/' -e 's/^notify .*/notify 00:00:20/' \
     >"$root/queue"
 for node in "${hosts[@]}"; do start "$node" sge_execd; done
-# GPUs that nobody can compute on, one for each slot.
+# Fake GPUs, one for each slot.
 {
     on_rank_0 qconf -sc
     echo "gpu gpu INT <= YES YES 0 0"

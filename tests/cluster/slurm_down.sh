@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Take the Slurm cluster of slurm_up.sh down, with its hosts and all that runs on them.
+# Remove the Slurm cluster of slurm_up.sh, with its hosts and all their processes.
 set -euo pipefail
 export HPCHOSTS_RUN="${HPCHOSTS_RUN:-/run/hpchosts-slurm}"
 exec "$(dirname "${BASH_SOURCE[0]}")/hosts_down.sh"

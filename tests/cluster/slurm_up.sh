@@ -9,11 +9,11 @@
 #
 #   -n, -c, -g      nodes (2), CPUs of each (2), pretend GPUs of each (0)
 #   -r, -o          RATE and owner of hosts_up.sh
-#   -i              install the packages that are missing
+#   -i              install missing packages
 #   HPCHOSTS_RUN    folder of the cluster; default: /run/hpchosts-slurm
-#   MPI             what a plain srun gives: pmix (default; Open MPI), pmi2 (MPICH), none
+#   MPI             default of srun --mpi: pmix (default; Open MPI), pmi2 (MPICH), none
 #
-# Exit status 77: not possible here; the reason is said.
+# Exit status 77 means that this machine cannot have it, for the printed reason.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin"
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -54,7 +54,7 @@ complete || {
         "--no-install-recommends ${packages[*]}, or use -i" >&2
     exit 77
 }
-# Slurm's plugin loads PMIx by a name that only Debian's libpmix-dev brings along.
+# Slurm's plugin loads PMIx by a file name that only Debian's libpmix-dev has.
 for library in /usr/lib/*/pmix2/lib/libpmix.so.2; do
     [[ -e ${library%.2} ]] || ln -s libpmix.so.2 "${library%.2}"
 done
@@ -83,9 +83,9 @@ start munged setpriv --reuid munge --regid munge --clear-groups \
     --log-file="$state/munge/log" --seed-file="$state/munge/seed"
 
 memory="$(awk '/MemTotal/ { print int($2 / 1024 * 0.9) }' /proc/meminfo)"
-# FirstJobId: jobs of two clusters here must not be taken for the same, by their processes.
-# config_overrides: more CPUs than this machine has. TmpFS: the hosts share /tmp, where
-# the PMIx plugins of two nodes would want the same folder.
+# FirstJobId: processes must show which of two clusters on this machine their job
+# belongs to. config_overrides: nodes may have more CPUs than this machine. TmpFS: the
+# hosts share /tmp, in which the PMIx plugins of two nodes would use the same folder.
 cat >"$state/slurm.conf" <<CONF
 ClusterName=pretend$slot
 SlurmctldHost=$(hostname -s)(10.77.$slot.254)
@@ -135,7 +135,7 @@ WaitTime=0
 CONF
 generic=""
 if ((gpus > 0)); then
-    # Slurm wants device files, and then sets CUDA_VISIBLE_DEVICES.
+    # Slurm needs device files, and then sets CUDA_VISIBLE_DEVICES.
     for ((g = 0; g < gpus; g++)); do
         mknod "$state/gpu$g" c 1 3
         echo "Name=gpu File=$state/gpu$g"

@@ -1,9 +1,9 @@
 /* tapswitch PREFIX N DELAY_US: an Ethernet switch in user space between N + 1 TAP devices
- * PREFIX0 .. PREFIXN, which hands every frame on DELAY_US microseconds later.
+ * PREFIX0 .. PREFIXN, which forwards every frame after DELAY_US microseconds.
  *
- * For kernels without netem. Frames are up to 64 KiB long, as between real hosts the
- * kernel hands them to the network card, which cuts them: that costs the cores less.
- * Prints "ready" when the devices are there; they go with it.
+ * It replaces netem on kernels without netem. Frames are up to 64 KiB long, like those
+ * that a kernel passes to a real network card, which splits them: this saves CPU time.
+ * The program prints "ready" when the devices exist; they disappear at its end.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Before each frame the kernel says how it is to be cut, and what is to be summed. */
+/* A header before each frame has the kernel's requests to split it and add checksums. */
 enum { HEADER = sizeof(struct virtio_net_hdr), MAX_FRAME = HEADER + 65600 };
 enum { MAX_PORTS = 64, QUEUE = 1 << 16, BURST = 16, MAC = 6 };
 
@@ -30,7 +30,7 @@ struct frame {
     unsigned char *bytes;
 };
 
-/* Frames leave in the order of their arrival, since all wait equally long. */
+/* A first-in first-out queue, because all frames wait equally long. */
 static struct frame queue[QUEUE];
 static unsigned head, tail;
 static struct pollfd ports[MAX_PORTS];
@@ -56,14 +56,14 @@ static int open_port(const char *prefix, int number) {
     return fd;
 }
 
-/* Send a frame to the port where its receiver was last seen, else to all others. */
+/* Send a frame to the last known port of its receiver, or to all other ports. */
 static void deliver(const struct frame *frame) {
     int to = -1;
     for (int i = 0; i < num_ports; i++)
         if (!memcmp(addresses[i], frame->bytes + HEADER, MAC)) to = i;
     for (int i = 0; i < num_ports; i++)
         if (i != frame->port && (to < 0 || to == i))
-            /* A device that is down loses the frame, as a real cable would. */
+            /* A device that is down drops the frame, as an unplugged cable would. */
             if (write(ports[i].fd, frame->bytes, frame->length) < 0) continue;
 }
 
@@ -92,7 +92,7 @@ int main(int argc, char **argv) {
     }
     num_ports = atoi(argv[2]) + 1;
     int64_t delay = atoll(argv[3]) * 1000;
-    /* Else the kernel may wake this process 50 us late. */
+    /* Without this, the kernel may wake this process 50 us late. */
     prctl(PR_SET_TIMERSLACK, 1000);
     for (int i = 0; i < num_ports; i++)
         ports[i] = (struct pollfd){.fd = open_port(argv[1], i), .events = POLLIN};

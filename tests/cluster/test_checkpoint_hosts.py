@@ -1,4 +1,4 @@
-"""Checkpoints of a job over two hosts, in a folder that both see."""
+"""Checkpoints of a job on two hosts, in a shared folder."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _save(folder: Path, asynchronous: bool) -> str:
                 objects["seen"].component[...] = 10 * rank + step
                 objects["total"].component[...] = rank + step
                 manager.save(step, asynchronous=asynchronous)
-            # Not what is saved any more.
+            # Overwrite the values; the pending save must not see this.
             objects["large"].assign(np.zeros(LARGE))
         assert len(manager.checkpoints) == 2
     return socket.gethostname()
 
 
 def _restore(folder: Path, same: bool) -> int:
-    """Restore, and check what each replica gets; return the total."""
+    """Restore, check the values of each replica, and return the total."""
     with hs.MultiWorkerMirroredStrategy() as strategy:
         objects = _make(strategy)
         manager = hs.CheckpointManager(folder, **objects)
@@ -103,7 +103,7 @@ def test_loss_of_the_ranks_of_one_host_in_a_save(
         assert wait_until(job.ranks_are_gone, 10), job
     told = max(acknowledged(tmp_path))
 
-    # The restart restores what was acknowledged, checks it, and tidies up.
+    # The restarted job restores and checks the completed saves, and removes leftovers.
     with running(tmp_path, "save_loop.py", 2, how, launch=launch) as again:
         assert again.job.wait(LIMIT_SECONDS) == 0, again
     assert not torn(tmp_path)

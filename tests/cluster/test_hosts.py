@@ -1,4 +1,4 @@
-"""Several hosts: what they compute, how they end, and what they send to each other."""
+"""Jobs on several hosts: their results, their ends, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hpcstrat import testing
 from tests.cluster.hosts import Hosts
 from tests.mpi.programs.started import PROGRAMS, Ended, run_command
 
-# Ranks on each host, and which ranks of a job of two on each these are.
+# Numbers of ranks on each host, and their ranks in a job with two ranks per host.
 LAYOUTS = {(2, 2): (0, 1, 2, 3), (1, 2): (0, 2, 3), (1, 1): (1, 3)}
 SHAPES = ((), (0,), (1,), (3,), (5, 7), (1 << 16, 3))
 DTYPES = ("i1", "u2", "i4", "i8", "f2", "f4", "f8", "F", "D")
-# The types of which each array is summed by a call of its own, too.
+# Types whose arrays are also summed one by one.
 ALONE = ("float32", "int64")
 MIB = 1 << 20
 
 
 def _strategies(comm: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a strategy of some ranks for each way to sum; collective over them."""
+    """Yield a strategy for each sum algorithm; collective over ``comm``."""
     ways = {
         "default": None,
         "MPI": hs.MpiAllReduce(),
@@ -58,7 +58,7 @@ def _check_topology(strategy: Any, ranks: Sequence[int]) -> None:
 
 
 def _parts(dtype: str, shape: tuple[int, ...], size: int) -> list[Any]:
-    """Return the array of every rank: small integers, whose sums are exact."""
+    """Return the arrays of all ranks, with small integers, whose sums are exact."""
     count = int(np.prod(shape))
     numbers = np.arange(count).reshape(shape) % 7
     parts = [np.asarray(numbers + rank).astype(dtype) for rank in range(size)]
@@ -86,13 +86,13 @@ def _check_sums(strategy: Any, way: str) -> None:
 
 
 def _check_mismatch(strategy: Any, way: str) -> None:
-    """The odd one is the last rank, which is on another host than the first."""
+    """The last rank makes a different call, and is on another host than the first."""
     comm = strategy.topology.replica_comm
     odd = comm.rank == comm.size - 1
     for own in (np.ones(4 + odd), np.ones(4, "f4" if odd else "f8")):
         with pytest.raises(hs.CollectiveError, match=rf"rank {comm.size - 1} called"):
             strategy.reduce("sum", own, axis=None)
-        # Nobody is one call ahead of the others.
+        # After the error, all ranks are at the same call.
         assert strategy.reduce("sum", 1, axis=None) == comm.size, way
 
 
@@ -113,7 +113,7 @@ def _check_other_collectives(strategy: Any) -> None:
     np.testing.assert_array_equal(
         strategy.local_value(strategy.run(step)), np.concatenate(parts).T
     )
-    # Variables begin with the value of the first replica.
+    # Variables start with the value of the first replica.
     with strategy.scope():
         variable = hs.Variable(np.full(1000, rank, np.float64), name="v")
     assert not variable.value().any()
@@ -121,7 +121,7 @@ def _check_other_collectives(strategy: Any) -> None:
 
 
 def _check_layouts() -> None:
-    """Check what is computed, on every rank of a job."""
+    """Check the results of sums on every rank of a job."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -145,7 +145,7 @@ def test_hosts_are_workers_and_compute_what_one_process_does(hosts: Hosts) -> No
 
 
 def _leave(launch: Sequence[str], way: str) -> Ended:
-    """Run a program whose last rank, on the second host, leaves while others wait."""
+    """Run a program whose last rank, on the second host, exits while others wait."""
     program = [sys.executable, str(PROGRAMS / "leave.py"), way, "reduce", "3"]
     return run_command([*launch, *program], way, 60, {})
 
@@ -159,7 +159,7 @@ def test_end_of_a_rank_on_another_host_ends_the_job_and_is_explained(
         "kill": "",
     }
     launch = testing.launch_command(4, hosts.launcher((2, 2)))
-    # At the same time, because they mostly wait.
+    # Run the jobs at the same time, because they mostly wait.
     with ThreadPoolExecutor(len(said)) as pool:
         all_ended = list(pool.map(lambda way: _leave(launch, way), said))
     for ended, text in zip(all_ended, said.values(), strict=True):
@@ -169,19 +169,19 @@ def test_end_of_a_rank_on_another_host_ends_the_job_and_is_explained(
 
 
 def _sent_by_reductions(count: int, nbytes: int) -> tuple[int, int]:
-    """Return a rank's worker, and what its host has sent for some reductions."""
+    """Return a rank's worker, and the bytes that its host sent for some reductions."""
     sent = Path("/sys/class/net/eth0/statistics/tx_bytes")
     ops = hs.HierarchicalCopyAllReduce()
     with hs.MultiWorkerMirroredStrategy(cross_device_ops=ops) as strategy:
         topology = strategy.topology
         own = np.full(nbytes // 4, topology.replica_id, np.float32)
         total = np.empty_like(own)
-        # The first one makes connections.
+        # The first reduction opens connections, and is not counted.
         for times in (1, count):
             topology.replica_comm.Barrier()
             before = int(sent.read_text())
-            # Nobody of this host sends before it is read, and no host reads before
-            # everything has come.
+            # No rank of this host sends before the counter is read, and no host reads
+            # its counter before all messages have arrived.
             topology.worker_comm.Barrier()
             for _ in range(times):
                 strategy.reduce("sum", own, axis=None, out=total)
@@ -193,21 +193,21 @@ def _sent_by_reductions(count: int, nbytes: int) -> tuple[int, int]:
 
 def test_hierarchical_reduction_sends_little_more_than_it_must(hosts: Hosts) -> None:
     count = 8
-    # The worst placement for an algorithm that does not know of hosts.
+    # Placement in turn is the worst one for an algorithm that ignores hosts.
     found = hosts.run(
         (4, 4), _sent_by_reductions, count, MIB, round_robin=True, timeout=60
     )
     assert [worker for worker, _ in found] == [0, 1] * 4
     for _, sent in found[:2]:
         per_reduction = sent / count
-        # Between two hosts each must send its sum once.
+        # With two hosts, each host must send its sum once.
         assert MIB <= per_reduction <= 1.1 * MIB, f"{per_reduction:.0f} bytes"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 2)])
 def test_rank_tests_pass_over_hosts(hosts: Hosts, ranks: Sequence[int]) -> None:
-    # Those that are left out are about the places of ranks on one machine.
+    # The excluded tests check the placement of ranks on one machine.
     words = "two_replicas_per_worker", "topology", "harness", "another_strategy"
     command = [sys.executable, "-m", "tests.mpi.ranks", "--color=no"]
     command += ["-k", " and not ".join(words)]

@@ -1,4 +1,4 @@
-"""The scripts of ``jobs/``, submitted to a real Slurm and followed to their ends."""
+"""The scripts of ``jobs/``, submitted to a real Slurm and run to their ends."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )
 ulfm = pytest.mark.skipif(not is_open_mpi(), reason="needs ULFM of Open MPI")
-# So many that a job is in the midst of them when it is to be.
+# So many epochs that a job still trains when a test interrupts it.
 EPOCHS = 12
 CHAOS_EPOCHS = 80
-# A signal that Slurm sends before the time limit, and nobody heeds.
+# A signal before the time limit that the program ignores.
 UNHEEDED = "URG@1"
-# Functions in the stack of Open MPI's own fault while it starts.
+# Functions in the stack of Open MPI's crash at the start.
 START_CRASH = ("mca_pml_ob1_recv_frag_callback_match", "ompi_mpi_init")
 
 
 Body = Callable[[Slurm, Path], None]
 BODIES: dict[str, Body] = {}
-# Those whose jobs would disturb others, by preemption or the end of a node.
+# Tests whose jobs would disturb others, by preemption or the death of a node.
 ALONE: set[str] = set()
 
 
 def beside_others(body: Body) -> Callable[[dict[str, Future[None]]], None]:
-    """Make a test of what mostly waits: it begins with the first test of this file."""
+    """Make a test of a body that mostly waits, and starts with the first test."""
 
     @functools.wraps(body)
     def test(bodies: dict[str, Future[None]]) -> None:
@@ -53,9 +53,10 @@ def beside_others(body: Body) -> Callable[[dict[str, Future[None]]], None]:
 
 
 def _again_if_mpi_failed(body: Body) -> Body:
-    """Run a test once more where Open MPI itself crashed while it started.
+    """Run a test again if Open MPI itself crashed at its start.
 
-    See https://github.com/open-mpi/ompi/issues/12495: no line of ours ran before that.
+    See https://github.com/open-mpi/ompi/issues/12495: no code of hpcstrat ran before
+    that crash.
     """
 
     @functools.wraps(body)
@@ -73,7 +74,7 @@ def _again_if_mpi_failed(body: Body) -> Body:
 
 
 def alone(body: Body) -> Body:
-    """Give a test a Slurm of its own."""
+    """Run a test with a separate Slurm."""
     ALONE.add(body.__name__)
     return body
 
@@ -88,7 +89,7 @@ def bodies(
     make_slurm: Callable[[int], Slurm],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, Future[None]]]:
-    """Start those of the tests that are to run."""
+    """Start the bodies of the selected tests."""
     items = [item for item in request.session.items if item.path == request.path]
     names = [item.name for item in items if item.name in BODIES and _is_wanted(item)]
     with ThreadPoolExecutor(len(BODIES)) as pool:
@@ -101,7 +102,7 @@ def bodies(
 
 
 def _with_modules(folder: Path, *names: str, init: str = "") -> Path:
-    """Return a folder whose site.env loads modules, as one that a user has edited."""
+    """Return a folder whose site.env loads modules, as edited by a user."""
     copy_scripts(folder)
     path = folder / "jobs/site.env"
     text = path.read_text(encoding="utf-8")
@@ -111,13 +112,13 @@ def _with_modules(folder: Path, *names: str, init: str = "") -> Path:
     return folder
 
 
-# What Lmod and Environment Modules define; where one of these has nothing of the name,
-# it says so and fails.
+# The function that Lmod and Environment Modules define. It prints an error and fails if
+# there is no module of the name.
 MODULE = 'module() { echo "$*"; [[ $2 == there ]] && export FROM_MODULE=yes; }'
 
 
 def test_a_launch_is_checked(slurm: Slurm, tmp_path: Path) -> None:
-    """Right; under a --mpi of another library; and with what is missing."""
+    """Check a correct launch, a --mpi of another library, and missing parts."""
     right = slurm.submit(tmp_path, "smoke.sbatch")
     other = "pmi2" if is_open_mpi() else "none"
     wrong = slurm.submit(tmp_path, "smoke.sbatch", SLURM_MPI_TYPE=other)
@@ -165,7 +166,7 @@ hs.print_once("sum", *total, *sys.argv[1:])
 
 
 def program(folder: Path, text: str) -> Path:
-    """Write a program of a user."""
+    """Write a user's program."""
     path = folder / "program.py"
     path.write_text(text, encoding="utf-8")
     return path
@@ -182,7 +183,7 @@ def test_programs_of_users_run_in_arrays_and_allocations(
         output="%A-%a.out",
         **size,
     )
-    # mpirun takes the nodes of the allocation that it is in.
+    # mpirun uses the nodes of its allocation.
     options = "--allow-run-as-root" if is_open_mpi() else ""
     said = slurm.shell(
         f"salloc --nodes=2 --ntasks-per-node=1 mpirun {options} python {path}"
@@ -197,8 +198,8 @@ def test_programs_of_users_run_in_arrays_and_allocations(
         assert "sum 3.0 3.0 --word" in text
 
 
-# What Apptainer does to a process, but for another root: namespaces of its own, in
-# which it may not read the memory of others.
+# A fake Apptainer. Like Apptainer, it runs a process in separate namespaces, where the
+# process may not read the memory of others; but it keeps the root folder.
 APPTAINER = """#!/bin/sh
 [ "$1" = exec ] || exit 9
 while [ "${1%.sif}" = "$1" ]; do shift; done
@@ -208,7 +209,7 @@ OMPI_MCA_smsc=^cma exec unshare --user --map-root-user --mount "$@"
 
 
 def test_containers_of_ranks_form_one_job(slurm: Slurm, tmp_path: Path) -> None:
-    """With a stand-in for Apptainer, which no registry has; its options are real."""
+    """A fake with the options of Apptainer is used, which no registry has."""
     path = program(tmp_path, PROGRAM)
     for name in ("bin/apptainer", "hpcstrat.sif"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -349,7 +350,7 @@ def test_training_is_requeued_when_a_node_dies(slurm: Slurm, folder: Path) -> No
 def test_a_full_quota_ends_a_job_that_keeps_what_is_saved(
     slurm: Slurm, folder: Path
 ) -> None:
-    """It goes on from there when there is room again."""
+    """The job continues from its checkpoint when there is room again."""
     runs = folder / "runs"
     runs.mkdir()
     mount = ("mount", "-t", "tmpfs", "-o")
@@ -436,7 +437,7 @@ def test_a_program_of_a_user_is_started_again(slurm: Slurm, folder: Path) -> Non
 def test_jobs_go_on_after_their_time_limit_signals_and_preemption(
     slurm: Slurm, folder: Path
 ) -> None:
-    """To the same bits, on other nodes, and by Slurm's signals, one rank's, or none."""
+    """The weights have the same bits, on other nodes, after any or no signals."""
     patient = slurm.submit(
         *(folder, "cpu.sbatch", program(folder, PATIENT)),
         nodes=1,
@@ -448,12 +449,12 @@ def test_jobs_go_on_after_their_time_limit_signals_and_preemption(
     )
     where = {"partition": "low", "nodes": 2, "ntasks_per_node": 2}
     words = ("train_digits.sbatch", "--epochs", EPOCHS, "--dump")
-    # Slurm looks each 30 seconds whether one of them is due, 10 to 40 before this end.
+    # Slurm checks every 30 seconds for due signals, so 10 to 40 s before the end.
     end = {"time": 1, "signal": "USR1@20"}
     job = slurm.submit(folder, *words, folder / "twice.npz", **where, **end)
     job.wait_for_text("epoch   1:")
     job.signal_ranks(signal.SIGSTOP)
-    # The same without an interrupt.
+    # The same training without an interruption.
     other = slurm.submit(folder, *words, folder / "none.npz", **where)
     wait_until(lambda: signal.SIGUSR1 in job.pending_signals(), job.seconds_left() - 18)
     job.signal_ranks(signal.SIGCONT)
@@ -462,7 +463,7 @@ def test_jobs_go_on_after_their_time_limit_signals_and_preemption(
     job.wait_for_text("resumed from")
     before = job.output.count("epoch ")
     job.wait_for(lambda job: job.output.count("epoch ") > before)
-    # Slurm lets them go on when it sends them SIGTERM.
+    # Slurm continues stopped processes when it sends SIGTERM.
     job.signal_ranks(signal.SIGSTOP)
     assert job.fields()["NodeList"] == "node[2-3]"
     assert "SIGUSR1" in job.output
@@ -490,7 +491,7 @@ def test_jobs_go_on_after_their_time_limit_signals_and_preemption(
 
 
 def _check_patient(job: Job) -> None:
-    """It knew from Slurm when it would end, and later from a signal to one rank."""
+    """The job knows its end first from Slurm, and later from a signal to one rank."""
     job.wait_for_text("the job is about to end (replica 0: the job ends in")
     job.start_again(1)
     job.wait_for(lambda job: job.output.count("begins at") == 2)

@@ -1,6 +1,6 @@
-"""The scripts of ``jobs/pbs``, and what reads PBS, in a real OpenPBS.
+"""The scripts of ``jobs/pbs``, and the code that reads PBS, in a real OpenPBS.
 
-Neither Debian nor PyPI has it, so that this runs only where it is installed.
+Neither Debian nor PyPI has OpenPBS, so that these tests need an installed one.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def test_programs_run_on_the_hosts_of_the_job(pbs: PBS, tmp_path: Path) -> None:
 
 
 def test_a_job_goes_on_after_its_time_limit(pbs: PBS, tmp_path: Path) -> None:
-    """It asks qstat for its end, saves before that, and submits itself again."""
+    """The job asks qstat for its end, saves before, and submits itself again."""
     path = program(tmp_path, STEPS)
     words = ["jobs", "new", "--scheduler", "pbs", "--folder", str(tmp_path)]
     size = ["--nodes", "2", "--ranks-per-node", "1", "--restart"]
     made = CliRunner().invoke(main, [*words, *size, str(path)])
     assert made.exit_code == 0, made.output
     script = tmp_path / "jobs/program.pbs"
-    # The next job gets no variables of this one but those that it names.
+    # The next job inherits only variables that the script names, but needs more here.
     text = script.read_text(encoding="utf-8")
     assert "qsub -l" in text
     script.write_text(text.replace("qsub -l", "qsub -V -l"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pretend hosts themselves: apart from each other, and gone when they should be."""
+"""The pretend hosts themselves: their isolation, and their removal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cluster.hosts import SCRIPTS, Hosts
 
 
 def _on(hosts: Hosts, host: str, *command: str) -> str:
-    """Return what a command on a host prints; empty if it fails."""
+    """Return the output of a command on a host; empty if the command fails."""
     return subprocess.run(
         [str(hosts.folder / "hx"), host, *command],
         check=False,
@@ -81,7 +81,7 @@ def test_hosts_of_a_dead_owner_go_down(
 ) -> None:
     folder = Path(f"/run/hpchosts-{os.getpid()}-owner")
     env = {**os.environ, "HPCHOSTS_RUN": str(folder)}
-    make_hosts(1).close()  # Skips the test where there can be none.
+    make_hosts(1).close()  # Skips the test if there can be no hosts.
     with subprocess.Popen(["sleep", "60"]) as owner:
         words = [str(SCRIPTS / "hosts_up.sh"), "-o", str(owner.pid), "1"]
         subprocess.run(words, check=True, env=env, stdout=subprocess.DEVNULL)

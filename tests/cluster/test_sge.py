@@ -1,4 +1,4 @@
-"""The scripts of ``jobs/sge``, and what reads Grid Engine, in a real Grid Engine."""
+"""The scripts of ``jobs/sge``, and the code that reads Grid Engine, in a real one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_programs_run_on_the_hosts_of_the_job(sge: SGE, tmp_path: Path) -> None:
     none = sge.submit(tmp_path, "sge/cpu.sge", options="-pe mpi 2")
     assert job.wait_to_end() == 0, job.output
     assert "sum 10.0 10.0 --word" in job.output
-    # Either host may be the first.
+    # Either host may be first in the list.
     spec = r"^tasks node(\d):8888 node\1:8889 node(\d):8888 node\2:8889$"
     found = re.search(spec, job.output, re.MULTILINE)
     assert found
@@ -55,7 +55,7 @@ def test_programs_run_on_the_hosts_of_the_job(sge: SGE, tmp_path: Path) -> None:
 
 
 def test_a_job_goes_on_after_its_time_limit(sge: SGE, tmp_path: Path) -> None:
-    """It asks for its end, saves before that, and is queued again by status 99."""
+    """The job asks for its end, saves before, and is requeued by exit status 99."""
     path = program(tmp_path, STEPS)
     job = sge.submit(
         tmp_path, "sge/restart.sge", str(path), options="-pe mpi 2 -l h_rt=30"

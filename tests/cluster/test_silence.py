@@ -1,4 +1,4 @@
-"""A rank on another host that does not come is named, with what it does."""
+"""A rank on another host that does not arrive is named, with its activity."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _report(ended: Ended) -> str:
 
 
 def test_silent_rank_of_another_host_is_named(hosts: Hosts) -> None:
-    """Rank 3 is on the second host, beside rank 2, which answers for it."""
+    """Rank 3 is on the second host with rank 2, which reports about rank 3."""
     launch = testing.launch_command(4, hosts.launcher((2, 2)))
     words = {
         "sleep": "in evaluate (stalled.py:",
         "stop": "which is stopped",
         "holds": "C code holds the interpreter lock",
     }
-    # They wait nearly all of the time.
+    # Run the jobs at the same time, because they mostly wait.
     with ThreadPoolExecutor(len(words)) as pool:
         runs = [pool.submit(_run, launch, how, "reduce", 3) for how in words]
     for run, text in zip(runs, words.values(), strict=True):
@@ -50,7 +50,7 @@ def test_silent_rank_of_another_host_is_named(hosts: Hosts) -> None:
 
 
 def test_silent_rank_that_is_alone_on_its_host(hosts: Hosts) -> None:
-    """Nobody can look at it, but it is known who it is, and what it expected."""
+    """No other rank can inspect it, but the report has its rank and last call."""
     launch = testing.launch_command(3, hosts.launcher((2, 1)))
     with ThreadPoolExecutor(2) as pool:
         stopped = pool.submit(_run, launch, "stop", "reduce", 2)
@@ -64,7 +64,7 @@ def test_silent_rank_that_is_alone_on_its_host(hosts: Hosts) -> None:
 def test_rank_that_does_not_come_to_the_start_is_named_by_its_neighbor(
     hosts: Hosts,
 ) -> None:
-    """Hosts on which all are there say nothing, or that they know nothing of others."""
+    """A host whose ranks are all there reports nothing, or that others are unknown."""
     launch = testing.launch_command(4, hosts.launcher((2, 2)))
     program = [sys.executable, str(PROGRAMS / "starting.py"), "sleeps"]
     with ThreadPoolExecutor(2) as pool:
@@ -91,7 +91,7 @@ def test_rank_that_does_not_come_to_the_start_is_named_by_its_neighbor(
 def test_host_that_is_silent_in_the_midst_of_a_sum_is_named(
     make_hosts: Callable[..., Hosts], how: str
 ) -> None:
-    """Frozen, or without a network; it knows as little of the others as they of it."""
+    """The silent host is frozen or disconnected; neither host can inspect the other."""
     own = make_hosts(2)
     launch = testing.launch_command(2, own.launcher((1, 1)))
 
@@ -102,7 +102,7 @@ def test_host_that_is_silent_in_the_midst_of_a_sum_is_named(
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(_run, launch, how, "piece", 1)
         assert wait_until(lambda: len(ranks()) == 2, 30)
-        # Each ends by itself. The launcher may wait for a host that it cannot reach.
+        # Each rank exits by itself. The launcher may wait for an unreachable host.
         assert wait_until(lambda: not ranks(), 50), ranks()
         ended = run.result()
     assert ended.returncode or how == "cut", str(ended)

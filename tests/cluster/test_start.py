@@ -1,4 +1,4 @@
-"""Warnings of the start about hosts on which a job would be slow."""
+"""Warnings at the start about hosts on which a job would be slow."""
 
 from __future__ import annotations
 

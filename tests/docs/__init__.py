@@ -1,1 +1,1 @@
-"""The documentation: its code blocks run, its diff is true, its names are complete."""
+"""Tests of the documentation: its code blocks, its diff, its lists of names."""

@@ -1,9 +1,10 @@
 """Open every built page in Chromium: ``python -m tests.docs.look BUILT [SCREENSHOTS]``.
 
-Each page is opened as on a phone and as on a desktop, light and dark. What is wrong is
-printed: a page is wider than the screen, has no title or two, a picture or another file
-is missing, a script fails. With SCREENSHOTS, a folder, each page is drawn there as a
-whole, for somebody to look at. Needs playwright from PyPI, and Chromium.
+Each page is opened in the sizes of a phone and of a desktop, light and dark. The
+program prints faults: a page that is wider than the screen, that has no title or
+several, a missing picture or other file, a script that fails. With SCREENSHOTS, a
+folder, it writes an image of each whole page there. It needs playwright from PyPI, and
+Chromium.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["CHROMIUM", "SCREENS", "look", "pages_of", "served"]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SCREENS = {"phone": (400, 800), "desktop": (1400, 900)}
 SCHEMES = ("light", "dark")
-# Boxes that scroll by themselves, such as code and wide tables, may be wider inside.
+# Script that finds wide elements, except those in scrolling boxes, such as code.
 _WRONG = """() => {
     const wrong = [], width = document.documentElement.clientWidth;
     if (document.documentElement.scrollWidth > width) {
@@ -42,15 +43,15 @@ _WRONG = """() => {
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Serves files, and says nothing."""
+    """A request handler that serves files without log messages."""
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Say nothing."""
+        """Suppress the log message."""
 
 
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve a folder; yield its address."""
+    """Serve a folder by HTTP, and yield its address."""
     handler = functools.partial(_Handler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -61,7 +62,7 @@ def served(folder: Path) -> Iterator[str]:
 
 
 def pages_of(built: Path) -> list[str]:
-    """Return the names of all pages, without those that Sphinx makes."""
+    """Return the names of all pages, except those that Sphinx generates."""
     found = (path.relative_to(built).as_posix() for path in built.rglob("*.html"))
     made = ("genindex.html", "search.html", "py-modindex.html", "_")
     return sorted(name for name in found if not name.startswith(made))
@@ -73,7 +74,7 @@ def look(
     names: list[str] | None = None,
     schemes: tuple[str, ...] = SCHEMES,
 ) -> list[str]:
-    """Return what is wrong, a line for each fault of each page and screen."""
+    """Return the faults, one line for each fault of each page and screen."""
     from playwright.sync_api import sync_playwright
 
     wrong: list[str] = []

@@ -1,7 +1,7 @@
 """The guides' recipes as programs of one process, without a strategy.
 
-They read the same global batches, and compute as one would without ranks: in NumPy, or
-with the models, gradients and optimizers of PyTorch, JAX and Keras themselves.
+These programs read the same global batches as the recipes, and compute without ranks:
+in NumPy, or with the models, gradients and optimizers of PyTorch, JAX and Keras.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.docs.page import numbers_of
 
 __all__ = ["ONE_PROCESS"]
 
-# Before any test of this process imports Keras, which then has another backend.
+# Set the backend before any test of this process imports Keras.
 os.environ.setdefault("KERAS_BACKEND", "torch")
 BATCH = 64
 
@@ -80,13 +80,13 @@ def _preemption() -> dict[str, Any]:
 def _readme() -> dict[str, Any]:
     x = np.random.default_rng(0).normal(size=(4000, 8))
     data = x, x @ np.arange(8.0)
-    # The page has half the gradient, and twice the rate.
+    # The page's program has half the gradient, and twice the rate.
     weights, _ = _fit(data, shuffle=False, epochs=1, rate=0.05, momentum=0.5)
     return {"weights.numpy()": weights}
 
 
 def _torch(rows: int, batch: int, epochs: int, momentum: float) -> dict[str, Any]:
-    """Train with torch alone, as replica 0 begins."""
+    """Train with torch alone, from the start values of replica 0."""
     import torch
 
     torch.manual_seed(0)
@@ -108,14 +108,14 @@ def _torch(rows: int, batch: int, epochs: int, momentum: float) -> dict[str, Any
 
 
 def _horovod() -> dict[str, Any]:
-    """Train with torch alone on the rows that the ranks have together in each step."""
+    """Train with torch alone on the rows of all ranks in each step."""
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = torch.zeros(())
-    # Without a shuffle each rank has every so many rows: together, those in order.
+    # Without shuffling, the ranks' rows of a step together are consecutive rows.
     for x, y in 2 * list(hs.Dataset(_data(960, np.float32), batch_size=96)):
         optimizer.zero_grad()
         errors = model(torch.tensor(x)).squeeze(1) - torch.tensor(y)
@@ -155,7 +155,7 @@ def _keras() -> dict[str, Any]:
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     data, losses = hs.Dataset((x, y[:, None]), batch_size=16, shuffle=True), []
     with warnings.catch_warnings():
-        # NumPy's word on Keras' own arrays.
+        # Ignore NumPy's deprecation warning about Keras's own arrays.
         warnings.simplefilter("ignore", DeprecationWarning)
         for _ in range(3):
             for batch in data:

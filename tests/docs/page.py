@@ -1,6 +1,6 @@
-"""The code blocks of a page, and how they are run: ``python -m tests.docs.page``.
+"""The code blocks of a page, and their runner: ``python -m tests.docs.page``.
 
-The words after the language of a fenced block say where it runs:
+The words after the language of a fenced block say where the block runs:
 
 =================  ====================================================================
 ``python``         everywhere: in one process, and on two ranks if the page makes a
@@ -18,16 +18,16 @@ The words after the language of a fenced block say where it runs:
                    tells readers why
 =================  ====================================================================
 
-Blocks of other languages are text. All blocks of a page that run share one namespace. A
-block that makes a ParameterServerStrategy ends, on ranks that serve, with that of the
-coordinator, after which the strategy is closed; in the environment of ``ulfm`` are
-roles for such a strategy.
+Blocks of other languages are not run. All blocks of a page that run share one
+namespace. If a block makes a ParameterServerStrategy, serving ranks stay in that block
+until the coordinator has finished it, and then the strategy is closed. For ``ulfm``,
+the environment has the roles of such a strategy.
 
-A comment behind a block, which no reader sees, makes the page a *recipe*::
+A comment after a block, which is invisible to readers, makes the page a *recipe*::
 
     <!-- compared: weights, loss -->
 
-The expressions are evaluated after the block, and their values are the same on any
+The expressions are evaluated after the block. Their values must be the same on any
 number of ranks, and in one process without hpcstrat.
 """
 
@@ -70,7 +70,7 @@ _TASKS = ("chief", "ps", "ps", "worker", "worker", "worker")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced code block of a page.
 
     Parameters
     ----------
@@ -79,9 +79,9 @@ class Block:
     language : str
         First word after the fence.
     where : str
-        The other words.
+        The words after the language.
     code : str
-        Its lines.
+        The lines of code.
     compared : tuple of str
         Expressions whose values do not depend on the number of ranks.
     """
@@ -118,7 +118,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def runnable(page: Path, size: int, extra: str = "") -> list[Block]:
-    """Return the blocks that run in a job of this many ranks, and those of a word."""
+    """Return the blocks that run on this number of ranks, or for an extra word."""
     wanted = {"", "ranks", extra} if size == 2 else {"", extra}
     return [
         block
@@ -128,7 +128,7 @@ def runnable(page: Path, size: int, extra: str = "") -> list[Block]:
 
 
 def numbers_of(value: Any) -> list[float]:
-    """Return the numbers of a variable, an array, or a mapping of tensors."""
+    """Return a variable, an array, or a mapping of tensors as an array of numbers."""
     if isinstance(value, Mapping):
         return [number for key in value for number in numbers_of(value[key])]
     array = value.numpy() if hasattr(value, "numpy") else value
@@ -136,9 +136,9 @@ def numbers_of(value: Any) -> list[float]:
 
 
 def run(page: Path, size: int, extra: str = "") -> dict[str, list[float]]:
-    """Run a page's blocks, in order; errors are shown with the page's own lines.
+    """Run a page's blocks in order; tracebacks show the page's own lines.
 
-    Return the numbers that are compared, by the blocks' words and expressions.
+    Return the compared numbers, keyed by the blocks' words and expressions.
     """
     namespace = {"__name__": "__main__", "__file__": str(page)}
     numbers: dict[str, list[float]] = {}
@@ -154,16 +154,16 @@ def run(page: Path, size: int, extra: str = "") -> dict[str, list[float]]:
         for expression in block.compared:
             name = f"{block.where} {expression}".strip()
             numbers[name] = numbers_of(eval(expression, namespace))
-    # The modules and variables of a page are not those of the next one.
+    # Clear the namespace, because the next page must not use this page's variables.
     namespace.clear()
     gc.collect()
     return numbers
 
 
 def main(folder: str, size: int, extra: str, pages: list[str]) -> None:
-    """Run pages one after the other, each in a folder of its own with its number.
+    """Run pages one after the other, each in a separate folder named by its number.
 
-    A page whose blocks have all run leaves ``compared.json`` there.
+    After all blocks of a page have run, its folder has ``compared.json``.
     """
     if extra == "ulfm":
         os.environ["TASK"] = _TASKS[launch_from_environment().rank]

@@ -1,4 +1,4 @@
-"""The definitions that users call: what the reference in docs/api shows.
+"""The public definitions, which are shown in the reference in docs/api.
 
 ``python -m tests.docs.public`` checks their docstrings by numpydoc's rules.
 """
@@ -20,27 +20,27 @@ ROOT = Path(__file__).parents[2]
 _DIRECTIVE = re.compile(
     r"^\.\. auto\w+:: (hpcstrat\.\S+)\n(?: +:members: (\S.*)\n)?", re.M
 )
-# Left out: GL01, ES01, EX01, SA01 (text below the quotes; sections that only some
-# need), PR02 and RT01, which take no notice of dataclass fields and of properties.
+# Excluded checks: GL01, ES01, EX01, SA01 (text position; sections that only some
+# docstrings need), and PR02 and RT01, which ignore dataclass fields and properties.
 _CHECKS = {
     *("GL03", "GL05", "GL06", "GL07", "GL08", "GL10"),
     *("SS01", "SS02", "SS03", "SS04", "SS06"),
     *("PR01", "PR03", "PR04", "PR06", "PR07", "RT03", "YD01"),
 }
-# Says of a member that the reference leaves it out.
+# Text of members that the reference omits.
 _INTERNAL = re.compile(r"\bfor\s+the\s+library's\s+own\s+modules\b", re.I)
-# The text of a method that takes and returns what another one does, which it names.
+# Text of a method with parameters and results like those of a named method.
 _OLDER_NAME = "The older name of"
-# Its text documents the parameters of what it makes.
+# Function whose docstring documents the parameters of the objects that it makes.
 _OTHERWISE = "hpcstrat.Variable"
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the framework is there, where a name is of its integration."""
+    """Return whether a name's framework is installed; True for other names."""
     parts = name.split(".")
     if parts[1] != "integrations":
         return True
-    # Horovod itself is not needed for what stands in its place.
+    # The replacement of Horovod does not need Horovod itself.
     return find_spec(parts[3] if parts[2] == "horovod" else parts[2]) is not None
 
 
@@ -55,9 +55,9 @@ def _resolve(name: str) -> Any:
 
 
 def names_of_reference() -> dict[str, list[str]]:
-    """Return the full names that the reference has, whatever is installed.
+    """Return the full names in the reference, independent of installed frameworks.
 
-    With the members that a page chooses to show of one; none stands for all.
+    Each name has the members that the page selects; an empty list means all members.
     """
     names = [f"hpcstrat.{name}" for name in hpcstrat._HOMES]
     for module in hpcstrat._MODULES:
@@ -72,20 +72,20 @@ def names_of_reference() -> dict[str, list[str]]:
 
 
 def shown_names() -> dict[str, list[str]]:
-    """Return those names of the reference whose framework is installed."""
+    """Return the names in the reference whose framework is installed."""
     every = names_of_reference()
     return {name: chosen for name, chosen in every.items() if is_installed(name)}
 
 
 def _members(shown: type) -> Iterator[Any]:
-    # Not dir(), which leaves out the methods of an enumeration.
+    # Do not use dir(), which omits the methods of an enumeration.
     for name in sorted({name for base in shown.__mro__ for name in vars(base)}):
         owner = next(base for base in shown.__mro__ if name in vars(base))
         if not name.startswith("_") and owner.__module__.startswith("hpcstrat"):
             held = getattr(vars(owner)[name], "__func__", vars(owner)[name])
             found = inspect.unwrap(held)
             text = inspect.getdoc(held) or ""
-            # One that has the text of what it overrides is described there.
+            # A member with an inherited docstring is documented in its base class.
             is_described = bool(text) and not held.__doc__
             is_described |= text.startswith(_OLDER_NAME)
             if is_described or _INTERNAL.search(text):
@@ -94,12 +94,12 @@ def _members(shown: type) -> Iterator[Any]:
 
 
 def public_definitions() -> dict[tuple[str, str], str]:
-    """Return each definition, as module and qualified name, and a name to reach it."""
+    """Return each definition, by module and qualified name, with its public name."""
     found: dict[tuple[str, str], str] = {}
     for name, chosen in shown_names().items():
         value = _resolve(name)
         if inspect.isclass(value):
-            # Under the shorter one of two names.
+            # Of two public names, use the shorter one.
             found.setdefault((value.__module__, value.__qualname__), name)
             for member in _members(value):
                 if not (inspect.isroutine(member) or inspect.isclass(member)):
@@ -114,19 +114,19 @@ def public_definitions() -> dict[tuple[str, str], str]:
 
 
 def _has_parameters(name: str) -> bool:
-    """Return whether a name's own docstring documents what it is called with."""
+    """Return whether a name's own docstring documents its parameters."""
     module, _, attribute = name.rpartition(".")
     value = getattr(sys.modules.get(module), attribute, None)
     return not inspect.isclass(value) or (
         "__init__" in vars(value)
         and name != _OTHERWISE
-        # typing gives a protocol an __init__ of its own.
+        # Exclude protocols, to which typing adds an __init__.
         and not getattr(value, "_is_protocol", False)
     )
 
 
 def main() -> int:
-    """Print each fault that numpydoc finds; return how many there are."""
+    """Print each fault that numpydoc finds; return the number of faults."""
     from numpydoc.validate import validate
 
     faults = [

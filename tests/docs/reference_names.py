@@ -1,7 +1,7 @@
-"""The table of the page for newcomers: each public name of tf.distribute, and ours.
+"""The page's table of all public names of tf.distribute, and of hpcstrat's names.
 
-``python -m tests.docs.reference_names`` writes it into the page. A name that this
-module does not mention is the same name of ``hs``, and does what a port expects.
+``python -m tests.docs.reference_names`` writes the table into the page. A name that
+this module does not mention has the same name in ``hs``, and behaves as a port expects.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SAME, ERROR = "same", "error"
 
 @dataclass(frozen=True)
 class Row:
-    """A name: where it is here, whether it is an error, and what there is to say.
+    """A row of the table: a name in hpcstrat, whether it is an error, and a note.
 
-    ``declared`` is the row of the page of divergences that says more.
+    ``declared`` is a row of the page of divergences with details.
     """
 
     name: str
@@ -49,7 +49,7 @@ _TPU = ("an error that names `MultiWorkerMirroredStrategy`", "no-tpu")
 _CLOUD = ("an error that says how to start the program", "no-cloud")
 _RPC = ("an error that names `ClusterCoordinator`", "no-rpc")
 _WATCHER = ("an error that names `PreemptionCheckpointHandler`", "no-tpu")
-# Names that cannot be used, with their members, and what is there instead.
+# Names that raise errors, with their members, and their replacements.
 ERRORS = {
     "TPUStrategy": _TPU,
     "cluster_resolver.GCEClusterResolver": _CLOUD,
@@ -61,7 +61,7 @@ ERRORS = {
     "experimental.rpc.Server": _RPC,
     "Server.create_local_server": ("an error that names `mpirun`", "server-joins"),
 }
-# The note for each name, and its row of divergences.
+# The note for each name, and its row in the page of divergences.
 _NOTES = {
     "CrossDeviceOps": (
         "strategies call the hooks of subclasses; a PerReplica has this rank's value",
@@ -104,7 +104,7 @@ _NOTES = {
         "preemption-count",
     ),
 }
-# Parameters of the reference that hpcstrat lacks; the note or the row says why.
+# Parameters of tf.distribute that hpcstrat lacks; the note or the row says why.
 LEFT_OUT = {
     "Strategy": {"extended"},
     "StrategyExtended": {"container_strategy"},
@@ -114,7 +114,7 @@ LEFT_OUT = {
 
 
 def rows() -> list[Row]:
-    """Return a row for each captured name, in their order."""
+    """Return a row for each captured name, in the captured order."""
     found = []
     for name, entry in captured().items():
         owner = next(
@@ -128,7 +128,7 @@ def rows() -> list[Row]:
 
 
 def table() -> str:
-    """Return the rows as a table, members without a note in the row of their class."""
+    """Return the rows as a table; members without a note join their class's row."""
     lines = ["| tf.distribute | version | here |", "|---|---|---|"]
     known, members = rows(), dict[str, list[str]]()
     classes = [n for n, e in captured().items() if e["kind"] in ("class", "module")]
@@ -162,7 +162,7 @@ def _versions(row: Row) -> str:
 
 
 def written(page: str) -> str:
-    """Return the text of the page with the table of today."""
+    """Return the text of the page with the current table."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     intro = (

@@ -1,7 +1,7 @@
-"""The public names of tf.distribute, as TensorFlow itself has them.
+"""The public names of tf.distribute, captured from TensorFlow itself.
 
-``python -m tests.docs.reference_surface`` writes them to the file that tests read,
-where TensorFlow 2.21 is installed.
+With TensorFlow 2.21 installed, ``python -m tests.docs.reference_surface`` writes these
+names to the file that the tests read.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["FILE", "VERSION", "captured", "installed"]
 
 FILE = Path(__file__).with_name("tf_distribute_names.json")
 VERSION = "2.21"
-# What classes of Python give to theirs: fields of enumerations and of named tuples.
+# Members inherited from Python's own classes: enumerations and named tuples.
 _OTHERS = {"value", "names", "module", "qualname", "type", "start", "boundary"}
 
 
 def captured() -> dict[str, dict[str, Any]]:
-    """Return each name with its versions, kind and parameters, as they were written."""
+    """Return each captured name with its versions, kind and parameters."""
     found: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return found
 
 
 def installed() -> dict[str, dict[str, Any]]:
-    """Return the same of the TensorFlow that is installed."""
+    """Return the names, kinds and parameters of the installed TensorFlow."""
     import tensorflow as tf
 
     found: dict[str, dict[str, Any]] = {}
@@ -52,7 +52,7 @@ def _walk(module: Any, prefix: str, version: int, found: dict[str, Any]) -> None
 
 
 def _members(shown: type, full: str, version: int, found: dict[str, Any]) -> None:
-    """Take note of the members that no public base class has."""
+    """Add the members of a class that no public base class has."""
     bases = [base for base in shown.__mro__[1:] if _is_public(base)]
     for name in (name for name in dir(shown) if not name.startswith("_")):
         if any(hasattr(base, name) for base in bases):

@@ -1,14 +1,14 @@
-"""Messages that pages show, and the check that a program has really said them.
+"""Messages that pages show, and the check that a program has printed them.
 
-A block of text with a comment behind it, which no reader sees, is such a message::
+A text block with a comment after it, which is invisible to readers, is a message::
 
     ```text
     expected 4 ranks, found 1; ...
     ```
     <!-- said: too-few -->
 
-A test that makes a program say it calls `assert_said`. Numbers and paths may be others,
-and ``...`` stands for anything.
+A test that provokes the message calls `assert_said`. Numbers and paths may differ, and
+``...`` matches any text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"^```text\n((?:(?!```).*\n)+)```\n+<!-- said: (\S+) -->$", 
 
 
 def messages() -> dict[str, str]:
-    """Return the messages of all pages, by their names."""
+    """Return the messages of all pages, by name."""
     pages = sorted(_DOCS.rglob("*.md"))
     found = [pair for page in pages for pair in _BLOCK.findall(page.read_text())]
     names = [name for _, name in found]
@@ -32,7 +32,7 @@ def messages() -> dict[str, str]:
 
 
 def _pattern(text: str) -> str:
-    """Return the regular expression of a message."""
+    """Return the regular expression that matches a message."""
 
     def word_of(word: str) -> str:
         parts = re.split(r"(\.\.\.|\d+|[^\s'`;,]*/[^\s'`;,]*)", word)
@@ -51,6 +51,6 @@ def _pattern(text: str) -> str:
 
 
 def assert_said(name: str, output: str) -> None:
-    """Demand that an output has the message of this name."""
+    """Raise unless an output contains the message of this name."""
     text = messages()[name]
     assert re.search(_pattern(text), output, re.DOTALL), f"{text}\nnot in\n{output}"

@@ -1,4 +1,4 @@
-"""The names of hpcstrat in tables for newcomers exist, with their arguments."""
+"""The names of hpcstrat in tables for newcomers exist, and accept the arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcstrat.strategies.replica_context import ReplicaContext
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(path.name for path in (DOCS / "coming-from").glob("*.md"))
-# What names stand for in the tables. Of instances, their classes are looked at.
+# The objects for names in the tables; for instances, their classes.
 KNOWN: dict[str, Any] = {
     "hs": hs,
     "strategy": hs.MultiWorkerMirroredStrategy,
@@ -25,7 +25,7 @@ KNOWN: dict[str, Any] = {
     "checkpoints": hs.CheckpointManager,
 }
 INTEGRATIONS = {"hst": "torch", "hsj": "jax", "hsk": "keras"}
-# Properties and attributes, and what they return.
+# Properties and attributes, and the types of their values.
 RETURNS = {
     "strategy.topology": hs.Topology,
     "strategy.extended": importlib.import_module(
@@ -33,7 +33,7 @@ RETURNS = {
     ).StrategyExtended,
     "hs.get_replica_context()": ReplicaContext,
 }
-# Attributes that instances have, not their classes; other libraries' own.
+# Attributes of instances only, and names of other libraries.
 OF_INSTANCES = {
     "strategy.topology.replica_comm",
     "strategy.topology.worker_comm",
@@ -52,7 +52,7 @@ def _spans(name: str) -> list[str]:
 
 
 def _resolve(node: ast.expr) -> Any:
-    """Return what an expression of names and attributes stands for; None: unknown."""
+    """Return the object of an expression of names and attributes; None if unknown."""
     text = ast.unparse(node)
     if text in RETURNS:
         return RETURNS[text]
@@ -73,7 +73,7 @@ def _resolve(node: ast.expr) -> Any:
 
 
 def _check_call(call: ast.Call) -> None:
-    """Demand that a call's arguments fit what is called."""
+    """Raise unless a call's arguments match the called object's parameters."""
     called = _resolve(call.func)
     if called is None or any(
         isinstance(part, ast.Constant) and part.value is ... for part in call.args

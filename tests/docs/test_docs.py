@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs, and what the pages claim is so."""
+"""Every code block of the documentation runs, and claims of the pages are true."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ EXAMPLES = DOCS / "examples"
 
 
 def _param(*key: Any, marks: Any = ()) -> Any:
-    """Return a parameter; the last word of the key is what it needs, if anything."""
+    """Return a pytest parameter; the last word of the key is its required framework."""
     framework = pytest.mark.framework(key[-1])
     needs = [ulfm if key[-1] == "ulfm" else framework] if key[-1] else []
     return pytest.param(*key, marks=[*needs, *marks])
 
 
-# Jobs mostly wait; several at once take the time of a few.
+# Run several jobs at once, because jobs mostly wait.
 SIMULTANEOUS = 4
 MOST_PAGES = 8
 
 
 class Done(NamedTuple):
-    """How a job ended, and the numbers that a page wants compared."""
+    """The result of a job, and the page's compared numbers."""
 
     returncode: int
     stderr: str
@@ -88,7 +88,7 @@ class Done(NamedTuple):
 
 
 def _run_pages(names: list[str], size: int, extra: str) -> dict[str, Done]:
-    """Run pages in one job; where that fails, each of them in one of its own."""
+    """Run pages in one job; if the job fails, run each page in a separate job."""
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
         words = ["-m", "tests.docs.page", folder, str(size), extra]
         pages = [PAGES[name] for name in names]
@@ -131,7 +131,8 @@ PAGE_JOBS: list[Key] = [
     *[(name, 1, "") for name in WITH_CODE],
     *[(name, 2, "") for name in WITH_RANKS],
     *[(name, 3, "") for name, extra in RECIPES if not extra],
-    # What frameworks compute takes long: once, where batches are ragged if they are.
+    # Framework recipes are slow, so that they run once, with ragged batches if
+    # possible.
     *[
         (name, 3 if (name, extra) in RECIPES else 2, extra)
         for name, extra in WITH_EXTRAS
@@ -146,9 +147,9 @@ SLOW_JOBS: list[Key] = [
 
 
 class Jobs:
-    """The jobs of this file, which run at the same time as its other tests.
+    """The jobs of this file, which run concurrently with its other tests.
 
-    Most of a job of a few blocks is its start: several pages share one.
+    Several pages share a job, because the start is most of a short job's time.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, wanted: list[Key]) -> None:
@@ -177,7 +178,7 @@ class Jobs:
 
 
 def batched(names: list[str], most: int) -> list[list[str]]:
-    """Return parts of a list, about equally long."""
+    """Return parts of a list, with about equal lengths."""
     count = -(-len(names) // most)
     return [names[first::count] for first in range(count)]
 
@@ -246,9 +247,9 @@ def test_every_recipe_has_a_program_of_one_process() -> None:
 def test_recipes_compute_the_same_on_any_number_of_ranks(
     jobs: Jobs, sizes: tuple[int, ...], name: str, extra: str
 ) -> None:
-    """All have a last batch that is not full, whose parts differ in size."""
+    """All recipes have an incomplete last batch, whose parts have unequal sizes."""
     one_process = ONE_PROCESS[name, extra]()
-    # PyTorch, JAX and Keras compute in float32.
+    # Allow larger errors for PyTorch, JAX and Keras, which compute in float32.
     rtol, atol = (1e-5, 1e-6) if extra else (1e-12, 1e-15)
     for size in sizes:
         found = jobs(name, size, extra).numbers or {}
@@ -281,7 +282,7 @@ def test_blocks_that_do_not_run_say_why_to_readers_and_are_python() -> None:
 
 
 def _changed_lines() -> tuple[str, list[str]]:
-    """Return the diff of the two programs, and the lines that only the new one has."""
+    """Return the diff of the two programs, and the lines only in the new program."""
     serial, distributed = (
         (EXAMPLES / name).read_text().splitlines()
         for name in ("serial.py", "distributed.py")
@@ -317,7 +318,7 @@ def test_the_distributed_program_computes_the_same(
 
 
 def test_pages_can_be_read_where_they_are_not_built() -> None:
-    """The repository's page shows links without a text as nothing."""
+    """On the repository's pages, links without a text are invisible."""
     texts = {name: path.read_text() for name, path in PAGES.items()}
     assert [name for name, text in texts.items() if "[](" in text] == []
     targets = [
@@ -331,13 +332,13 @@ def test_pages_can_be_read_where_they_are_not_built() -> None:
 
 
 def _listed(page: Path) -> list[tuple[str, Path]]:
-    """Return the titles and pages of the lists in a page, which the menus show."""
+    """Return titles and pages in a page's lists, which the menus show."""
     found = re.findall(r"^- \[(.+)\]\((\S+\.md)\)$", page.read_text(), re.M)
     return [(title, (page.parent / target).resolve()) for title, target in found]
 
 
 def test_every_page_is_in_one_list_with_its_title() -> None:
-    """Built pages show the titles, the repository's page shows the lists."""
+    """Built pages show these titles, and the repository's page shows the lists."""
     sections = _listed(PAGES["index.md"])
     listed = [*sections, *(row for _, page in sections for row in _listed(page))]
     assert [
@@ -372,13 +373,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     lines = re.findall(r"^```{public-names} (.*)$", text, re.M)
     keys = [key for line in lines for key in line.split()]
     assert len(keys) == len(set(keys))
-    # The page "others" shows the keys that have no page.
+    # The page "others" shows the keys without a separate page.
     assert set(keys) - {"others"} <= set(hs._NAMES) | set(hs._MODULES)
     assert "others" in keys
 
 
 def _conf() -> Any:
-    """Return the module that configures the documentation."""
+    """Return the module docs/conf.py."""
     pytest.importorskip("sphinx")
     spec = importlib.util.spec_from_file_location("conf", DOCS / "conf.py")
     assert spec is not None
@@ -399,7 +400,7 @@ def test_the_reference_shows_base_classes_first_and_inherited_methods_once() -> 
     inheritance, left_out = conf._options(hs.MultiWorkerMirroredStrategy)
     assert inheritance.strip() == ":show-inheritance:"
     assert {"run,", "reduce,", "close,"} <= set(left_out.split())
-    # It says more about this one than its base does.
+    # The class has its own docstring for this member, so that it is shown.
     assert "cluster_resolver," not in left_out.split()
 
 

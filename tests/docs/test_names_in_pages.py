@@ -1,4 +1,4 @@
-"""Paths and dotted names in back quotes, in README and pages, are there."""
+"""Paths and dotted names in back quotes, in README and pages, exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-# Folders of a program that a page tells of.
+# Folders that an example program creates.
 _OF_PROGRAMS = {"logs/", "runs/"}
 _PATH = re.compile(
     r"(?<![\w/.$~-])([a-z_]+(?:/[\w.]+)*/(?:[\w.]+\.(?:py|c|cu|md|sh))?)$"
@@ -39,7 +39,7 @@ def _is_there(word: str) -> bool:
 
 @cache
 def _paths() -> str:
-    """Return the paths of files and folders, each between lines."""
+    """Return the paths of all files and folders as one text, one path per line."""
     folders = ("hpcstrat", "docs", "tests", "jobs", "benchmarks", "packaging")
     every = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     every += ROOT.iterdir()
@@ -47,7 +47,7 @@ def _paths() -> str:
 
 
 def _is_somewhere(path: str) -> bool:
-    """Whether a path, which may be short of its first folders, is in the repository."""
+    """Return whether the repository has a path, perhaps without its first folders."""
     return path in _OF_PROGRAMS or f"/{path}\n" in _paths()
 
 

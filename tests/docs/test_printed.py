@@ -1,4 +1,4 @@
-"""Objects of public classes say what they are where a program prints them."""
+"""Objects of public classes have an informative repr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs import public
 
-# Programs meet their subclasses only; the last one cannot be made.
+# Programs have objects of their subclasses only; the last class has no instances.
 _ABSTRACT = {
     "hpcstrat.DistributedValues",
     "hpcstrat.partitioners.Partitioner",

@@ -1,4 +1,4 @@
-"""Every public name of tf.distribute is here, or an error that says what to use."""
+"""Every public name of tf.distribute exists, or raises an error with a replacement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIVERGENCES = names.PAGE.parents[1] / "divergences.md"
 
 
 def _of(row: names.Row) -> Any:
-    """Return what a name is here; of instances where only these have it."""
+    """Return hpcstrat's object for a name, taken from an instance if necessary."""
     value: Any = hs
     for part in row.here.split(".")[1:]:
         if value is hs.Strategy and part == "extended":
@@ -54,7 +54,7 @@ def test_errors_say_what_to_use(name: str) -> None:
         ]
         with pytest.raises(NotImplementedError, match=r"^expected .*, found .*; ") as e:
             make(*["" for _ in required])
-        # The page names what the error advises.
+        # The page and the error name the same replacement.
         for word in re.findall(r"names `(\w+)`", row.note):
             assert word in str(e.value)
 

@@ -1,4 +1,4 @@
-"""Every message that a page shows was said by a program in some test."""
+"""Every message that a page shows was printed by a program in some test."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_other_words_are_noticed() -> None:
 
 
 def _mpirun(*options: str) -> str:
-    """Return what mpirun says where it does not start."""
+    """Return mpirun's error message if it does not start."""
     words = launch_command(1)
     if "--oversubscribe" not in words:
         pytest.skip("these are messages of Open MPI")

@@ -1,4 +1,4 @@
-"""The pages as a site: versions beside one another, and every page in a browser."""
+"""The site of the pages: several versions, and every page in a browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _publish() -> dict[str, Any]:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """Return a site of three versions, with a page each."""
+    """Return a site of three versions, with one page each."""
     for name in ("0.9.0", "0.10.0", "dev", "drafts"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "index.html").touch()

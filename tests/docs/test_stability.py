@@ -1,4 +1,4 @@
-"""The page of stability says of each public name how stable it is."""
+"""The page on stability lists each public name with its stability."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Programs and libraries that make things go wrong, for the tests of all folders."""
+"""Programs and libraries that cause faults, for tests in all folders."""

@@ -1,8 +1,8 @@
-/* Calls of the C library that fail when a test says so: to be loaded by LD_PRELOAD.
+/* A library for LD_PRELOAD that lets calls of the C library fail when a test says so.
  *
- * failing_arm(call, code, after, lasting, folder) lets call number `after`, from 0, of
- * one kind on files below the folder fail with an errno, or all from there on.
- * failing_calls() then says how many there were; failing_disarm() ends it.
+ * After failing_arm(call, code, after, lasting, folder), call number `after` (from 0) of
+ * this kind on files in the folder fails with errno `code`, and with `lasting` all later
+ * calls, too. failing_calls() returns the number of calls; failing_disarm() stops this.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -43,7 +43,7 @@ static int fails_path(const char *call, const char *path)
     char name[4096];
     if (!atomic_load(&armed) || strcmp(call, armed_call))
         return 0;
-    /* The folder itself is flushed, too. */
+    /* Add the slash, because calls on the folder itself count, too. */
     snprintf(name, sizeof name, "%s/", path);
     if (strncmp(name, armed_folder, strlen(armed_folder)))
         return 0;
@@ -69,7 +69,7 @@ static int fails(const char *call, int file)
     return fails_path(call, path);
 }
 
-/* Define a function that asks first whether it is to fail, and then calls the next. */
+/* Define a function that fails if armed, and otherwise calls the original function. */
 #define DEFINE(type, name, parameters, arguments, question)             \
     type name parameters                                                \
     {                                                                   \

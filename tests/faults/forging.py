@@ -1,9 +1,10 @@
-"""Forge checkpoint files, and restore them with little memory: ``forging.py FOLDER``.
+"""Restore forged checkpoint files with little memory: ``forging.py FOLDER``.
 
-Each case is a file that leads to other files, to a pipe that nobody writes to, to more
-memory than this process may have, or has names that are no text. Its hashes, where it
-has some, are right. Restoring the newest checkpoint must pass over it, and take the one
-of step 1. What is wrong is printed, a line each; an alarm ends a case that waits.
+Each case is a file that links to other files or to a pipe without a writer, that needs
+more memory than this process may have, or that has names which are not valid text. Its
+hashes, if any, are right. Restoring the newest checkpoint must skip this file, and
+restore step 1. The program prints a line for each error; an alarm ends a case that
+hangs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LIMIT_SECONDS = 30
 
 
 class State:
-    """Plain state of a program."""
+    """Plain state that a program saves."""
 
     state: object = None
 
@@ -49,14 +50,14 @@ class State:
 
 
 class Long(bytes):
-    """Plain state of which only the length is there."""
+    """Fake plain state with a huge length and no data."""
 
     def __len__(self) -> int:
         return HUGE
 
 
 def make_objects() -> dict[str, object]:
-    """Return what the files of version 1 and those of step 1 hold."""
+    """Return the objects in the files of version 1 and of step 1."""
     weights = hs.Variable(np.zeros((2, 3)), name="w")
     data = hs.Dataset(np.arange(10), 4, shuffle=True, seed=3)
     return {
@@ -79,7 +80,7 @@ def _replaced(
 
 
 def _early(file: h5py.File, name: str, nbytes: int) -> None:
-    """Give a dataset room in the file, which is a hole."""
+    """Replace a dataset by one whose space in the file is a hole."""
     del file[name]
     made = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     made.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -157,7 +158,7 @@ def _virtual(file: h5py.File, pipe: str) -> None:
 
 
 def _endless_virtual(file: h5py.File, pipe: str) -> None:
-    """Its shape is that of its source, which HDF5 opens to find out."""
+    """Make a virtual dataset whose shape HDF5 reads from its source, a pipe."""
     attributes = dict(file["variables/weights"].attrs)
     del file["variables/weights"]
     layout = h5py.VirtualLayout((2, 3), "<f8", maxshape=(None, 3))
@@ -216,12 +217,12 @@ CASES: tuple[Callable[[h5py.File, str], None], ...] = (
 
 
 def _seal(path: Path) -> None:
-    """Make a file of version 2 of it: hashes in front, the record behind."""
+    """Convert a file to version 2: add hashes at the front, and a record at the end."""
     with h5py.File(path, "r+") as file:
         file.attrs["hpcstrat_format_version"] = np.int64(2)
     content = path.read_bytes()
     content = content.ljust(-(-len(content) // PAGE_BYTES) * PAGE_BYTES, b"\0")
-    # HDF5 looks for its beginning there, too.
+    # HDF5 also searches for its superblock at this offset.
     plan = FileLayout(8, PAGE_BYTES, PAGE_BYTES + len(content), 1 << 20)
     whole = memoryview(bytes(PAGE_BYTES) + content)
     spans = map(plan.span, range(plan.num_blocks))
@@ -231,7 +232,7 @@ def _seal(path: Path) -> None:
 
 
 def _hole_with_hashes(path: Path) -> None:
-    """Make a file of version 2 with huge plain state, as its writer would."""
+    """Make a file of version 2 with huge plain state, and with valid hashes."""
     skeleton = Skeleton(Header(12, 1), {"counter": Long()})
     plan, prefix = skeleton.plan, skeleton.prefix(Header(12, 1), 1)
     zeros = memoryview(bytes(plan.block_bytes))
@@ -252,17 +253,18 @@ def _hole_with_hashes(path: Path) -> None:
 
 
 def _endless_prefix(path: Path) -> None:
-    """Make a file of which nearly all is said to be structures."""
+    """Make a file whose record declares nearly all bytes as structures."""
     plan = FileLayout(PAGE_BYTES, HUGE, HUGE, 1 << 20)
     with path.open("wb") as file:
         file.write(b"\x89HDF\r\n\x1a\n")
         file.seek(HUGE)
-        # Nobody is to come so far as to compare the hash.
+        # The hash is wrong, because the reader must refuse the file before comparing
+        # it.
         file.write(pack_record(plan, b"", 12, 1))
 
 
 def forged(path: Path, pipe: str) -> Iterator[str]:
-    """Make one file after the other; yield what is in it."""
+    """Make the forged files one after the other, and yield their descriptions."""
     for case in CASES:
         for version in (1, 2):
             shutil.copy(VERSION_1, path)
@@ -281,7 +283,7 @@ def forged(path: Path, pipe: str) -> Iterator[str]:
 
 
 def try_one(path: Path) -> str:
-    """Return what is wrong; an empty text if nothing is."""
+    """Try to restore a forged file; return an error's description or an empty text."""
     objects = make_objects()
     manager = hs.CheckpointManager(path.parent, **objects)
     try:
@@ -300,7 +302,7 @@ def try_one(path: Path) -> str:
 
 
 def main() -> None:
-    """Try all files, and say what is wrong."""
+    """Try all forged files, and print errors."""
     folder = Path(sys.argv[1])
     objects = make_objects()
     objects["counter"].load_state_dict("as it was")

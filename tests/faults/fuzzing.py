@@ -1,13 +1,13 @@
 """Open and restore damaged checkpoints: ``fuzzing.py KIND FIRST COUNT FOLDER``.
 
-Each case follows from its number. The number is in ``FOLDER/case`` before the case
-begins, so that a case that ends this process, or takes so long that an alarm does, is
-known. What is wrong is printed, a line each. The kinds are:
+Each case is determined by its number. The number is written to ``FOLDER/case`` before
+the case begins, so that the parent knows a case that crashed this process or hung. The
+program prints a line for each error. The kinds are:
 
-``damaged``: bytes anywhere before the data, or in the record, are others, more or less.
-``forged``: the same in the structures, under hashes that were computed anew.
-``index``: the index has other rows, under hashes that were computed anew.
-``record``: numbers of the record are others, under a hash that was computed anew.
+``damaged``: bytes before the data, or in the record, are changed, inserted or cut.
+``forged``: bytes of the structures are changed, and the hashes are recomputed.
+``index``: rows of the index are changed, and the hashes are recomputed.
+``record``: numbers of the record are changed, and its hash is recomputed.
 ``version_1``: a file of format version 1, which has no hashes.
 """
 
@@ -34,14 +34,14 @@ from hpcstrat.errors import CheckpointError
 
 VERSION_1 = Path(__file__).parents[1] / "old_files" / "version-1.h5"
 RECORD_BYTES = 4096
-# The numbers of the record, and the hash of the prefix.
+# Struct of the record's numbers, and of the prefix's hash.
 NUMBERS, ROOT = struct.Struct("<8Q"), slice(80, 96)
 _LIMIT_SECONDS = 20
 _ODD = (0, 1, 7, 8, 4095, 4096, 1 << 20, 1 << 31, 1 << 32, 1 << 47, 1 << 63, 2**64 - 1)
 
 
 class State:
-    """Plain state of a program."""
+    """Plain state that a program saves."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -54,7 +54,7 @@ class State:
 
 
 def make_objects(value: float) -> dict[str, Any]:
-    """Return all kinds of what a checkpoint holds."""
+    """Return one object of each kind that checkpoints contain."""
     strategy = hs.get_strategy()
     sums = {"synchronization": "on_read", "aggregation": "sum"}
     rows = {"synchronization": "on_read", "aggregation": "none"}
@@ -75,7 +75,7 @@ def make_objects(value: float) -> dict[str, Any]:
 
 
 def values_of(objects: dict[str, Any]) -> dict[str, bytes]:
-    """Return what restoring changes, as bytes."""
+    """Return the values that a restore changes, as bytes."""
     net = objects["net"]
     parts = [net["w"], net["half"], *net["flags"], net["large"]]
     parts += [objects["seen"], objects["own"]]
@@ -87,7 +87,7 @@ def values_of(objects: dict[str, Any]) -> dict[str, bytes]:
 
 
 def change(data: bytearray, draw: np.random.Generator, start: int, stop: int) -> None:
-    """Change bytes between two places, in one of many ways; the length may change."""
+    """Change bytes between two offsets in a random way; the length may change."""
     place = int(draw.integers(start, stop))
     length = min(int(2 ** draw.uniform(0, 10)), stop - place)
     other = int(draw.integers(start, stop - length + 1))
@@ -116,7 +116,7 @@ def change(data: bytearray, draw: np.random.Generator, start: int, stop: int) ->
 
 
 def seal(data: bytearray, root: bool) -> None:
-    """Compute hashes anew: of the record, and first that of the prefix."""
+    """Recompute the hashes: optionally that of the prefix, then that of the record."""
     record = len(data) - RECORD_BYTES
     if root:
         (start,) = struct.unpack_from("<Q", data, record + 48)
@@ -127,7 +127,7 @@ def seal(data: bytearray, root: bool) -> None:
 
 
 class Fuzzer:
-    """Cases of one kind."""
+    """Generates and tries the cases of one kind."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self._kind = kind
@@ -173,7 +173,8 @@ class Fuzzer:
             self._renumber(data, draw)
             return bytes(data)
         for _ in range(more):
-            # The record is a small part, in which every number counts.
+            # Change the record more often than its size suggests, because each number
+            # counts.
             record = self._kind == "damaged" and draw.random() < 0.3
             if record and len(data) > RECORD_BYTES:
                 change(data, draw, len(data) - RECORD_BYTES, len(data))
@@ -181,7 +182,8 @@ class Fuzzer:
                 stop = self._table if self._kind == "forged" else self._start
                 change(data, draw, 0, min(stop, len(data)))
                 if self._kind == "forged":
-                    # What was put in or cut moves all that follows; put it back.
+                    # Restore the bytes after the structures, which insertions and cuts
+                    # have moved.
                     data[self._table :] = self.content[self._table :]
                     data.extend(bytes(size - len(data)))
         if self._kind == "forged":
@@ -223,11 +225,12 @@ class Fuzzer:
             odd = int(draw.choice(np.array(_ODD, np.uint64)))
             numbers[index] = min(int(draw.choice([near, odd])), 2**64 - 1)
         NUMBERS.pack_into(data, record + 16, *numbers)
-        # Another prefix may have been named: its hash is then right, or not.
+        # The record may now describe another prefix, whose hash is right in half of the
+        # cases.
         seal(data, bool(draw.integers(2)))
 
     def try_one(self, number: int) -> str:
-        """Return what is wrong with one case; an empty text if nothing is."""
+        """Try one case; return a description of an error, or an empty text."""
         data, path = self._changed(number), str(self._path)
         self._path.write_bytes(data)
         same = data == self.content
@@ -246,7 +249,7 @@ class Fuzzer:
         return ""
 
     def _read_values(self, path: str) -> None:
-        """Read what a program that saved the whole file would find to fit."""
+        """Read the values that match the entries of the original file."""
         entries = open_checkpoint(path).header.entries
         known = open_checkpoint(str(VERSION_1)).header.entries
         fit = [name for name, entry in entries.items() if known.get(name) == entry]
@@ -262,7 +265,7 @@ def _refused(action: Callable[[], Any]) -> bool:
 
 
 def main() -> None:
-    """Try cases, and say what is wrong."""
+    """Try cases, and print errors."""
     kind, first, count, folder = sys.argv[1:]
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,1 +1,1 @@
-"""Whole programs drawn from seeds, run on ranks, and judged by a plain oracle."""
+"""Fuzzer: random programs, run on ranks, and compared with an oracle."""

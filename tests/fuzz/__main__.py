@@ -1,4 +1,4 @@
-"""Run programs by hand: ``python -m tests.fuzz --seeds 1:500 --ranks 3``."""
+"""Command line of the fuzzer: ``python -m tests.fuzz --seeds 1:500 --ranks 3``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _seeds(arguments: argparse.Namespace) -> range:
 
 
 def _lose(seeds: range) -> int:
-    """Run programs that lose a rank, a job each; return how many failed."""
+    """Run programs that lose a rank, each in a job; return the number of failures."""
     num_failed = 0
     for seed in seeds:
         if problem := attempt(seed):
@@ -68,9 +68,9 @@ def _programs(arguments: argparse.Namespace) -> list[Program]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print what fails, and return the exit status: 0 if nothing did."""
+    """Run programs, print failures, and return the exit status, 0 without failures."""
     arguments = _arguments(argv)
-    # So that a job is ended, too, when this process is.
+    # Raise KeyboardInterrupt on SIGTERM, so that a running job is ended, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if arguments.losses:
         return _lose(_seeds(arguments))

@@ -1,6 +1,6 @@
 """Sums and update rules in plain NumPy, from the definitions in books and papers.
 
-Nothing of hpcstrat is imported here: these are the other opinion.
+This module imports nothing of hpcstrat, so that its results are independent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def combine(op: str, parts: Sequence[Any]) -> Any:
 
 
 def over_axis(op: str, parts: Sequence[Any], axis: int) -> Any:
-    """Return the sum or mean over replicas and an axis, all elements alike."""
+    """Return the sum or mean over replicas and an axis, weighting elements equally."""
     dtype = parts[0].dtype
     rows = np.concatenate(parts, axis=axis)
     wide = np.dtype(np.float32) if dtype == np.float16 else dtype
@@ -45,12 +45,12 @@ def over_axis(op: str, parts: Sequence[Any], axis: int) -> Any:
 
 
 def fitting(value: Any, like: Any) -> Any:
-    """Return a value in the type of another."""
+    """Return a value, converted to the type of another value."""
     return np.asarray(value).astype(like.dtype)
 
 
 def clip(gradients: Sequence[Any], limit: float) -> list[Any]:
-    """Scale gradients so that the norm over all of them is within a limit."""
+    """Scale gradients so that their global norm is within a limit."""
     wide = [
         np.asarray(g, np.complex128 if g.dtype.kind == "c" else float)
         for g in gradients
@@ -63,7 +63,7 @@ def clip(gradients: Sequence[Any], limit: float) -> list[Any]:
 
 
 class Rule:
-    """An update rule, with its state of one variable."""
+    """An update rule, and its state for a variable."""
 
     def __init__(self, kind: str, options: dict[str, Any]) -> None:
         self._kind = kind
@@ -77,7 +77,7 @@ class Rule:
         return {"m": zeros, "v": zeros, "s": zeros + first}
 
     def step(self, value: Any, gradient: Any, state: dict[str, Any], t: int) -> Any:
-        """Return the new value; the state is replaced."""
+        """Return the new value, and replace the state."""
         x, g = np.asarray(value, np.float64), np.asarray(gradient, np.float64)
         rate = self._options["learning_rate"]
         if self._kind == "SGD":

@@ -1,4 +1,4 @@
-"""The beginning of a program: a strategy, and all that is made in its scope."""
+"""The beginning of a program: a strategy, and all objects made in its scope."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPS = ("MpiAllReduce", "HierarchicalCopyAllReduce", "ReductionToOneDevice")
 
 
 class Declarations:
-    """Draws declarations, and numbers for all that follows."""
+    """Draws the declarations of a program, and random numbers for its operations."""
 
     types: tuple[str, ...] = TYPES
     forms: tuple[str, ...] = ("rows", "rows", "list", "shuffling", "function")
@@ -35,7 +35,7 @@ class Declarations:
         self.has_save = self.chance(self.part_saving)
         self.strategy = self._make_strategy()
 
-    # Choices.
+    # Random choices.
 
     def chance(self, part: float) -> bool:
         return self.random.random() < part
@@ -56,7 +56,7 @@ class Declarations:
         ]
         return [self.draw(*one) for one in chosen]
 
-    # What a program begins with.
+    # Declarations at the beginning of a program.
 
     def _make_strategy(self) -> Op:
         args = {
@@ -77,7 +77,7 @@ class Declarations:
         return bool(self.strategy.on_error == "raise")
 
     def declare(self) -> list[Op]:
-        """Return the declarations."""
+        """Return the program's declarations."""
         for _ in range(self.random.randrange(4)):
             self._declare_variable()
         if self.chance(0.6):
@@ -145,7 +145,7 @@ class Declarations:
         halves = rule == "SGD" and "momentum" not in options and self.chance(0.2)
         if halves and self.chance(0.5):
             options.update(clip_global_norm=2.0**-10, learning_rate=512.0)
-        # The norm of all takes what is rounded of one type into the other.
+        # The global norm would carry float32's rounding errors into float64 values.
         dtypes = ("float64", "float64", "float32")
         one = self.one(*dtypes) if "clip_global_norm" in options else None
         over = []

@@ -1,4 +1,4 @@
-"""Starts jobs of many programs, and says of each what its ranks have seen."""
+"""Runs many programs in jobs, and returns the ranks' results of each program."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Outcome:
-    """What became of one program: each rank's view, or why there is none."""
+    """The result of a program: the values that each rank saw, or an error."""
 
     seen: list[list[Any]] = field(default_factory=list)
     failure: str = ""
 
 
 class _Ranks:
-    """Reads what the ranks of a job write."""
+    """Reads the result files of a job's ranks."""
 
     def __init__(self, folder: Path, n: int) -> None:
         self._paths = [folder / f"{rank}.seen" for rank in range(n)]
@@ -45,7 +45,7 @@ class _Ranks:
         self._places = [0] * n
 
     def read(self) -> bool:
-        """Read what is new; return whether there was anything."""
+        """Read new entries; return whether there were any."""
         news = False
         for rank, path in enumerate(self._paths):
             if not path.exists() or path.stat().st_size == self._places[rank]:
@@ -56,7 +56,7 @@ class _Ranks:
                     try:
                         entry = pickle.load(file)
                     except (EOFError, pickle.UnpicklingError):
-                        break  # Not whole yet.
+                        break  # Incomplete yet.
                     self._places[rank] = file.tell()
                     news = True
                     if entry[0] == "begin":
@@ -73,7 +73,7 @@ def run_programs(
     limit_seconds: float = LIMIT_SECONDS,
     env: dict[str, str] | None = None,
 ) -> list[Outcome]:
-    """Run programs on n ranks, in as few jobs as they let live."""
+    """Run programs on n ranks, with a new job only after a program ended one."""
     outcomes: dict[int, Outcome] = {}
     left = list(enumerate(map(str, programs)))
     while left:
@@ -86,7 +86,7 @@ def run_programs(
 def _run_job(
     left: list[tuple[int, str]], n: int, limit_seconds: float, env: dict[str, str]
 ) -> dict[int, Outcome]:
-    """Run a job until it ends, or one of its programs does not."""
+    """Run a job until it ends, or one of its programs hangs."""
     outcomes: dict[int, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="hpcstrat-fuzz-") as name:
         folder = Path(name)
@@ -121,7 +121,7 @@ def _run_job(
 
 
 def _follow(job: Job, ranks: _Ranks, limit_seconds: float) -> int | None:
-    """Wait for the end of a job; None where it stands still."""
+    """Wait for the end of a job; return None if the job hangs."""
     until = time.monotonic() + limit_seconds + _START_SECONDS
     while (returncode := job.wait(_NAP_SECONDS)) is None:
         if ranks.read():

@@ -1,4 +1,4 @@
-"""Faults that one rank makes on purpose."""
+"""Faults that one rank causes on purpose."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["BadBatchError", "Interrupting", "memory_runs_out", "raised"]
 
 
 class BadBatchError(ValueError):
-    """Of the program's own."""
+    """An exception class of the program."""
 
 
 class Interrupting:
-    """An array whose reading is interrupted by Ctrl-C."""
+    """An array that raises KeyboardInterrupt when it is read."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
         raise KeyboardInterrupt
@@ -33,13 +33,13 @@ _CLASSES = {
 
 
 def raised(name: str) -> Exception:
-    """Return an exception of one of the classes that programs raise."""
+    """Return an exception of a class that programs raise."""
     return _CLASSES[name]("planted")
 
 
 @contextmanager
 def memory_runs_out() -> Iterator[None]:
-    """Let the next result have no memory, once."""
+    """Let the next allocation of a result fail with MemoryError, once."""
     arrays, repeat = Recycler.arrays, KernelSum.repeat
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def memory_runs_out() -> Iterator[None]:
         raise MemoryError("planted")
 
     def repeats(self: KernelSum, value: Any, out: Any, seconds: Any) -> Any:
-        # The kernel makes small results itself.
+        # The kernel allocates small results itself.
         return fails() if out is None else repeat(self, value, out, seconds)
 
     def mends() -> None:
@@ -57,7 +57,7 @@ def memory_runs_out() -> Iterator[None]:
     Recycler.arrays = fails  # type: ignore[method-assign, assignment]
     KernelSum.repeat = repeats  # type: ignore[method-assign]
     for channel in exits._channels:
-        # The kernel makes no call alone, and so the next one comes here.
+        # With attention set, the kernel does not handle the next call without Python.
         channel.state.attention = True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Features that a program crosses, and crossings that are known not to hold yet."""
+"""Features that a program combines, and combinations that are known to fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GATES: dict[str, str] = {
 
 
 def features(program: Program) -> set[str]:
-    """Return the names of what a program has that deserves a name."""
+    """Return the names of the features that a program uses."""
     found = {str(op.fault[0]) for op in _every(program) if op.fault}
     found -= {"ValueError", "FloatingPointError", "OSError", "BadBatchError"}
     for op in _every(program):

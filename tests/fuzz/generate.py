@@ -1,4 +1,4 @@
-"""Draws a program from a seed. It does not depend on the number of ranks."""
+"""Draws a program from a seed. The program is independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LOOPED = (3,)
 
 
 class _Maker(Declarations):
-    """Draws what a program does with what it has declared."""
+    """Draws the operations on the declared objects of a program."""
 
     def step(self) -> list[Op]:
-        """Return an operation, or some that belong together."""
+        """Return an operation, or several operations that belong together."""
         ways = [self.reduce, self.gather, self.run, self.run, self.other]
         if self.variables:
             ways += [self.variable, self.run]
@@ -138,7 +138,7 @@ class _Maker(Declarations):
         return Op("run", args)
 
     def _may_fail(self, op: Op) -> bool:
-        """Whether an operation may be an error by itself; two at once are too much."""
+        """Return whether an operation may fail by itself; it gets no second fault."""
         scatters = op.kind == "scatter"
         alone = any(
             one.id == op.var and one.aggregation == "none" for one in self.variables
@@ -147,7 +147,7 @@ class _Maker(Declarations):
         return bool(op.fault or op.lacks or scatters or alone or nothing)
 
     def train(self) -> list[Op]:
-        """Return some steps of the optimizer."""
+        """Return some training steps with an optimizer."""
         ops = []
         for _ in range(self.random.randrange(1, 5)):
             body = self.apply(None)
@@ -157,11 +157,11 @@ class _Maker(Declarations):
         return [*ops, Op("progress", {"optimizer": "optimizer"})]
 
     def trained_on(self) -> list[Op]:
-        """Return steps before and after a restart, perhaps amid an accumulation."""
+        """Return training steps around a restart, perhaps during an accumulation."""
         return [*self.train(), *self.restart(), *self.train()]
 
     def apply(self, fixed: bool | None) -> list[Op]:
-        """Return a call of the optimizer; one for each variable without a name."""
+        """Return an optimizer call; without ``name``, return one for each variable."""
         optimizer = self.optimizers[0]
         each = [(name,) for name in optimizer.over]
         groups = each if optimizer.unnamed else [optimizer.over]
@@ -194,7 +194,7 @@ class _Maker(Declarations):
         return Op("apply", args)
 
     def inner(self) -> Op:
-        """Return an operation inside of a replica function."""
+        """Return a random operation of a replica function."""
         ways = [self._all_reduce, self._all_reduce, self._all_gather, self._merge]
         if self.strategy.ops is None:
             ways.append(self._started)
@@ -254,12 +254,12 @@ class _Maker(Declarations):
         return Op("epoch", args)
 
     def looped(self, **more: Any) -> Op:
-        """Return the same call as in other steps, with other numbers."""
+        """Return the same call as in other steps, with different numbers."""
         values = [self.draw("int64", _LOOPED)]
         return Op("all_reduce", {"how": "sum", "values": values, **more})
 
     def parting(self) -> list[Op]:
-        """Return a call that one rank leaves, and what it might be taken for."""
+        """Return a call that one rank aborts, and calls easily confused with it."""
         ways = ["interrupt", "memory"]
         if not self.raises:
             ways.append("caught")
@@ -278,7 +278,7 @@ class _Maker(Declarations):
             return [Op("run", {"body": body, "fault": ("ValueError", rank, 0)}), *later]
         call = self.looped(fault=(way, rank))
         if self.chance(0.5):
-            # The same call comes again, of cross-replica context.
+            # The same call follows, in cross-replica context.
             again = [Op("reduce", dict(self.looped().args)) for _ in range(4)]
             return [Op("reduce", call.args), *again]
         return [Op("run", {"body": [call]}), *later]
@@ -308,7 +308,7 @@ class _Grouped(_Maker):
     def _declare_optimizer(self) -> None:
         super()._declare_optimizer()
         for variable in self.variables:
-            # What is rounded to halves, twice, is not exact.
+            # Values rounded to half precision twice would not be exact.
             if variable.start.dtype == "float16":
                 variable.args["trainable"] = False
 
@@ -322,7 +322,7 @@ class _Grouped(_Maker):
 
     def restart(self) -> list[Op]:
         ops = super().restart()
-        # Where there are other groups than before, one has to be given.
+        # If the groups differ from those of the checkpoint, a policy must be given.
         policy = self.one("first", "cycle")
         ops[-1].args |= {"way": "groups", "size": self.one(None, 1, 1, 2)}
         ops[-1].args["per_replica"] = policy
@@ -360,12 +360,12 @@ class _Served(_Maker):
         optimizer.options.pop("accumulate_steps", None)
         optimizer.options.pop("aggregation", None)
         if optimizer.rule == "LAMB":
-            # Of variables in several shards it is refused.
+            # LAMB is refused for variables with several shards.
             optimizer.args |= {"rule": "SGD", "options": {"learning_rate": 0.25}}
 
     def _update(self) -> tuple[str, dict[str, Any]]:
         kind, args = super()._update()
-        # A call has no replicas of which one could fail.
+        # Remove the fault, because a call has no replicas of which one could fail.
         args.pop("fault", None)
         return kind, args
 
@@ -409,7 +409,7 @@ class _Served(_Maker):
         return Op("own", {"var": var.id})
 
     def _alone(self) -> Op:
-        """Return what the only call of a function does."""
+        """Return the operation of a function that is called once."""
         ways = [self._compute]
         if self.variables:
             ways += [lambda: Op(*self._update()), self._seen_one] * 2
@@ -421,7 +421,7 @@ class _Served(_Maker):
         return self._seen(self.one(*self.variables))
 
     def _stepped(self, *, plain: bool) -> Op:
-        """Return a step; of rules that look at more than one, with all gradients."""
+        """Return an optimizer step, with all gradients if the rule needs them."""
         optimizer = self.optimizers[0]
         op = self._apply_one(optimizer, optimizer.over, True)
         if plain and len(optimizer.over) == 1 and self.chance(0.5):
@@ -432,7 +432,7 @@ class _Served(_Maker):
         return op
 
     def _beside(self) -> list[Op]:
-        """Return what calls do whose order makes no difference."""
+        """Return the operations of calls whose order does not matter."""
         body, written = [self._compute()], set()
         for optimizer in self.optimizers:
             plain = optimizer.rule == "SGD" and "momentum" not in optimizer.options

@@ -1,4 +1,4 @@
-"""One rank's side of a program of groups."""
+"""The operations of a program with groups, on one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["end_round", "made", "round"]
 
 
 def made(machine: Machine, op: Op, **options: Any) -> Any:
-    """Form groups over the machine's ranks; return the strategy of this one's group."""
+    """Form groups of the ranks; return the strategy of this rank's group."""
     try:
         machine.groups = hs.SyncGroups(
             size=op.size,

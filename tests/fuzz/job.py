@@ -1,7 +1,7 @@
 """The ranks of a job that runs many programs: ``python -m tests.fuzz.job FOLDER``.
 
-Each rank appends what it has seen to a file of its own, so that nothing is lost when it
-ends.
+Each rank appends its results to a separate file, so that no result is lost when the
+rank dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["main", "observe"]
 def observe(
     machine: Machine, program: Program, note: Callable[[int], None]
 ) -> list[tuple[Any, ...]]:
-    """Run a program, and return what this rank sees of each operation."""
+    """Run a program, and return this rank's result of each operation."""
     seen: list[tuple[Any, ...]] = []
     for number, op in enumerate(program.ops):
         note(number)
@@ -50,7 +50,7 @@ def _write(file: BinaryIO, entry: Any) -> None:
 def main() -> None:
     """Run the programs of a folder, in order."""
     warnings.simplefilter("ignore")
-    # Before MPI, where a rank may wait for ever.
+    # Fail without an argument before MPI is loaded, in which a rank may wait forever.
     folder = Path(sys.argv[1])
     from mpi4py import MPI
 

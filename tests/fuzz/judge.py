@@ -1,4 +1,4 @@
-"""Compares what the ranks of a program saw with what the oracle says."""
+"""Compares the results of a program's ranks with the oracle's results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOLERANCE = {2: 4e-3, 4: 1e-5, 8: 1e-9}
 
 
 def judge(program: Program, n: int, outcome: Outcome) -> str:
-    """Return what is wrong; an empty text if nothing is."""
+    """Return a description of the first error, or an empty text."""
     if outcome.failure:
         return outcome.failure
     for index, want in enumerate(wants(program, n)):
@@ -78,7 +78,7 @@ def _judged_rank(want: Want, rank: int, found: Any) -> str:
 
 
 def _judged_rows(want: Want, seen: Sequence[Any]) -> str:
-    """Judge an epoch whose order nobody knows."""
+    """Check the rows of an epoch whose order is unknown."""
     if all(map(_raised, seen)):
         return ""
     if any(map(_raised, seen)):
@@ -91,12 +91,12 @@ def _judged_rows(want: Want, seen: Sequence[Any]) -> str:
 
 
 def _difference(found: Any, wanted: Any, bits: bool, loose: bool = False) -> str:
-    """Return how a value differs from the one that is right."""
+    """Return a description of the difference between a value and the right one."""
     if wanted is ANY:
         return ""
     if isinstance(wanted, (np.ndarray, np.generic)):
         if loose and isinstance(found, str):
-            return ""  # A thread's error.
+            return ""  # Error of a thread.
         return _array_difference(found, np.asarray(wanted), bits)
     if type(found) is not type(wanted):
         return f"saw {found!r}, expected {wanted!r}"

@@ -1,4 +1,4 @@
-"""Programs of which a rank is killed: drawn, run in a job each, and judged.
+"""Random programs in which a rank is killed, each run in a job and checked.
 
 ``python -m tests.fuzz.losing FOLDER PLAN`` is one rank of such a job.
 """
@@ -27,7 +27,7 @@ _LIMIT_SECONDS = 100.0
 
 
 def plan_of(seed: int) -> dict[str, Any]:
-    """Return what a seed says, all of it numbers and texts."""
+    """Return the plan of a seed, which consists of numbers and texts."""
     draw = random.Random(seed)
     batch = draw.randrange(3, 9)
     rows = batch * draw.randrange(4, 9) + draw.randrange(batch)
@@ -54,7 +54,7 @@ def plan_of(seed: int) -> dict[str, Any]:
         "rank": draw.randrange(n),
         "step": draw.randrange(steps),
         "place": draw.choice(_PLACES),
-        # Steps that all skip, because one replica cannot make them.
+        # Steps that all replicas skip, because one replica fails.
         "bad": sorted(draw.sample(range(steps), 2)) if tolerant else [],
         # Steps without a gradient for the second variable.
         "without": sorted(draw.sample(range(steps), steps // 3)),
@@ -68,7 +68,7 @@ def plan_of(seed: int) -> dict[str, Any]:
 
 
 def expected(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return what a program comes to that nobody disturbs, in one process."""
+    """Return the results of the undisturbed program, computed in one process."""
     rule = Rule(plan["rule"], plan["options"])
     values = [np.zeros(_WIDTH), np.ones(_WIDTH)]
     states = [rule.start(value) for value in values]
@@ -104,7 +104,7 @@ def expected(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def attempt(seed: int) -> str:
-    """Run the program of a seed; return what is wrong, an empty text if nothing is."""
+    """Run the program of a seed; return a description of an error, or an empty text."""
     from hpcstrat.testing import launch_command
     from hpcstrat.testing.job import Job
     from tests.mpi.programs.started import environment
@@ -148,14 +148,14 @@ def _compared(results: list[dict[str, Any]], wanted: dict[str, Any]) -> str:
 
 
 class _Rank:
-    """One rank of the program."""
+    """The program on one rank."""
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
         self.folder, self.plan, self.entries = folder, plan, 0
         self.rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 
     def die(self, place: str, step: int) -> None:
-        """End without a word, if it is here and now."""
+        """Kill this process if the plan says so for this place and step."""
         plan = self.plan
         here = (plan["rank"], plan["place"], plan["step"]) == (self.rank, place, step)
         if here and self.entries == 1:
@@ -163,7 +163,7 @@ class _Rank:
             time.sleep(_LIMIT_SECONDS)
 
     def train(self, strategy: Any, memory: Any) -> dict[str, Any]:
-        """Train to the end; called again after a loss."""
+        """Train to the last step; called again after a loss."""
         import hpcstrat as hs
 
         self.entries += 1
@@ -187,7 +187,7 @@ class _Rank:
 
         def update(batch: Any) -> None:
             turn = step % strategy.num_replicas_in_sync
-            # Other replicas have done their part by then.
+            # Other replicas have done their part of the step before this error.
             if step in plan["bad"] and strategy.replica_id == turn:
                 raise OSError("planted")
             self.die("before apply", step)
@@ -220,7 +220,7 @@ class _Rank:
 
 
 def main() -> None:
-    """Run one rank."""
+    """Run the program on this rank."""
     import hpcstrat as hs
 
     folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])

@@ -1,4 +1,4 @@
-"""One rank's side of a program: what the operations outside of ``run`` do."""
+"""The operations of a program outside of ``run``, on one rank."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["ABSENT", "Machine", "PlainState", "settle"]
 
 ABSENT = "this rank has no part in it"
 _FAR_SECONDS = 3600.0
-# In which module an operation is that is not here, so that a job loads what it needs.
+# Modules of further operations; a job imports only the modules that it needs.
 _ELSEWHERE = {"round": "grouped", "end_round": "grouped", "schedule": "served"}
-# What one of several workers does for all that share variables.
+# Operations that one worker does for all workers that share variables.
 _OF_ONE = ("assign", "rows", "save")
 _DECLARED = ("variable", "optimizer", "metric", "dataset", "state")
 
@@ -35,7 +35,7 @@ def _module(name: str) -> Any:
 
 
 class PlainState:
-    """State of the program's own."""
+    """Plain state of the program."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -48,14 +48,14 @@ class PlainState:
 
 
 class Machine:
-    """What a program has made so far on this rank.
+    """The objects that a program has made so far on this rank.
 
     Parameters
     ----------
     world : mpi4py.MPI.Intracomm
-        Of the fuzzer's own, over all ranks.
+        The fuzzer's own communicator of all ranks.
     folder : path
-        For checkpoints; empty.
+        Empty folder for checkpoints.
     """
 
     def __init__(self, world: Any, folder: Path) -> None:
@@ -63,9 +63,9 @@ class Machine:
         self.comm: Any = None
         self.strategy: Any = None
         self.groups: Any = None
-        # Whether the program has ended on the ranks that had a part in it.
+        # Whether the program has ended on its ranks.
         self.over = False
-        # Those that share variables, where there is no coordinator.
+        # Communicator of the workers that share variables without a coordinator.
         self.workers: Any = None
         self._declared: list[Op] = []
         self.variables: dict[str, Any] = {}
@@ -79,28 +79,28 @@ class Machine:
 
     @property
     def rank(self) -> int:
-        """This replica's number, among those of all groups where there are some."""
+        """Return this replica's number among the replicas of all groups."""
         return int(self.everyone.replica_id)
 
     @property
     def size(self) -> int:
-        """How many replicas there are now."""
+        """Return the current number of replicas."""
         return int(self.everyone.num_replicas_in_sync)
 
     @property
     def everyone(self) -> Any:
-        """The strategy of all replicas."""
+        """Return the strategy of all replicas."""
         return self.strategy if self.groups is None else self.groups.everyone
 
     def struck(self, op: Op) -> bool:
-        """Whether the fault of an operation is this rank's."""
+        """Return whether the fault of an operation occurs on this rank."""
         size = self.size
         if not op.fault or (size == 1 and op.fault[0] == "step"):
             return False
         return bool(op.fault[1] % size == self.rank)
 
     def do(self, op: Op) -> Any:
-        """Perform an operation, and return what a program sees of it."""
+        """Perform an operation, and return the result that a program sees."""
         if op.kind in ("strategy", "restart"):
             return getattr(self, f"_{op.kind}")(op)
         self._saves += op.kind == "save"
@@ -139,12 +139,13 @@ class Machine:
     def _strategy(self, op: Op) -> Any:
         count = op.ranks or self.world.size
         within = self.world.rank < min(count, self.world.size)
-        # Servers come behind the first worker; here ranks that see nothing are last.
+        # Servers follow the first worker in the library; here, ranks without results
+        # are last.
         serves = self.world.rank >= min(count, self.world.size) - (op.servers or 0)
         place = 0 if not self.world.rank else 1 if serves else 2
         self.comm = self.world.Split(int(not within), place)
         if not within:
-            # Groups that do not fit are an error on the others only.
+            # Groups of wrong sizes are an error only on the ranks of the program.
             self.over = op.way == "groups" and not min(self.world.allgather(True))
             return ABSENT
         settings = hs.Settings(
@@ -183,7 +184,7 @@ class Machine:
         for one in declared:
             self.do(one)
         if not self.strategy.saves_checkpoints:
-            # The first worker restores for all.
+            # The first worker restores for all workers.
             self._wait_for_workers()
             return [self._saves, {}]
         try:
@@ -193,12 +194,12 @@ class Machine:
         return [step, {name: state.value for name, state in self.states.items()}]
 
     def _wait_for_workers(self) -> None:
-        """Wait until all workers that share variables have come here."""
+        """Wait until all workers that share variables have arrived."""
         if self.workers is not None:
             self.workers.Barrier()
 
     def end(self) -> None:
-        """Let go of the strategy, whatever has become of it."""
+        """Close the strategy, in whatever state it is."""
         self._numpy.close()
         if self.workers is not None:
             self.workers.Free()
@@ -240,7 +241,7 @@ class Machine:
 
     def _state(self, op: Op) -> None:
         self._declared.append(op)
-        # What was declared anew before a restore is not what was saved.
+        # After a save, declare another value, which a restore must replace.
         value = op.value if self._saves == 0 else None
         self.states[op.id] = PlainState(value)
 
@@ -319,7 +320,7 @@ class Machine:
         raise value
 
     def arrays(self, op: Op) -> dict[str, Any]:
-        """Return this rank's values of a call, one of them perhaps a wrong one."""
+        """Return this rank's values for a call, perhaps with a planted wrong value."""
         ragged = op.axis is not None or op.kind in ("gather", "all_gather")
         value = {
             f"v{index}": draw.value(self.rank, ragged=ragged)
@@ -335,7 +336,7 @@ class Machine:
         return self._call(op, lambda: self.strategy.gather(value, 0))
 
     def _threads(self, op: Op) -> list[Any]:
-        """Reduce in two threads at once; return what each of them has got."""
+        """Reduce in two threads at once; return the result of each thread."""
         gate = threading.Barrier(2)
         found: list[Any] = [None, None]
 
@@ -382,7 +383,7 @@ class Machine:
         self.strategy.barrier()
 
     def _hang(self, op: Op) -> None:
-        """Stand still on one rank; only the tests of the fuzzer do that."""
+        """Hang on one rank; only the fuzzer's own tests use this operation."""
         if self.rank == 0:
             time.sleep(_FAR_SECONDS)
         self.strategy.barrier()
@@ -391,9 +392,9 @@ class Machine:
         self.strategy.check_divergence()
 
     def _differ(self, op: Op) -> None:
-        """Write into one rank's copy, and look whether that is found."""
+        """Change one rank's copy of a variable, and check that this is detected."""
         if isinstance(self.strategy, hs.CentralStorageStrategy):
-            # The ranks of a worker have one copy, which they may not write.
+            # The ranks of a worker share one copy, which is read-only.
             return
         component = self.variables[op.var].component
         before = component.copy()
@@ -411,7 +412,7 @@ class Machine:
         return self.strategy.run(step_of(self, op))
 
     def _epoch(self, op: Op) -> Any:
-        """Go through a data set; return each step's rows, and what the body gave."""
+        """Iterate over a dataset; return rows and body's results of each step."""
         steps: list[Any] = []
         for number, batch in enumerate(self.datasets[op.dataset]):
             if op.fault and op.fault[2] == number and self.struck(op):
@@ -425,19 +426,20 @@ class Machine:
         return steps
 
     def clear(self) -> None:
-        """Remove the checkpoints; on one rank."""
+        """Remove the checkpoints; called on one rank."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def settle(strategy: Any, comm: Any) -> None:
-    """Close a strategy, or leave it as the end of a process would where it is broken.
+    """Close a strategy; if it is broken, leave it as at the end of a process.
 
     Collective over ``comm``, which the library does not use.
     """
     channel = strategy.collectives.channel
     outcome: str | None = ""
     if channel is not None and not channel.failures.broken:
-        # A rank that has made fewer calls than the others is waited for by them.
+        # Announce the exit, because the others may wait for a call that this rank
+        # lacks.
         channel.post_leave()
         outcome = channel.poll_leave()
         while outcome is None:

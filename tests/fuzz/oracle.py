@@ -1,6 +1,6 @@
-"""The oracle of a program, worked out in one process without any of hpcstrat.
+"""The oracle: computes a program's results in one process, without hpcstrat.
 
-All replicas live here side by side: a variable is a list of its copies.
+The oracle has the state of all replicas: a variable is a list of its copies.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class Oracle:
-    """Goes through a program, replica by replica.
+    """Executes a program for all replicas, and collects the expected results.
 
     Parameters
     ----------
     program : Program
-        What is run.
+        The program to run.
     n : int
-        On how many ranks.
+        Number of ranks.
     first, total : int
-        Number of the first of them, and how many there are, where they are a group.
+        For a group: number of its first rank, and total number of ranks.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Oracle:
         self._saves = 0
 
     def wants(self) -> list[Want]:
-        """Return what each operation must give."""
+        """Return the expected result of each operation."""
         return [self.want(op) for op in self._program.ops]
 
     def want(self, op: Op) -> Want:
-        """Return what the next operation must give."""
+        """Return the expected result of the next operation."""
         try:
             want: Want = getattr(self, f"_{op.kind}")(op)
         except Refused as refused:
@@ -69,31 +69,31 @@ class Oracle:
         return want
 
     def own(self, draw: Draw, **more: Any) -> list[Any]:
-        """Return all replicas' arrays of a draw."""
+        """Return the arrays of all replicas for a draw."""
         first = self.first
         return [draw.value(first + rank, **more) for rank in range(self.size)]
 
     def take(self, declared: Oracle, kept: dict[str, Any]) -> None:
-        """Take what a group declares, and what it has kept, for a restart."""
+        """Adopt the declarations and the checkpoint of a group, for a restart."""
         self.declared, self.states = declared.declared, declared.states
         self.kept, self._saves = kept, declared._saves
 
-    # What is wanted of all replicas.
+    # Expected results of all replicas.
 
     def same(self, value: Any, **more: Any) -> Want:
-        """Want one value on all replicas, in the same bits."""
+        """Expect the same value on all replicas, with equal bits."""
         return self.each([value] * self.size, alike=True, **more)
 
     def each(self, values: list[Any], **more: Any) -> Want:
-        """Want a value on each replica."""
+        """Expect a separate value on each replica."""
         return Want(values, [None] * self.size, **more)
 
     def everywhere(self, *names: str) -> Refused:
-        """Return an error that every replica raises by itself."""
+        """Return an expected error that every replica raises by itself."""
         return Refused([names] * self.size)
 
     def told(self, rank: int, name: str) -> Refused:
-        """Return an error of one replica that the others are told."""
+        """Return an expected error of one replica that the others are notified of."""
         one = rank % self.size
         return Refused(
             [
@@ -103,20 +103,21 @@ class Oracle:
         )
 
     def parted(self, op: Op) -> Want:
-        """Want what a call comes to that one replica leaves without the others.
+        """Return the expected result of a call that one replica aborts.
 
-        From here on replicas may be at different points, or the strategy broken.
+        Afterwards, replicas may be at different calls, or the strategy may be broken.
         """
         rank = op.fault[1] % self.size
         told = op.fault[0] in ("interrupt", "memory")
         self._after = ALIKE if told else LOOSE
         errors: list[Any] = [()] * self.size
         if op.fault[0] == "step":
-            # That replica may see an end before the others tell it.
+            # The failing replica may see no error, if it ends before the others' error
+            # arrives.
             errors[rank] = None
         return Want([ANY] * self.size, errors)
 
-    # The operations.
+    # Methods for the operations.
 
     def _strategy(self, op: Op) -> Want:
         self.size = min(op.ranks or self._ranks, self._ranks)
@@ -187,7 +188,7 @@ class Oracle:
         return self.each([None] * self.size)
 
     def parts(self, op: Op) -> list[list[Any]]:
-        """Return all replicas' arrays of a call, for each of its values."""
+        """Return the arrays of all replicas, for each value of a call."""
         ragged = op.axis is not None or op.kind in ("gather", "all_gather")
         return [self.own(draw, ragged=ragged) for draw in op.values]
 
@@ -202,7 +203,7 @@ class Oracle:
         value = {f"v{i}": combine(op.how, part) for i, part in enumerate(parts)}
         if op.fault:
             return self.parted(op)
-        # The order of the replicas, where one worker adds in it.
+        # A single worker adds in the order of replicas, so that its bits are known.
         rounds = any(draw.style == "rounding" for draw in op.values)
         one = len(set(self.workers)) == 1 and not self._program.ops[0].ops
         return self.same(value, bits=op.how == "sum" and (one or not rounds))
@@ -219,7 +220,8 @@ class Oracle:
 
     def _assign(self, op: Op) -> Want:
         if op.fault:
-            # Only a strategy whose assignments end with an agreement tells it.
+            # Other replicas learn of the error only if assignments end with an
+            # agreement.
             raise self.told(op.fault[1], "ValueError")
         self.variables[op.var].assign(op.method, op.value.value(0))
         return self.each([None] * self.size)
@@ -264,7 +266,7 @@ class Oracle:
         return self.each(self._body(op, None))
 
     def _body(self, op: Op, batches: list[Any] | None) -> list[Any]:
-        """Return each replica's results of a replica function."""
+        """Return the results of a replica function on each replica."""
         found: list[list[Any]] = [[] for _ in range(self.size)]
         failed: int | None = None
         entered = {name: one.saved() for name, one in self.optimizers.items()}
@@ -291,7 +293,7 @@ class Oracle:
         return found
 
     def _meets(self, op: Op) -> bool:
-        """Whether all replicas must come to an operation of a replica function."""
+        """Return whether an operation of a replica function needs all replicas."""
         if op.kind in ("own", "measure"):
             return False
         if op.kind in ("update", "scatter"):
@@ -369,7 +371,7 @@ class Oracle:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON keeps a value as it is."""
+    """Return whether a value is unchanged by JSON."""
     if isinstance(value, dict):
         return all(type(k) is str and is_plain(v) for k, v in value.items())
     if type(value) is list:

@@ -1,4 +1,4 @@
-"""The oracle of data sets: the rows that each replica must get."""
+"""The oracle of datasets: the expected rows of each replica."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """A data set, and how far it was read.
+    """A dataset, and its read position.
 
     Attributes
     ----------
     place : (int, int)
-        Epoch and row at which the next iteration begins, if it was saved here.
+        Epoch and row at which the next iteration begins, if this point is saved.
     """
 
     def __init__(self, op: Op) -> None:
@@ -31,7 +31,7 @@ class Reader:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where an iteration goes on that a restored program begins."""
+        """Return the position at which an iteration continues after a restore."""
         return self._place
 
     @place.setter

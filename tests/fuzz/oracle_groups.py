@@ -1,4 +1,4 @@
-"""The oracle of programs of groups: one for each group, and the rounds of all."""
+"""The oracle of programs with groups: an oracle per group, and common rounds."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _DILOCO = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 class OracleOfGroups:
-    """Goes through a program of groups.
+    """Executes a program with groups, and collects the expected results.
 
     Parameters
     ----------
     program : Program
-        What is run.
+        The program to run.
     n : int
-        On how many ranks.
+        Number of ranks.
     """
 
     def __init__(self, program: Program, n: int) -> None:
         self._program, self._ranks, self._size = program, n, 0
         self._groups: list[Oracle] = []
         self._rule = Rule("SGD", {})
-        # Of the outer parameters: values, the rule's state, and what they were in each
-        # group when the sum began that is under way.
+        # The outer parameters: their values, the rule's state, and each group's values
+        # at the start of the sum in progress.
         self._outer: dict[str, Any] = {}
         self._slots: dict[str, Any] = {}
         self._starts: list[dict[str, Any]] = []
@@ -40,7 +40,7 @@ class OracleOfGroups:
         self._saved: Any = None
 
     def wants(self) -> list[Want]:
-        """Return what each operation must give, up to one that ends the program."""
+        """Return the expected results, up to the operation that ends the program."""
         found = []
         for op in self._program.ops:
             act = getattr(self, f"_{op.kind}", self._in_each)
@@ -53,7 +53,7 @@ class OracleOfGroups:
         return _joined([g.want(_within(op, g, self._size)) for g in self._groups])
 
     def _form(self, op: Op) -> Want | None:
-        """Form groups; return an error of all ranks where they do not fit."""
+        """Form groups; return an error of all ranks if the sizes are wrong."""
         n = self._size = min(op.ranks or self._ranks, self._ranks)
         size = min(op.per_worker or n, n) if op.size is None else op.size
         if op.size is not None and n % size:
@@ -109,7 +109,7 @@ class OracleOfGroups:
     def _begin(self, delay: int) -> None:
         self._gradient = {}
         for name, outer in self._outer.items():
-            # In the mean a group counts by the number of its replicas.
+            # The mean weights each group by its number of replicas.
             changes = [
                 outer - group.variables[name].value
                 for group in self._groups
@@ -125,7 +125,7 @@ class OracleOfGroups:
             self._take_outer()
 
     def _finish(self) -> None:
-        """Change the outer parameters by the sum that is under way, if there is one."""
+        """Apply the sum in progress to the outer parameters, if there is one."""
         if self._gradient is not None:
             for name, gradient in self._gradient.items():
                 self._outer[name] = self._rule.step(
@@ -151,7 +151,8 @@ class OracleOfGroups:
         counts = self._since, self._under_way
         kept = self._outer, self._slots, self._starts, counts
         want = self._in_each(op)
-        # Groups that have not had the same gradients have other state to save.
+        # Groups with different gradients may have different state, which save may
+        # refuse.
         forms = [[o.form() for o in g.optimizers.values()] for g in self._groups]
         want.may_refuse = any(form != forms[0] for form in forms)
         self._saved = copy.deepcopy(kept), [group.kept for group in self._groups]
@@ -184,19 +185,19 @@ class OracleOfGroups:
 
 
 def _joined(wants: list[Want]) -> Want:
-    """Return what the replicas of all groups must see."""
+    """Return the expected results of the replicas of all groups."""
     values = [value for want in wants for value in want.values]
     errors = [error for want in wants for error in want.errors]
     return Want(values, errors, bits=all(want.bits for want in wants))
 
 
 def _alone(op: Op) -> Op:
-    """Return the strategy of a group: its size is what it has."""
+    """Return the strategy operation of a group, with the group's size."""
     return Op(op.kind, {**op.args, "ranks": None})
 
 
 def _within(op: Op, group: Oracle, total: int) -> Op:
-    """Return an operation as it is in one group: faults of others are none of its."""
+    """Return an operation in one group, without the faults of other groups."""
     args = dict(op.args)
     for name, place in (("fault", 1), ("lacks", 1)):
         if args.get(name):

@@ -1,4 +1,4 @@
-"""An optimizer: gradients of all replicas and calls, combined, and its rule."""
+"""The oracle of optimizers: combines gradients of replicas and calls, and updates."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["Optimizing"]
 class Optimizing:
     """An optimizer on all replicas.
 
-    What was accumulated is kept as what it comes to, over all replicas: so nothing of
-    it can depend on how many there are when it is used.
+    Accumulated gradients are kept combined over all replicas, so that they do not
+    depend on the number of replicas at the time of the update.
     """
 
     def __init__(self, op: Op, oracle: Oracle) -> None:
@@ -34,23 +34,23 @@ class Optimizing:
         self._built = bool(op.build)
         self.steps = self.skipped = self._done = self._ends = 0
         self._state: dict[str, Any] = {}
-        # By variable: the combined gradients of calls so far, and which replicas had
-        # any; those of a program before it was restarted count for all.
+        # For each variable: the combined gradients so far, and the replicas that had a
+        # gradient. After a restart, gradients from before count for all replicas.
         self._sums: dict[str, Any] = {}
         self._had: dict[str, set[int]] = {}
 
     def saved(self) -> dict[str, Any]:
-        """Return all that a checkpoint keeps."""
+        """Return the state that a checkpoint contains."""
         kept = (self.steps, self._done, self._state, self._sums, self._had)
         return {"kept": copy.deepcopy(kept), "ends": self._ends}
 
     def form(self) -> list[Any]:
-        """Return for which variables there is state."""
+        """Return the names of the variables that have state."""
         some = {name: bool(had) for name, had in self._had.items()}
         return [self._built, list(self._state), list(self._sums), some]
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state from a checkpoint."""
         self.steps, self._done, self._state, self._sums, had = saved["kept"]
         self._had = {
             n: set(range(self._oracle.size)) for n, some in had.items() if some
@@ -58,10 +58,10 @@ class Optimizing:
         self._built = False
 
     def run_failed(self, entered: dict[str, Any]) -> None:
-        """Take note that the ``run`` of a call has failed on all replicas.
+        """Record that the ``run`` of a call has failed on all replicas.
 
-        What steps did that were made is there to stay; of an accumulation all
-        replicas leave out the calls of this run.
+        Completed steps stay; from an accumulation, all replicas drop the calls of this
+        run.
         """
         _, done, _, sums, had = entered["kept"]
         self._restart()
@@ -72,11 +72,11 @@ class Optimizing:
         self._done, self._sums, self._had = 0, {}, {}
 
     def meets(self) -> bool:
-        """Whether the next call is one that replicas wait in for each other."""
+        """Return whether the replicas synchronize in the next call."""
         return not self._built or self._done + 1 >= self._calls
 
     def apply(self, op: Op, batches: Any, failed: int | None) -> list[bool]:
-        """Do ``apply_gradients`` on all replicas, but one that has failed before."""
+        """Do ``apply_gradients`` on all replicas, except one that has failed before."""
         size, variables = self._oracle.size, self._oracle.variables
         if op.fault:
             raise self._oracle.told(op.fault[1], "ValueError")
@@ -122,7 +122,7 @@ class Optimizing:
         return fitting(gradient, like)
 
     def _present(self, names: list[str]) -> list[str]:
-        """Return the variables that have a gradient, or refuse."""
+        """Return the variables that have a gradient, or raise if one is missing."""
         oracle, size = self._oracle, self._oracle.size
         counts = {name: len(self._had[name]) for name in names}
         empty = [r for r in range(size) if not any(r in self._had[n] for n in names)]

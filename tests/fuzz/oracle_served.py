@@ -17,7 +17,7 @@ _STARTS = ("strategy", "restart")
 
 
 def _writes(op: Op) -> bool:
-    """Whether functions that are called several times write variables."""
+    """Return whether functions that are called several times write variables."""
     return (
         op.kind == "schedule"
         and op.calls > 1
@@ -26,17 +26,17 @@ def _writes(op: Op) -> bool:
 
 
 class OracleOfServed(Oracle):
-    """Goes through a program of a coordinator, or of workers that share variables.
+    """Executes a program of a coordinator, or of workers that share variables.
 
-    There is one replica. Calls of a function come in any order: what they do to
-    variables, beside each other, comes to the same in each.
+    There is one replica. Calls of a function may run in any order and concurrently;
+    their effect on variables must be the same in any order.
     """
 
     def wants(self) -> list[Want]:
-        """Return what each operation must give, up to one that ends the program.
+        """Return the expected results, up to the operation that ends the program.
 
-        Calls that have not begun when one fails are not made, so that nobody knows how
-        often a function has written.
+        When a call fails, calls that have not begun are dropped, so that the number of
+        writes is unknown.
         """
         found: list[Want] = []
         for op in self._program.ops:
@@ -46,7 +46,7 @@ class OracleOfServed(Oracle):
         return found
 
     def want(self, op: Op) -> Want:
-        """Return what the next operation must give on each rank that has a part."""
+        """Return the next operation's expected result on each rank that takes part."""
         want = super().want(op)
         if self._of_workers < 2 or len(want.values) > 1:
             return want
@@ -64,7 +64,7 @@ class OracleOfServed(Oracle):
             self.size = n
             raise Refused([("ValueError",)] * n)
         super()._strategy(Op(op.kind, {**op.args, "ranks": 1}))
-        # As there, nothing is each replica's own.
+        # As with central storage, no value belongs to a single replica.
         self.central = True
         self._of_workers = n - op.servers if shared else 1
         return self.each([None])

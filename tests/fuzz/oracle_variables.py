@@ -1,4 +1,4 @@
-"""A variable, as the list of all replicas' copies."""
+"""The oracle of variables: a variable is the list of all replicas' copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHANGES = {
 
 
 class Copies:
-    """A variable on all replicas."""
+    """The copies of a variable on all replicas."""
 
     def __init__(self, op: Op, oracle: Oracle) -> None:
         self._oracle = oracle
@@ -34,11 +34,11 @@ class Copies:
 
     @property
     def value(self) -> Any:
-        """The value of a variable whose copies are equal."""
+        """Return the value of a variable whose copies are equal."""
         return self.parts[0]
 
     def set(self, value: Any) -> None:
-        """Give all copies a value."""
+        """Set all copies to a value."""
         self.parts = [np.array(value) for _ in self.parts]
 
     def _combined(self, parts: Sequence[Any]) -> Any:
@@ -55,7 +55,7 @@ class Copies:
             raise self._oracle.everywhere("ValueError")
 
     def update(self, method: str, parts: list[Any], failed: int | None) -> list[Any]:
-        """Assign in replica context."""
+        """Assign to the variable in replica context."""
         if self.on_write:
             self._require_aggregation()
             value = self._combined(parts)
@@ -68,7 +68,7 @@ class Copies:
         return [np.array(part) for part in self.parts]
 
     def assign(self, method: str, value: Any) -> None:
-        """Assign outside of replica functions."""
+        """Assign to the variable outside of replica functions."""
         if self.on_write:
             self.set(self._changed(method, self.value, value))
             return
@@ -83,7 +83,7 @@ class Copies:
     def scatter(
         self, method: str, parts: list[tuple[Any, Any]], *, aggregated: bool
     ) -> list[Any]:
-        """Change rows, those of all replicas one after the other."""
+        """Change rows of the variable, by the slices of all replicas in turn."""
         if aggregated:
             self._require_aggregation()
         dtype = self.value.dtype
@@ -107,7 +107,7 @@ class Copies:
         return [np.array(value) for _ in self.parts]
 
     def read(self) -> Any:
-        """Read outside of replica functions."""
+        """Read the variable outside of replica functions."""
         if self.on_write:
             return np.array(self.value)
         if self._how == "none":
@@ -115,13 +115,13 @@ class Copies:
         return np.array(self._combined(self.parts))
 
     def logical(self) -> Any:
-        """Return what a checkpoint holds."""
+        """Return the value that a checkpoint contains."""
         if not self.on_write and self._how == "none":
             return [np.array(part) for part in self.parts]
         return self.read()
 
     def restore(self, value: Any) -> None:
-        """Take what a checkpoint holds, saved on any number of replicas."""
+        """Set the copies from a checkpoint of any number of replicas."""
         size = len(self.parts)
         if isinstance(value, list):
             self.parts = value

@@ -1,4 +1,4 @@
-"""The table of oracles: the one that knows a program."""
+"""Choice of the oracle for a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["wants"]
 
 
 def wants(program: Program, n: int) -> list[Want]:
-    """Return what each operation must give on n ranks."""
+    """Return the expected result of each operation on n ranks."""
     ways = {
         "groups": OracleOfGroups,
         "served": OracleOfServed,

@@ -1,4 +1,4 @@
-"""A program as data: operations with keywords, printed and read as Python calls."""
+"""A program as data: a list of operations, printed and parsed as Python calls."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _ODD = {"huge": 1e308, "half": 3e4, "nan": np.nan, "inf": np.inf}
 
 @dataclass(frozen=True)
 class Draw:
-    """An array that follows from numbers: another one on each rank.
+    """A reproducible random array, which differs between ranks.
 
-    Values of style ``exact`` are small integers, eighths where the type has them, so
-    that sums have no rounding; ``rounding`` has all bits; the others are one number.
+    Values of style ``exact`` are small integers, or eighths if the type has fractions,
+    so that sums are exact. Style ``rounding`` uses all bits. Other styles repeat one
+    number.
     """
 
     key: int
@@ -27,7 +28,7 @@ class Draw:
     style: str = "exact"
 
     def value(self, rank: int, *, ragged: bool = False) -> Any:
-        """Return this rank's array; ragged ones have fewer rows, or none."""
+        """Return this rank's array; ragged arrays have fewer rows, or none."""
         draw = np.random.default_rng([self.key, rank])
         shape = self.shape
         if ragged:
@@ -45,39 +46,39 @@ class Draw:
         return np.asarray(whole).astype(dtype)
 
     def __repr__(self) -> str:
-        """Show it as `parse` reads it."""
+        """Return the text that `parse` reads."""
         style = "" if self.style == "exact" else f", {self.style!r}"
         return f"draw({self.key}, {self.dtype!r}, {self.shape!r}{style})"
 
 
 @dataclass
 class Op:
-    """One operation; what is not given is None."""
+    """One operation of a program; missing keywords are None."""
 
     kind: str
     args: dict[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a keyword's value."""
+        """Return the value of a keyword."""
         if name.startswith("__"):
             raise AttributeError(name)
         return self.args.get(name)
 
     def __repr__(self) -> str:
-        """Show it as a call."""
+        """Return the operation as text of a Python call."""
         words = ", ".join(f"{k}={v!r}" for k, v in self.args.items() if v is not None)
         return f"{self.kind}({words})"
 
 
 @dataclass
 class Program:
-    """Operations in order: first the strategy, then what is declared, then the rest."""
+    """A program's operations in order: strategy, declarations, other operations."""
 
     ops: list[Op]
     title: str = ""
 
     def __str__(self) -> str:
-        """Show a line for each operation, in a run one for each inner operation."""
+        """Return the program as text, one line per operation and inner operation."""
         lines = [f"# {self.title}"] if self.title else []
         for op in self.ops:
             if not op.body:
@@ -91,7 +92,7 @@ class Program:
         return "\n".join(lines)
 
     def of(self, *kinds: str) -> list[Op]:
-        """Return the operations of some kinds, those inside of others included."""
+        """Return the operations of some kinds, including nested operations."""
         every = [one for op in self.ops for one in (op, *(op.body or ()))]
         return [op for op in every if op.kind in kinds]
 
@@ -113,7 +114,7 @@ def _built(node: ast.expr) -> Any:
 
 
 def parse(text: str) -> Program:
-    """Read what a program prints."""
+    """Parse the text of a program."""
     statements = ast.parse(text).body
     ops = [_built(one.value) for one in statements if isinstance(one, ast.Expr)]
     first = text.splitlines()[0]

@@ -1,4 +1,4 @@
-"""One rank's side of a program: what the operations inside of ``run`` do."""
+"""The operations of a program inside of ``run``, on one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["act", "step_of"]
 
 
 def step_of(machine: Machine, op: Op) -> Callable[..., list[Any]]:
-    """Return the replica function of a ``run``."""
+    """Return the replica function of a ``run`` operation."""
 
     fails = op.kind == "run" and len(op.fault or ()) > 2
 
@@ -36,7 +36,7 @@ def step_of(machine: Machine, op: Op) -> Callable[..., list[Any]]:
 
 
 def act(machine: Any, op: Op, batch: Any) -> Any:
-    """Do an operation inside of a function, and return what it gives."""
+    """Do an operation of a replica function, and return its result."""
     return _ACTS[op.kind](machine, op, batch)
 
 

@@ -1,4 +1,4 @@
-"""One rank's side of a program whose variables are on parameter servers."""
+"""The operations of a program with parameter servers, on one rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["made", "schedule"]
 
 
 def made(machine: Machine, op: Op, settings: Any) -> Any:
-    """Return the strategy of a rank that runs the program; None on others, at the end.
+    """Return the strategy on ranks that run the program; return None later on others.
 
-    Those others serve here, until the program restarts, or has ended.
+    The other ranks serve in this call, until the program restarts or ends.
     """
     options = {"num_ps": op.servers, "comm": machine.comm, "settings": settings}
     shards = hs.partitioners.FixedShardsPartitioner(op.shards) if op.shards else None
@@ -34,12 +34,12 @@ def made(machine: Machine, op: Op, settings: Any) -> Any:
 
 
 class _Calling:
-    """What a scheduled function sees of the machine: handles, and its call's number."""
+    """The machine as seen by a scheduled function, with the number of the call."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.variables, self.optimizers = machine.variables, machine.optimizers
         self.rank = number
-        # Each call is the only replica of its kind.
+        # Each call runs as a single replica.
         self.size = 1
 
     def struck(self, op: Op) -> bool:
@@ -53,7 +53,7 @@ def _function(body: list[Op]) -> Callable[[_Calling], list[Any]]:
             if op.kind == "fail" and op.call == calling.rank:
                 raise KeyError("planted")
             value = None if op.kind == "fail" else act(calling, op, None)
-            # The order in which workers write is anybody's.
+            # Drop results of writes, because workers write in any order.
             found.append(None if op.kind in ("update", "scatter") else value)
         return found
 
@@ -61,10 +61,10 @@ def _function(body: list[Op]) -> Callable[[_Calling], list[Any]]:
 
 
 def schedule(machine: Machine, op: Op) -> Any:
-    """Call a function many times, on any workers; return what each call has given."""
+    """Call a function many times, on any workers; return the result of each call."""
     function = _function(op.body)
     if machine.strategy.__class__ is hs.ParameterServerStrategyV1:
-        # Each worker makes calls of its own.
+        # Without a coordinator, each worker makes its own calls.
         index, count = machine.strategy.worker_index, machine.workers.size
         numbers = range(index, op.calls, count)
         run = machine.strategy.run

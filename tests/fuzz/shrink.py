@@ -1,4 +1,4 @@
-"""Makes a program that fails short: what it fails without is left out."""
+"""Shrinks a failing program: removes operations without which it still fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMIT_SECONDS = 12.0
 
 
 def shrunk(program: Program, n: int, problem: str) -> tuple[Program, str]:
-    """Return the shortest program found that fails in the same way, and how."""
+    """Return the shortest program found with the same failure, and its text."""
     size = len(program.ops) // 2
     while size:
         candidates = [p for p in parts(program, size) if _is_whole(p, n)]
@@ -41,14 +41,14 @@ def _failing(
 
 
 def _kind(problem: str) -> str:
-    """Return which operation fails, and how."""
+    """Return the kind of a failure: the operation, and its error."""
     found = re.match(r"operation \d+, (\w+)", problem)
     how = re.search(r"rank \d+ (\w+ \w+)", problem)
     return f"{found and found[1]} {how and how[1]}"
 
 
 def parts(program: Program, size: int) -> Iterator[Program]:
-    """Yield the program without some operations, all that are so many in a row."""
+    """Yield the program without each run of some number of consecutive operations."""
     for start in range(1, len(program.ops), size):
         ops = program.ops[:start] + program.ops[start + size :]
         yield Program(ops, program.title)
@@ -63,7 +63,7 @@ def parts(program: Program, size: int) -> Iterator[Program]:
 
 
 def _is_whole(program: Program, n: int) -> bool:
-    """Whether nothing is used that is not there any more."""
+    """Return whether all objects that the program uses are still declared."""
     try:
         wants(program, n)
     except (KeyError, IndexError, StopIteration, TypeError):

@@ -1,4 +1,4 @@
-"""The examples of data sets, and iterables of them; used by ranks and oracle alike."""
+"""The examples of datasets, and iterables of them, for both ranks and oracle."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["iterable_of", "per_replica", "rows_of"]
 
 
 def rows_of(op: Op) -> Any:
-    """Return the examples: distinct numbers, of which sums are exact."""
+    """Return the examples: distinct numbers whose sums are exact."""
     return np.arange(1.0, op.rows + 1)
 
 
 class _Batches:
-    """Global batches; shuffled at each iteration, by a generator without a seed."""
+    """Global batches, shuffled at each iteration by an unseeded generator."""
 
     def __init__(self, op: Op) -> None:
         self._op = op
@@ -32,13 +32,13 @@ class _Batches:
 
 
 def per_replica(op: Op, pipelines: int, pipeline: int) -> list[Any]:
-    """Return the batches of a worker's replicas, each of one replica."""
+    """Return the batches of a worker's replicas, one batch per replica."""
     own = rows_of(op)[pipeline::pipelines]
     return [own[i : i + op.batch] for i in range(0, len(own), op.batch)]
 
 
 def iterable_of(op: Op, context: Any) -> Any:
-    """Return the iterable that a program gives to a strategy."""
+    """Return the iterable that a program passes to a strategy."""
     if op.form == "function":
         return per_replica(op, context.num_input_pipelines, context.input_pipeline_id)
     return list(_Batches(op)) if op.form == "list" else _Batches(op)

@@ -1,4 +1,4 @@
-"""Programs drawn from seeds do what one plain process says, on every rank."""
+"""Random programs give the results of the oracle on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_SEEDS = {1: 40, 2: 25, 3: 15}
 
 @pytest.fixture(autouse=True)
 def launcher() -> str:
-    """Return the path of mpirun; skip the test where there is none."""
+    """Return the path of mpirun; skip the test if there is none."""
     try:
         return find_launcher()
     except HpcstratError as exc:
@@ -32,7 +32,7 @@ def launcher() -> str:
 
 
 def _programs(first: int, count: int, kind: str = "mirrored") -> list[Program]:
-    """Return programs without what is known not to hold."""
+    """Return programs without combinations that are known to fail."""
     made, seed = [], first
     while len(made) < count:
         program = generate(seed, kind)
@@ -53,7 +53,7 @@ def _fail_for(programs: list[Program], n: int, outcomes: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("n", NUM_SEEDS)
 def test_programs_do_what_the_oracle_says(n: int) -> None:
-    # Other programs for each number of ranks.
+    # Use different programs for each number of ranks.
     programs = _programs(1000 * n, NUM_SEEDS[n])
     _fail_for(programs, n, run_programs(programs, n))
 
@@ -100,7 +100,7 @@ def test_listing_is_the_program(seed: int) -> None:
 
 
 def _changed(seen: Any) -> bool:
-    """Change the first number of what a rank saw; return whether there is one."""
+    """Change the first number in a rank's results; return whether there is one."""
     if isinstance(seen, np.ndarray) and seen.size and seen.dtype.kind in "if":
         seen.reshape(-1)[0] += 1
         return bool(np.isfinite(seen.reshape(-1)[0]))

@@ -1,4 +1,4 @@
-"""The outcome of an operation, as the oracle tells it."""
+"""The expected result of an operation, computed by the oracle."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ Names = tuple[str, ...]
 
 @dataclass
 class Want:
-    """What each replica must see: a value, or an error of some classes.
+    """The expected result on each replica: a value, or an error of some classes.
 
     Parameters
     ----------
     values : sequence of object
-        One for each replica; of those that have an error, not looked at.
+        One value for each replica; ignored for replicas with an error.
     errors : sequence of tuple of str or None
-        For each replica the classes that its error must be of; None for no error.
+        The allowed error classes of each replica, or None for no error.
     mode : str
-        How strictly.
+        The strictness of the comparison.
     alike : bool
-        Whether the values must have the same bits on all replicas.
+        Whether the values must be equal bit by bit on all replicas.
     bits : bool
-        Whether floats must be equal bit for bit, too.
+        Whether floats must equal the oracle's bit by bit, too.
     may_refuse : bool
-        Whether an error on every replica is as good, and ends what can be judged.
+        Whether an error on every replica is also right; nothing is checked after it.
     """
 
     values: Sequence[Any]
@@ -55,7 +55,7 @@ class Want:
 
 
 class Refused(Exception):
-    """The operation is an error: for each replica, of which classes."""
+    """Raised for an operation that must fail, with each replica's error classes."""
 
     def __init__(self, errors: Sequence[Names]) -> None:
         super().__init__(errors)

@@ -1,1 +1,1 @@
-"""Faults for the library, and a runner that looks which test finds each of them."""
+"""Faults to plant in the library, and a runner that reports which test finds each."""

@@ -1,10 +1,10 @@
-"""Plant faults in copies of the tree, and say which test finds each, and when.
+"""Plant faults in copies of the tree, and report the test that finds each fault.
 
-``python -m tests.mutants --suite aimed`` runs those of the default tests that should
-see a fault, for minutes at most; ``--suite default`` and ``--suite full`` go on with
-all of ``pytest``, and with all rank tests everywhere, until something has failed.
-``--check`` only says which faults no longer apply. With ``--out FILE`` a run that was
-stopped goes on where it was.
+``python -m tests.mutants --suite aimed`` runs the default tests that should find a
+fault, which takes minutes at most. ``--suite default`` continues with all of
+``pytest``, and ``--suite full`` also with all rank tests in all layouts, until a test
+fails. ``--check`` only reports faults that no longer apply. With ``--out FILE``, an
+interrupted run can be continued.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from hpcstrat.testing import launch_command
 from tests.mutants.table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-# By name: the options of pytest. "full" are the default tests, and the rank tests at
-# every size and in every layout instead of where they can fail; not all those of GPUs.
+# Options of pytest for each suite. "full" has the default tests, and the rank tests at
+# every size and in every layout instead of only those that can fail, but not all GPU
+# tests.
 SUITES = {
     "default": [],
     "full": [
@@ -38,7 +39,7 @@ SUITES = {
 
 
 def _places(mutant: Mutant) -> list[Path]:
-    """Return where its words stand, as often as they do."""
+    """Return the files with the mutant's source text, one entry per occurrence."""
     found = []
     for path in sorted((ROOT / "hpcstrat").rglob("*.py")):
         found += [path] * path.read_text().count(mutant.old)
@@ -46,7 +47,7 @@ def _places(mutant: Mutant) -> list[Path]:
 
 
 def _copy(folder: Path) -> None:
-    """Copy what a clone would hold, with changes that are not committed."""
+    """Copy the files of a git clone, with uncommitted changes."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(words, cwd=ROOT, check=True, capture_output=True).stdout
     for name in filter(None, names.decode().split("\0")):
@@ -57,7 +58,7 @@ def _copy(folder: Path) -> None:
 
 
 def _commands(mutant: Mutant, suite: str) -> list[list[str]]:
-    """Return what runs a suite, the tests that should see the fault first."""
+    """Return the commands of a suite, first the tests that should find the fault."""
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--color=no"]
     short = [] if suite == "full" else ["--short"]
     commands = []
@@ -76,7 +77,7 @@ def _commands(mutant: Mutant, suite: str) -> list[list[str]]:
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
-    """End a job that is in a session of its own."""
+    """End a job that runs in a separate session."""
     os.killpg(job.pid, signal.SIGTERM)
     try:
         job.wait(20)
@@ -86,9 +87,9 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 
 def _run(command: list[str], folder: Path, limit: float) -> tuple[bool, str]:
-    """Run a command in the copy; return whether it failed, and what it says."""
+    """Run a command in the copy; return whether it failed, and the failure's text."""
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    # The kernel, which is not changed, would take the place of what is.
+    # Disable the compiled kernel, which would replace the changed Python code.
     env["HPCSTRAT_NATIVE"] = "0"
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     with tempfile.TemporaryFile("w+") as output:
@@ -115,14 +116,14 @@ def _run(command: list[str], folder: Path, limit: float) -> tuple[bool, str]:
     none = re.search(r"no tests ran|^\d+ deselected in", said, re.M)
     if none or "error: " in said.partition("\n")[0]:
         raise RuntimeError(f"expected tests in {command}, found: {said[-500:]}")
-    # Of a job of ranks inside of a test its own test, which is said first.
+    # If a test runs a job of ranks, the failed test of the job is printed first.
     names = re.findall(r"^(?:E +)?(?:FAILED|ERROR) (\S+)", said, re.M)
     hung = re.findall(r"(\S+::\S+) failed here", said)
     return True, (names + hung + said.strip().splitlines()[-1:])[0]
 
 
 def _find(mutant: Mutant, suite: str, limit: float) -> dict[str, object]:
-    """Plant a fault in a copy, and run the tests there."""
+    """Plant a fault in a copy, run the tests there, and return the outcome."""
     places = _places(mutant)
     if len(places) != 1:
         return {"outcome": f"does not apply: its words stand {len(places)} times"}
@@ -141,7 +142,7 @@ def _find(mutant: Mutant, suite: str, limit: float) -> dict[str, object]:
 
 
 def main() -> int:
-    """Run the faults that are asked for; return 1 if one was missed."""
+    """Run the selected faults; return 1 if a fault was missed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--suite", choices=["aimed", *SUITES], default="aimed")
     parser.add_argument("--only", default="", help="a part of the names")

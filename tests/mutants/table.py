@@ -1,4 +1,4 @@
-"""The faults: words of the library, what stands there instead, who should see it."""
+"""The table of faults: original source text, its replacement, tests that find it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["MUTANTS", "Mutant"]
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One fault: ``old`` stands once in the library, in whatever module.
+    """One fault: ``old`` is a source text that occurs once in the library.
 
-    ``tests`` are files that should find it: ``3:reductions`` is
+    ``tests`` are test files that should find the fault: ``3:reductions`` is
     tests/mpi/ranks/engine/reduction/check_reductions.py on 3 ranks.
     """
 
@@ -26,7 +26,7 @@ def _m(name: str, tests: str, old: str, new: str) -> Mutant:
 
 
 MUTANTS = (
-    # Sums: algorithms, packing, memory that a worker shares.
+    # Sums: algorithms, packing, shared memory.
     _m(
         "by MPI: a mean is not divided",
         "3:reductions",
@@ -44,8 +44,8 @@ MUTANTS = (
     _m(
         "repeated: a plan is repeated for arrays of another type",
         "2:repeats",
-        "kinds = [(array.dtype, array.shape) for array in arrays]",
-        "kinds = [array.shape for array in arrays]",
+        "kinds = [(array.dtype, array.shape) for array in arrays]\n",
+        "kinds = [array.shape for array in arrays]\n",
     ),
     _m(
         "repeated: results are written over values that are still to be read",
@@ -218,7 +218,7 @@ MUTANTS = (
         """        for start in range(0, data.size - 1, PIECE_BYTES):
             self.Bcast""",
     ),
-    # Headers between workers, and the values in them.
+    # Headers between workers, and values in headers.
     _m(
         "wire: who finds another header does not tell those after it",
         "4:inlined",
@@ -255,7 +255,7 @@ MUTANTS = (
         "if load is not None and finishes:",
         "if load is not None:",
     ),
-    # What one rank could not do.
+    # Failures of one rank.
     _m(
         "agreement: a problem of rank 0 is not told",
         "tests/gpu/test_ranks_on_gpu.py::test_transport_tests_pass[2-check_results]",
@@ -449,7 +449,7 @@ MUTANTS = (
         "keep = ordered[-rules.max_to_keep :]",
         "keep = ordered[1 - rules.max_to_keep :] if rules.max_to_keep > 1 else []",
     ),
-    # Arrays on GPUs, on the stand-in where there is none.
+    # Arrays on GPUs, or on the stand-in without a GPU.
     _m(
         "MPI on GPUs: a rank of an odd number of them gets no sum",
         "tests/gpu/test_ranks_on_gpu.py::test_transport_tests_pass[3-check_ring]",

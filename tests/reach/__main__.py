@@ -1,9 +1,9 @@
-"""Run the tests that reach modules, or find out anew which these are.
+"""Run the tests that reach modules, or update the table of such tests.
 
 ``python -m tests.reach hpcstrat/PATH.py`` is ``pytest --for=hpcstrat/PATH.py``, see
-selection.py. The table, ``table.json``, has for each module the test files that call
-its functions, those first that call many in little time. ``python -m tests.reach
---note`` makes it anew, which takes some minutes.
+selection.py. The table ``table.json`` has, for each module, the test files that call
+its functions, starting with files that call many functions in little time. ``python -m
+tests.reach --note`` updates the table, which takes some minutes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Noted = dict[str, tuple[float, set[str]]]
 def chosen(module: str, noted: Noted) -> list[str]:
     """Return test files that call the functions of a module, within a limit of time.
 
-    The next one is that which calls most functions a second that no other one calls;
-    those in the folders that mirror the module's count for more. Where all are called,
-    a few more follow, the quickest first.
+    The next chosen file has the most functions per second that earlier files do not
+    call; files in the folders that mirror the module's folder have a higher weight.
+    After all functions are covered, a few more files follow, the fastest first.
     """
     mirrored = {*files_in_mirrors(Path(module).parent)}
     calls = {
@@ -69,7 +69,7 @@ def chosen(module: str, noted: Noted) -> list[str]:
 
 
 def _command(files: Sequence[str], n: int) -> list[str]:
-    """Return the command that notes what test files call."""
+    """Return the command that records the calls of test files."""
     if not n:
         words = ["-m", "pytest", "-q", "-p", "tests.reach.plugin"]
         return [sys.executable, *words, *files]
@@ -78,13 +78,13 @@ def _command(files: Sequence[str], n: int) -> list[str]:
 
 
 def _noted_by(files: Sequence[str], n: int) -> Noted:
-    """Run test files, n ranks of them or none; return what they call, and how long.
+    """Run test files, on n ranks if n is not 0; return their calls and seconds.
 
-    That is on two quiet cores, which ranks share.
+    The seconds are those on two idle cores, which the ranks share.
     """
     command, cores = _command(files, n), min(n, 2) or 1
     with tempfile.TemporaryDirectory(prefix="hpcstrat-reach-") as folder:
-        # One thread for XLA, as logical replicas want it.
+        # Use one thread for XLA, as logical replicas require.
         env = {**os.environ, VARIABLE: folder, "NPROC": "1"}
         done = subprocess.run(
             command, cwd=_ROOT, env=env, check=False, capture_output=True, text=True
@@ -103,7 +103,7 @@ def _noted_by(files: Sequence[str], n: int) -> Noted:
 
 
 def _note() -> None:
-    """Run all files of quick tests, and write the table."""
+    """Run all fast test files, and write the table."""
     tests = _ROOT / "tests"
 
     def named(pattern: str) -> list[str]:
@@ -115,7 +115,7 @@ def _note() -> None:
         (named("unit/**/test_*.py"), 0),
         (named("integrations/ranks/check_*.py"), 2),
     ]
-    # Beside one another: that of no ranks leaves a core idle.
+    # Run both at once, because the run without ranks leaves a core idle.
     with ThreadPoolExecutor(2) as pool:
         all_noted = list(pool.map(lambda part: _noted_by(*part), parts))
     noted = {name: found for some in all_noted for name, found in some.items()}
@@ -126,7 +126,7 @@ def _note() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run tests; returns an exit status."""
+    """Run the command; return an exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.reach", description=__doc__)
     parser.add_argument("modules", nargs="*", metavar="hpcstrat/PATH.py")
     parser.add_argument("--note", action="store_true", help="make the table anew")

@@ -1,6 +1,7 @@
-"""A plugin of pytest that notes which functions of the library each test file calls.
+"""A pytest plugin that records the library functions that each test file calls.
 
-It is loaded where NOTED_CALLS names a folder: there each process writes a file.
+The plugin is active if NOTED_CALLS names a folder, into which each process writes a
+file.
 """
 
 from __future__ import annotations
@@ -25,29 +26,30 @@ _LIBRARY = f"{_ROOT / 'hpcstrat'}{os.sep}"
 
 
 def _processor_seconds() -> float:
-    """Return the time of this process and of those that it waited for.
+    """Return the CPU seconds of this process and of its ended children.
 
-    That of the clock depends on what else the machine does.
+    Clock seconds would depend on the load of the machine.
     """
     who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     return sum(u.ru_utime + u.ru_stime for u in map(resource.getrusage, who))
 
 
 class Noted:
-    """Notes calls, of this process, for each test file."""
+    """Records the calls in this process for each test file."""
 
     def __init__(self) -> None:
-        # By id: to hash a code object takes longer than most calls.
+        # Keyed by id, because hashing a code object takes longer than most calls.
         self._codes: dict[int, CodeType] = {}
         self._reached: dict[str, set[str]] = defaultdict(set)
         self._seconds: dict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        """Note what one test calls."""
+        """Record the calls of one test."""
         self._codes = {}
         begin = _processor_seconds()
-        # Unlike a profiler, a tracer that traces no lines sees calls of Python only.
+        # Use a tracer without line events, which, unlike a profiler, skips calls of C
+        # code.
         threading.settrace(self._note)
         sys.settrace(self._note)
         try:
@@ -57,7 +59,7 @@ class Noted:
             threading.settrace(None)
             name = os.fspath(Path(item.path).relative_to(_ROOT))
             self._seconds[name] += _processor_seconds() - begin
-            # Threads that a test has left may still call.
+            # Threads that a test has left running may still make calls.
             codes, self._codes = self._codes, {}
             self._reached[name] |= {
                 f"{os.path.relpath(code.co_filename, _ROOT)}:{code.co_qualname}"
@@ -70,7 +72,7 @@ class Noted:
         self._codes[id(frame.f_code)] = frame.f_code
 
     def pytest_sessionfinish(self) -> None:
-        """Write what was noted."""
+        """Write the recorded calls."""
         folder = os.environ.get(VARIABLE)
         if folder and self._reached:
             found = {

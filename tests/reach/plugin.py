@@ -10,5 +10,5 @@ __all__ = ["pytest_configure"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Note what tests call."""
+    """Record the calls of tests."""
     config.pluginmanager.register(Noted())

@@ -1,9 +1,10 @@
-"""The tests of a module of the library: their files, and arguments for pytest.
+"""Selection of the tests of a library module: test files, and pytest arguments.
 
-They are the files in the folders that mirror the module's (``tests/unit/FOLDER`` and
-``tests/mpi/ranks/FOLDER``; ``tests/integrations/ranks``, ``tests/gpu``) that have its
-name, and those that the table has for it. Where there is none: the jobs of `JOBS`, the
-files that import or name it, or those that mirror its folder, or the next one above.
+The tests are the files with the module's name in the folders that mirror the module's
+folder (``tests/unit/FOLDER`` and ``tests/mpi/ranks/FOLDER``;
+``tests/integrations/ranks``, ``tests/gpu``), and the table's files for the module. If
+there are none, the tests are the jobs of `JOBS`, the files that import or name the
+module, or the files in mirrors of its folder or of a parent folder.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = [
 
 _ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parent / "table.json"
-# The files of tests that run those of rank tests, by the folder of these.
+# For each folder of rank tests, the pytest files that run these tests.
 RUNNERS = {
     "tests/mpi/ranks": ("tests/mpi/test_ranks.py",),
     "tests/gpu": ("tests/gpu/test_ranks_on_gpu.py",),
@@ -41,7 +42,7 @@ RUNNERS = {
         f"tests/integrations/test_{name}.py" for name in ("torch", "jax", "keras")
     ),
 }
-# What only whole jobs can show, in minutes, by the beginning of the modules' paths.
+# Tests of whole jobs, which take minutes, by prefix of the modules' paths.
 JOBS = {
     "hpcstrat/checkpoint/bench.py": ("tests/mpi/test_ckpt_bench.py",),
     "hpcstrat/checkpoint/save/": (
@@ -74,13 +75,13 @@ JOBS = {
     "hpcstrat/tools/hang_command.py": ("tests/mpi/test_hang_file.py",),
     "hpcstrat/tools/launch_commands.py": ("tests/integrations/test_process_group.py",),
 }
-# First, last and middle ranks; where a file does not run there, as few as it runs on.
+# Use first, last and middle ranks, or the smallest number on which a file runs.
 _NUM_RANKS = 3
 _MOST_BY_CHANCE = 6
 
 
 def files_for(modules: Sequence[str]) -> list[str]:
-    """Return the test files of modules, which are given by paths."""
+    """Return the test files of the modules with these paths."""
     table = json.loads(TABLE.read_text())
     files: list[str] = []
     for name in map(path_of, modules):
@@ -100,7 +101,7 @@ def path_of(given: str) -> str:
 def files_of(module: str, table: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the test files of a module, by its path from the root of the repository.
 
-    Those that have its name come first.
+    Files with the module's name come first.
     """
     folder = Path(module).parent
     files = [*with_name_of(module), *table.get(module, ())]
@@ -112,7 +113,7 @@ def files_of(module: str, table: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def jobs_of(module: str) -> list[str]:
-    """Return the files of tests that start whole jobs for a module, or its folder."""
+    """Return the test files that start whole jobs for a module, or for its folder."""
     return [
         name
         for start, names in JOBS.items()
@@ -142,7 +143,7 @@ def files_in_mirrors(folder: Path) -> list[str]:
 def with_name_of(module: str) -> list[str]:
     """Return the test files in the mirrored folders that have the name of a module.
 
-    A longer name begins with the other, and with ``_``.
+    The file's name may continue after the module's name with ``_``.
     """
     path = Path(module)
     rooms = "".join(rf"(?:{re.escape(part)}_)?" for part in path.parts[-3:-1])
@@ -156,7 +157,7 @@ def with_name_of(module: str) -> list[str]:
 
 @functools.cache
 def _all_tests() -> dict[Path, str]:
-    """Return the texts of all files of tests."""
+    """Return the contents of all test files."""
     found: list[Path] = []
     for pattern in ("test_*.py", "check_*.py"):
         found += sorted((_ROOT / "tests").rglob(pattern))
@@ -164,20 +165,20 @@ def _all_tests() -> dict[Path, str]:
 
 
 def _that_name(module: str) -> list[str]:
-    """Return test files that import a module, or have its path or file name in them."""
+    """Return test files that import a module, or contain its path or file name."""
     path = Path(module)
     dotted = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
     parent, _, stem = dotted.rpartition(".")
     imported = rf"from {re.escape(parent)} import \(?[^)]*?\b{re.escape(stem)}\b"
     words = re.compile(rf"{re.escape(dotted)}\b|\b{re.escape(path.name)}|{imported}")
-    # A look for the name alone is quick.
+    # Search for the name first, because that is fast.
     texts = {path: text for path, text in _all_tests().items() if stem in text}
     found = [path for path, text in texts.items() if words.search(text)]
     return [os.fspath(path.relative_to(_ROOT)) for path in found[:_MOST_BY_CHANCE]]
 
 
 def _runners(file: str) -> tuple[str, ...]:
-    """Return what runs a file of rank tests; none for a file that pytest runs."""
+    """Return the pytest files that run a file of rank tests; empty for other files."""
     if not Path(file).name.startswith("check_"):
         return ()
     return next(
@@ -186,13 +187,13 @@ def _runners(file: str) -> tuple[str, ...]:
 
 
 def arguments_for(files: Sequence[str]) -> list[str]:
-    """Return the arguments of pytest that collect test files, and others of ranks."""
+    """Return the arguments of pytest that collect test files, including rank tests."""
     found = [name for file in files for name in _runners(file) or (file,)]
     return [str(_ROOT / name) for name in dict.fromkeys(found)]
 
 
 def unwanted(items: Sequence[pytest.Item], files: Sequence[str]) -> set[pytest.Item]:
-    """Return the items for other files of rank tests, or for more numbers of ranks."""
+    """Return the items of unselected rank test files, or of extra numbers of ranks."""
     left_out: set[pytest.Item] = set()
     sizes: dict[tuple[str, str], dict[int, list[pytest.Item]]] = {}
     for item in items:

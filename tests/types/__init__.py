@@ -1,1 +1,1 @@
-"""Programs of users, for type checkers: jobs/check.sh runs these over them."""
+"""User programs with annotations, which jobs/check.sh passes to type checkers."""

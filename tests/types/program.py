@@ -1,7 +1,7 @@
-"""A program of a user, with annotations, that type checkers find no fault in.
+"""A user program with annotations, in which type checkers find no error.
 
-The strict modes of mypy and Pyright read it beside the installed package, and it runs.
-What ``assert_type`` says of the public names is what users see in their editors.
+The strict modes of mypy and Pyright check this program with the installed package, and
+a test runs it. The types in ``assert_type`` are those that users see in their editors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Histogram:
-    """Counts that checkpoints save."""
+    """A histogram whose counts are saved in checkpoints."""
 
     def __init__(self) -> None:
         self.counts = hs.Variable(
@@ -35,12 +35,12 @@ class Histogram:
         self.counts.assign_add(np.histogram(rows, 4)[0])
 
     def checkpoint_variables(self) -> Mapping[str, hs.Variable]:
-        """Return what is saved, by name."""
+        """Return the saved values by name."""
         return {"counts": self.counts}
 
 
 class RootMeanSquare(hs.optimizers.Optimizer):
-    """A rule of a user's own."""
+    """A user's own update rule."""
 
     state: Mapping[str, float] = {"mean_square": 0.0}
 
@@ -101,7 +101,7 @@ def train(folder: str, strategy: hs.Strategy) -> float:
 
 
 def options() -> hs.CommunicationOptions:
-    """Return options, each of which an editor completes."""
+    """Return options whose values an editor completes."""
     return hs.CommunicationOptions(
         bytes_per_pack=1 << 20,
         implementation=hs.CommunicationImplementation.AUTO,
@@ -109,7 +109,7 @@ def options() -> hs.CommunicationOptions:
 
 
 def main() -> None:
-    """Train, with checkpoints in the folder that is given, and say how well."""
+    """Train with checkpoints in the given folder, and print the loss."""
     logger = hs.get_logger("program")
     assert_type(logger, logging.Logger)
     strategy = hs.MultiWorkerMirroredStrategy(communication_options=options())

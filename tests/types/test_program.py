@@ -1,4 +1,4 @@
-"""Annotations of the program hold where it runs, too."""
+"""The annotated program runs, and its types are right at run time."""
 
 from __future__ import annotations
 

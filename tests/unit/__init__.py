@@ -1,1 +1,1 @@
-"""Serial tests; nothing here starts MPI in the process of the tests."""
+"""Serial tests, which never start MPI in the test process."""

@@ -1,7 +1,7 @@
-"""Sums of several ranks by kernels in one process, in a random order, beside NumPy's.
+"""Sums of several ranks by kernels in one process, in random order, against NumPy.
 
-Run as a program, with the path of a module and a number of sums, it checks a kernel
-that was compiled in another way, such as with sanitizers.
+As a program, with a module's path and a number of sums as arguments, it checks a kernel
+that was compiled differently, for example with sanitizers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DONE, HEADER_AWAITED, STEP_AWAITED, DIFFERS, STEP_DIFFERS = range(5)
 
 
 class Worker:
-    """The kernels of all ranks of a worker, over memory of this process."""
+    """The kernels of all ranks of a worker, on memory of this process."""
 
     def __init__(self, module: Any, ranks: int, ring_bytes: int = 256 << 10) -> None:
         common = mmap.PAGESIZE
@@ -46,7 +46,7 @@ class Worker:
         digest: int = 11,
         allocate: Any = None,
     ) -> list[Any]:
-        """Return each rank's object for a sum of such arrays."""
+        """Return each rank's sum object for such arrays."""
         codes = type_codes([a.dtype for a in arrays[0]], means=bool(divisor))
         results = [result_like(array, divisor) for array in arrays[0]]
         options = codes, list(arrays[0]), results, piece_bytes, divisor, scattered
@@ -55,13 +55,13 @@ class Worker:
 
 
 def result_like(array: Any, divisor: int) -> Any:
-    """Return an array of the type and shape of a result."""
+    """Return an array with the type and shape of a result."""
     wire, narrows = wire_dtype(array.dtype, bool(divisor))
     return np.empty(array.shape, array.dtype if narrows else wire)
 
 
 def drawn(draw: random.Random, dtype: np.dtype[Any], size: int) -> Any:
-    """Return an array with numbers of all magnitudes, and some that are none."""
+    """Return an array with numbers of all magnitudes, and some NaN and infinities."""
     rng = np.random.default_rng(draw.getrandbits(32))
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
@@ -78,7 +78,7 @@ def drawn(draw: random.Random, dtype: np.dtype[Any], size: int) -> Any:
 
 
 def wanted(terms: Sequence[Any], divisor: int) -> Any:
-    """Return the sum of arrays in their order, as NumPy makes it."""
+    """Return NumPy's sum of arrays in their order."""
     wire, narrows = wire_dtype(terms[0].dtype, bool(divisor))
     with np.errstate(all="ignore"):
         total = terms[0].astype(wire)
@@ -89,7 +89,7 @@ def wanted(terms: Sequence[Any], divisor: int) -> Any:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Whether arrays are equal bit for bit, but for what a NaN holds."""
+    """Return whether arrays are equal bit by bit, except for payloads of NaN."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     nans = [np.zeros(one.shape, bool)] * 2
@@ -104,7 +104,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def finish(sums: Sequence[Any], draw: random.Random) -> None:
-    """Take the sums of all ranks to their ends, in a random order."""
+    """Run the sums of all ranks to their ends, in random order."""
     open_ = list(range(len(sums)))
     for _ in range(1_000_000):
         if not open_:
@@ -118,7 +118,7 @@ def finish(sums: Sequence[Any], draw: random.Random) -> None:
 
 
 def check(worker: Worker, draw: random.Random) -> None:
-    """Make a random sum by all ranks of a worker, and compare it."""
+    """Compute a random sum on all ranks of a worker, and compare it with NumPy's."""
     ranks, divisor = len(worker.kernels), 0
     if draw.random() < 0.4:
         divisor = ranks
@@ -127,7 +127,7 @@ def check(worker: Worker, draw: random.Random) -> None:
     expected = [wanted(terms, divisor) for terms in zip(*arrays, strict=True)]
     results = [[np.empty_like(array) for array in expected] for _ in range(ranks)]
     if not divisor and draw.random() < 0.3:
-        # In place, where all values are in one piece.
+        # Sum in place, if all values are in one piece.
         results = arrays
     piece = draw.choice([64, 192, 4096, 65536])
     sums = worker.sums(arrays, piece, divisor, ranks > 2 and draw.random() < 0.5)
@@ -145,7 +145,7 @@ def _size(draw: random.Random) -> int:
 
 
 def main(path: str, count: int) -> None:
-    """Check a kernel, which lies at a path."""
+    """Check the kernel at a path."""
     spec = importlib.util.spec_from_file_location("kernel", path)
     assert spec is not None
     assert spec.loader is not None

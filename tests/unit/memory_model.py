@@ -1,10 +1,10 @@
-"""All orders of loads and stores of some ranks that sum pieces through shared memory.
+"""A model of all orders of loads and stores of ranks that sum through shared memory.
 
-A rank's stores wait in a buffer, and reach the memory in any order: but for those of
-ticks, which have released what was stored before. Its loads are made in any order
-until it next posts a tick. So the model has every order that C11 allows the kernel, and
-some that it does not. See `hpcstrat.engine.channel.shared_rings` and
-hpcstrat/engine/native/kernel.c, whose steps these are.
+A rank's stores wait in a buffer, and reach the memory in any order, except stores of
+ticks, which are release stores: earlier stores reach the memory before. Its loads are
+executed in any order until the rank posts its next tick. Therefore the model contains
+every order that C11 allows the kernel, and some more. The modeled steps are those of
+`hpcstrat.engine.channel.shared_rings` and hpcstrat/engine/native/kernel.c.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 __all__ = ["Design", "find_error"]
 
-# What a store writes, and where: ("tick", rank, half) or ("place", rank, number).
+# A store's address, ("tick", rank, half) or ("place", rank, number), and its value.
 _Store = tuple[Any, Any]
 _State = tuple[tuple["_Rank", ...], tuple[tuple[Any, Any], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What is tried: the way of the kernel, or one that is planted.
+    """A design of the sum to explore: the kernel's design, or a wrong one.
 
-    ``scattered`` says that each rank adds a segment, and all copy the sums out.
+    With ``scattered``, each rank adds a segment, and all ranks copy the sums out.
     """
 
     ranks: int
@@ -37,7 +37,7 @@ class Design:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """How far a rank is; what it has stored that nobody sees; what it has to load."""
+    """A rank's state: its program line, its invisible stores, its pending loads."""
 
     line: int = 0
     stores: tuple[_Store, ...] = ()
@@ -45,7 +45,7 @@ class _Rank:
 
 
 def _program(design: Design, me: int) -> list[tuple[Any, ...]]:
-    """Return what a rank does, line by line."""
+    """Return the program lines of a rank."""
     others = [rank for rank in range(design.ranks) if rank != me]
     segments = range(design.ranks) if design.scattered else [0]
 
@@ -63,7 +63,8 @@ def _program(design: Design, me: int) -> list[tuple[Any, ...]]:
         loads = [("load", place(rank, piece, own), (piece, rank)) for rank in others]
         meet = [("post", tick), ("wait", tick)]
         if design.scattered:
-            # The sum is written over own values, once all terms have been loaded.
+            # The sum overwrites the rank's own values, after all terms have been
+            # loaded.
             sums = "sum", piece
             lines += [*loads, ("loaded",), ("store", place(me, piece, me), sums), *meet]
             lines += [("load", place(rank, piece, rank), sums) for rank in others]
@@ -75,7 +76,7 @@ def _program(design: Design, me: int) -> list[tuple[Any, ...]]:
 
 
 def find_error(design: Design) -> str:
-    """Go through all orders; return what goes wrong in one, or nothing."""
+    """Explore all orders; return a description of an error, or an empty text."""
     programs = [_program(design, rank) for rank in range(design.ranks)]
     start: _State = (tuple(_Rank() for _ in programs), ())
     seen, todo = {start}, [start]
@@ -108,7 +109,7 @@ def _followers(
         for index, (where, value) in enumerate(rank.stores):
             waits = any(w == where for w, _ in rank.stores[:index])
             if where[0] == "tick" and design.releases:
-                # A release: what was stored before comes first.
+                # A release store waits until earlier stores are visible.
                 waits = index > 0
             if not waits:
                 left = rank.stores[:index] + rank.stores[index + 1 :]
@@ -130,7 +131,7 @@ def _followers(
 def _stepped(
     design: Design, me: int, rank: _Rank, line: tuple[Any, ...], values: dict[Any, Any]
 ) -> _Rank | None:
-    """Return a rank after its next line; None if that has to wait."""
+    """Return a rank after its next line, or None if that line has to wait."""
     kind, *words = line
     if kind == "store":
         return replace(rank, stores=(*rank.stores, (words[0], words[1])))

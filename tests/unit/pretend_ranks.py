@@ -1,9 +1,9 @@
-"""Ranks of one process, whose messages come in any order, for tests of schedules.
+"""Simulated ranks in one process, with messages in any order, to test schedules.
 
 The channel, the plan and the algorithm of each rank are the library's own; only MPI and
-the memory that ranks share are pretended. Messages are matched as MPI does it, by the
-order in which they are sent and received, and come in any other. A message lies in the
-memory of its sender until it comes, or MPI takes it at once, which is drawn for each.
+shared memory are simulated. Messages are matched in the order of their sends and
+receives, as in MPI, but arrive in any order. Each message is, by a random draw, either
+copied from the sender's memory on arrival or buffered at once.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ _POISON = 0xA5
 
 
 class Wire:
-    """What is under way between the ranks of a job."""
+    """The messages in flight between the ranks of a job."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
-        # Of messages from rank to rank, by rank of the job.
+        # Bytes of sent messages, by rank of the sender.
         self.sent_bytes = Counter[int]()
-        # Which nobody has received yet, and what nobody has sent yet.
+        # Sends without a matching receive, and receives without a matching send.
         self.sends = defaultdict[Any, deque[Any]](deque)
         self.receives = defaultdict[Any, deque[Any]](deque)
-        # What each rank gives to a sum of MPI.
+        # Terms of the ranks in an allreduce of MPI.
         self.terms = defaultdict[Any, list[Any]](list)
         self._ready: list[Callable[[], None]] = []
 
     def match(self, key: Any) -> None:
-        """Let a message come where it is both sent and awaited."""
+        """Mark a message as deliverable if both its send and its receive are posted."""
         sends, receives = self.sends[key], self.receives[key]
         while sends and receives:
             send, receive = sends.popleft(), receives.popleft()
             self._ready.append(functools.partial(_come, send, receive))
 
     def add_up(self, key: Any, size: int) -> None:
-        """Let a sum come where all ranks have given their terms to it."""
+        """Mark an allreduce as deliverable if all ranks have posted their terms."""
         if len(self.terms[key]) == size:
             terms = self.terms.pop(key)
             self._ready.append(functools.partial(_add_up, terms))
 
     def deliver(self) -> bool:
-        """Let one thing come that can; whether there was one."""
+        """Deliver a random message or sum; return False if there is none."""
         ready = self._ready
         if not ready:
             return False
@@ -64,13 +64,13 @@ class Wire:
         return True
 
     def left(self) -> list[Any]:
-        """Return what was sent and not received, or the other way round."""
+        """Return the unmatched sends and receives."""
         found = [*self.sends.items(), *self.receives.items(), *self.terms.items()]
         return [key for key, queue in found if queue] + list(self._ready)
 
 
 class _Request:
-    """A call of MPI that does not wait."""
+    """A nonblocking MPI operation."""
 
     def __init__(self, begin: Callable[[_Request], None]) -> None:
         self._begin = begin
@@ -117,10 +117,10 @@ def _add_up(terms: list[tuple[int, Any, Any, _Request]]) -> None:
 
 
 class _Comm:
-    """A communicator, with as much of mpi4py's as schedules use.
+    """A communicator, with the mpi4py methods that schedules use.
 
-    ``ranks`` are those of the job; ``told`` says what all ranks give to an allgather in
-    which this one gives something, as each of them makes its channel by itself.
+    ``ranks`` are the ranks in the job. ``told`` maps this rank's term in an allgather
+    to the terms of all ranks, because each rank creates its channel alone.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class _Comm:
             request.taken = request.memory.copy()
             request.done = wire.random.random() < 0.3
             wire.sent_bytes[self._own] += request.taken.size
-            # A request that is done may be started again before its message comes.
+            # Copy a completed request, because it may be restarted before its message
+            # arrives.
             wire.sends[key].append(_copy(request) if request.done else request)
             wire.match(key)
 
@@ -186,7 +187,7 @@ class _Comm:
         return request
 
     def Iprobe(self, tag: int) -> bool:  # noqa: N802
-        """Say that no rank has ended all calls."""
+        """Return that no rank has ended all calls."""
         del tag
         return False
 
@@ -208,7 +209,7 @@ def _copy(request: _Request) -> _Request:
 
 
 class _Topology(SimpleNamespace):
-    """What the channel and the algorithms ask of a topology."""
+    """The attributes of a topology that channels and algorithms use."""
 
     def duplicate(self) -> Any:
         return self.make_comm("channel")
@@ -222,7 +223,7 @@ class _Topology(SimpleNamespace):
 def pretend_channels(
     wire: Wire, sizes: Sequence[int], slot_bytes: int = mmap.PAGESIZE
 ) -> list[Channel]:
-    """Return the channel of each rank, on workers of these numbers of ranks."""
+    """Return the channel of each rank, for workers with these numbers of ranks."""
     job, starts = range(sum(sizes)), [sum(sizes[:i]) for i in range(len(sizes))]
     firsts = [
         start for start, size in zip(starts, sizes, strict=True) for _ in range(size)
@@ -246,7 +247,7 @@ def pretend_channels(
             def make_comm(name: str, me: int = me) -> _Comm:
                 return _Comm(wire, name, job, me, lambda _: list(firsts))
 
-            # The ranks at this place in their workers.
+            # The ranks with this local rank, one of each worker.
             across = [s + rank for s, n in zip(starts, sizes, strict=True) if n > rank]
             topology = _Topology(
                 mpi=mpi,

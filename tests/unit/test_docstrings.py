@@ -1,4 +1,4 @@
-"""Docstrings are of two kinds: with sections where users call, short elsewhere."""
+"""Public docstrings have numpydoc sections; private docstrings are short."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Definition = Function | ast.ClassDef
 
 
 def _decorators(node: Definition) -> set[str]:
-    """Return the last words of the decorators, such as property or setter."""
+    """Return the last names of the decorators, such as property or setter."""
     calls = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
     return {d.attr if isinstance(d, ast.Attribute) else ast.unparse(d) for d in calls}
 
@@ -57,16 +57,16 @@ def _docstring(node: ast.AST) -> str:
 
 
 def _is_function(node: ast.AST) -> bool:
-    """Return whether this is a function with a contract of its own.
+    """Return whether this definition is a function with its own contract.
 
-    Properties are attributes, and the setter shares their docstring.
+    Properties count as attributes, and setters share the docstring of the getter.
     """
     others = {"property", "cached_property", "setter"}
     return isinstance(node, Function) and not _decorators(node) & others
 
 
 def _inherits(name: str, node: ast.AST) -> bool:
-    """Return whether this has the docstring of what it overrides."""
+    """Return whether this definition inherits the docstring of an overridden one."""
     return not _docstring(node) and bool(inspect.getdoc(pydoc.locate(name)))
 
 
@@ -85,7 +85,7 @@ DATACLASSES = [
 
 
 def _parameters(docstring: str) -> list[str]:
-    """Return the names in the section of parameters."""
+    """Return the names in the Parameters section."""
     found = re.search(
         r"^Parameters\n-+\n(.*?)(?=^\S[^\n]*\n---|\Z)", docstring, re.M | re.S
     )
@@ -160,7 +160,8 @@ def test_what_users_do_not_call_has_no_sections() -> None:
     assert [
         ".".join(key)
         for key, node in NODES
-        # What the reference shows of an integration is known with its framework only.
+        # The reference's names of an integration are known only if its framework is
+        # installed.
         if key not in PUBLIC
         and is_installed(f"{key[0]}.")
         and SECTION.search(_docstring(node))
@@ -168,7 +169,7 @@ def test_what_users_do_not_call_has_no_sections() -> None:
 
 
 def test_docstrings_begin_with_a_subject() -> None:
-    """Words that a reader would search for come first, not a question."""
+    """A module's docstring begins with search terms, not with a question."""
     questions = ("How", "What", "When", "Where", "Which", "Who", "Whose", "Why", "Of")
     root, first_words = PACKAGE.parent, {}
     for folder in (PACKAGE, root / "tests", root / "benchmarks"):

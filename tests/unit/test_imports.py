@@ -1,4 +1,4 @@
-"""``import hpcstrat`` is light, and every public name is there when it is asked for."""
+"""``import hpcstrat`` is fast, and every public name is imported on first use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _run(program: str) -> str:
     return done.stdout
 
 
-# What loads MPI ends Python on many login nodes; the others cost seconds.
+# Loading MPI crashes Python on many login nodes; other modules cost seconds.
 @pytest.mark.parametrize(
     ("module", "allowed"),
     [("hpcstrat", set()), ("hpcstrat.testing", set()), ("hpcstrat.cli", {"h5py"})],
@@ -60,7 +60,7 @@ def test_import_in_a_job_of_several_ranks_loads_nothing_heavy(
 
 
 def test_every_public_name_resolves() -> None:
-    # In a fresh interpreter, so that no earlier import helps; the names are lazy.
+    # Use a fresh interpreter, in which no earlier import has loaded the lazy names.
     program = (
         "import hpcstrat as hs\n"
         "missing = [n for n in hs.__all__ if getattr(hs, n, None) is None]\n"
@@ -83,7 +83,7 @@ def test_unknown_name_raises_attribute_error() -> None:
 
 
 def test_type_checkers_see_the_names_that_are_loaded_lazily() -> None:
-    # The TYPE_CHECKING block and the table are two lists of the same names.
+    # The TYPE_CHECKING block and the table must list the same names.
     tree = ast.parse(Path(hpcstrat.__file__).read_text())
     blocks = [n for n in tree.body if isinstance(n, ast.If)]
     seen = set()
@@ -111,4 +111,4 @@ def test_old_paths_lead_to_the_modules_and_warn() -> None:
 def test_at_the_door_are_few_names() -> None:
     here = Path(hpcstrat.__file__).parent
     names = [path.name for path in here.iterdir() if path.name[0] not in "_."]
-    assert len(names) <= 21, sorted(names)  # With py.typed.
+    assert len(names) <= 21, sorted(names)  # The package must contain py.typed.

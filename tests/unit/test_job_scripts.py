@@ -1,4 +1,4 @@
-"""The scripts of jobs/, under an srun that is only a stand-in, and one real mpirun."""
+"""The scripts of jobs/, run with a fake srun, and with a real mpirun."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.docs.said import assert_said
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "jobs").glob("*.sbatch"))
-# Those for other schedulers, with what each sets in a job of two ranks on one host.
+# Scripts for other schedulers, with each scheduler's variables for two ranks.
 OTHERS = sorted(
     path
     for path in (ROOT / "jobs").glob("*/*.*")
     if path.suffix in (*(".pbs", ".flux", ".lsf", ".sge"),)
 )
-# Passes its options over, and runs the program once.
+# A fake srun that skips its options, and runs the program once.
 SRUN = """#!/bin/sh
 while case "$1" in -*) true;; *) false;; esac; do shift; done
 exec "$@"
@@ -44,7 +44,7 @@ def project(tmp_path: Path) -> Path:
 def _submit(
     project: Path, script: str, *words: str, folder: str = ".", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script as Slurm does, from a copy that lies elsewhere."""
+    """Run a copy of a script in another folder, as Slurm does."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "CONDA"))}
     kept |= {
         "PATH": f"{project / 'bin'}:{os.environ['PATH']}",
@@ -64,8 +64,8 @@ def _submit(
     )
 
 
-# What Lmod and Environment Modules define when their file is sourced. The functions of
-# some read variables that may not be set.
+# Functions that Lmod and Environment Modules define when their file is sourced. Some
+# functions read variables that may be unset.
 INIT = """module() {
     : "$LOADEDMODULES$LMOD_CMD"
     [[ $1 == load && $2 == there ]] && export PYTHONHASHSEED=7
@@ -154,7 +154,7 @@ def test_conda_environments(project: Path) -> None:
     assert_said("no-conda", missing.stderr)
     _make_environment(project / "envs/science")
     conda = project / "bin/conda"
-    # `conda shell.bash hook` prints a function that activates in this shell.
+    # `conda shell.bash hook` prints a function that activates environments.
     conda.write_text(
         "#!/bin/sh\necho 'conda() { . \""
         + str(project)
@@ -167,7 +167,7 @@ def test_conda_environments(project: Path) -> None:
 
 
 def test_logs_go_where_there_is_a_folder(project: Path) -> None:
-    """Slurm makes none, and a job that cannot write its output ends without a word."""
+    """Slurm creates no folders, and a job that cannot write its log fails silently."""
     command = ". jobs/site.env && echo $SBATCH_OUTPUT"
     said = subprocess.run(
         ["bash", "-eu", "-c", command],
@@ -179,7 +179,7 @@ def test_logs_go_where_there_is_a_folder(project: Path) -> None:
     assert said.stdout == f"{project}/logs/%x-%j.out\n"
     assert (project / "logs").is_dir()
     for path in SCRIPTS:
-        # Without site.env, from anywhere.
+        # The log is in the working folder, without settings in site.env.
         assert "#SBATCH --output=slurm-%x-%j.out\n" in path.read_text()
 
 
@@ -191,7 +191,7 @@ def test_every_script_is_submitted_to_a_real_slurm() -> None:
 def _run_on_one_host(
     project: Path, script: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of PBS, LSF or SGE in a job of two ranks, both on this host."""
+    """Run a script of PBS, LSF or SGE as a job with two ranks on this host."""
     nodes = project / "nodes"
     host = platform.node()
     lines = (
@@ -223,7 +223,7 @@ def _run_on_one_host(
     kept = {
         k: v for k, v in clean_environment().items() if not k.startswith(schedulers)
     }
-    # Whatever is needed for a real mpirun here: root, and more ranks than cores.
+    # Allow a real mpirun to run as root, and with more ranks than cores.
     more = {
         f"{a}_ALLOW_RUN_AS_ROOT{b}": "1"
         for a in ("OMPI", "PRTE")
@@ -253,7 +253,7 @@ def test_scripts_of_other_schedulers_say_what_is_missing(
 ) -> None:
     text = script.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 60
-    # Whoever takes it must know whether anybody has tried it.
+    # A script must say whether and where it was tested.
     assert re.search(r"^# (Ran on |Not run: )", text, re.MULTILINE)
     if script.suffix == ".flux":
         return
@@ -280,7 +280,7 @@ raise SystemExit(int((*sys.argv, 0)[1]))
 
 @pytest.mark.parametrize("name", ["pbs/cpu.pbs", "lsf/cpu.lsf", "sge/cpu.sge"])
 def test_ranks_are_started_in_the_slots_of_the_job(project: Path, name: str) -> None:
-    """By the real mpirun; what a real scheduler adds is in tests/cluster."""
+    """A real mpirun starts the ranks; tests/cluster uses real schedulers."""
     (project / "program.py").write_text(RANK)
     script = ROOT / "jobs" / name
     finished = _run_on_one_host(project, script, PROGRAM="program.py")
@@ -298,7 +298,7 @@ def test_ranks_are_started_in_the_slots_of_the_job(project: Path, name: str) -> 
 def test_a_program_that_has_saved_is_started_again(
     project: Path, name: str, folder: str, said: str, status: int
 ) -> None:
-    """By the exit status, which the scheduler was told of in the head (LSF: -Q 42)."""
+    """The exit status requests the restart, by an option in the head (LSF: -Q 42)."""
     (project / "program.py").write_text(RANK)
     script = ROOT / "jobs" / name
     finished = _run_on_one_host(project, script, PROGRAM="program.py 42")

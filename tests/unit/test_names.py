@@ -1,4 +1,4 @@
-"""Each name of a module, and of a class, means one thing in the whole package."""
+"""Names of modules and of classes are unique in the whole package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "hpcstrat"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# By name, why there are two.
+# For each name that exists twice, the reason.
 MODULE_EXCEPTIONS = {
     "bench": "folders of two benchmarks: of scaling, and of writing checkpoints",
     "commands": "each tool has its commands beside it",
@@ -48,7 +48,7 @@ def _module_names() -> Iterable[tuple[str, str]]:
         if path.stem == "__init__":
             yield path.parent.name, place
         elif path.stem not in (path.parent.name, "__main__"):
-            # A folder and its main module are one thing.
+            # A folder and its main module count as one.
             yield path.stem, place
 
 

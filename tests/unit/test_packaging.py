@@ -1,4 +1,4 @@
-"""Recipes of packages and containers say what pyproject.toml says."""
+"""Recipes of packages and containers agree with pyproject.toml."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ METADATA = PROJECT["project"]
 RECIPE = (ROOT / "packaging/conda/recipe.yaml").read_text()
 SPACK = ROOT / "packaging/spack/spack_repo/hpcstrat"
 IMAGE = (ROOT / "jobs/apptainer.def").read_text()
-# What conda-forge calls otherwise.
+# Packages with other names on conda-forge.
 OF_CONDA = {"xxhash": "python-xxhash"}
 
 
 def split(requirement: str) -> tuple[str, str]:
-    """Return name and least version; the recipes know no other kind."""
+    """Return name and minimum version of a requirement, the only supported form."""
     found = re.fullmatch(r"([\w.-]+) >= ([\d.]+)", requirement)
     assert found, f"teach tests/unit/test_packaging.py what {requirement!r} means"
     return found[1], found[2]
@@ -39,14 +39,14 @@ BUILD = [split(needed) for needed in PROJECT["build-system"]["requires"]]
 
 
 def section(name: str, indent: str = "") -> str:
-    """Return the lines of the recipe below a key."""
+    """Return the recipe's lines below a key."""
     found = re.search(rf"^{indent}{name}:\n((?:{indent} +.*\n|\n)+)", RECIPE, re.M)
     assert found, name
     return found[1]
 
 
 def listed(name: str) -> list[str]:
-    """Return a list of the recipe's requirements."""
+    """Return one of the recipe's lists of requirements."""
     lines = section(name, "  ").splitlines()
     return [line.strip().removeprefix("- ") for line in lines if line.strip()]
 
@@ -87,7 +87,7 @@ def test_releases_are_listed_newest_first() -> None:
 
 
 def project_urls() -> ModuleType:
-    """Return the hook that names the addresses of the project."""
+    """Return the build hook that sets the project's URLs."""
     pytest.importorskip("hatchling")
     spec = importlib.util.spec_from_file_location(
         "project_urls", ROOT / "packaging/project_urls.py"
@@ -116,7 +116,7 @@ def test_all_addresses_follow_from_that_of_the_repository() -> None:
 
 
 def calls(name: str, package: str = "hpcstrat") -> list[ast.Call]:
-    """Return the calls of this function in the body of a package of Spack's."""
+    """Return the calls of this function in the body of a Spack package."""
     path = SPACK / f"packages/py_{package}/package.py"
     [body] = [
         node
@@ -134,7 +134,7 @@ def calls(name: str, package: str = "hpcstrat") -> list[ast.Call]:
 
 
 def numbers(version: str) -> list[int]:
-    """Return the parts of a version, to be compared."""
+    """Return a version as a tuple of numbers, for comparisons."""
     return [int(part) for part in version.split(".")]
 
 
@@ -142,7 +142,7 @@ def test_the_spack_package_follows_the_project() -> None:
     versions = [ast.literal_eval(call.args[0]) for call in calls("version")]
     assert versions == [METADATA["version"]]
     needed = [
-        # The compiler of the kernel.
+        # The kernel needs a C compiler.
         *("c", f"python@{PYTHON}:"),
         *[f"py-{name}@{least}:" for name, least in BUILD if name not in NEEDED],
         *[f"py-{name}@{least}:" for name, least in NEEDED.items()],
@@ -150,16 +150,16 @@ def test_the_spack_package_follows_the_project() -> None:
     of_plot = [split(text) for text in METADATA["optional-dependencies"]["plot"]]
     needed += [f"py-{name}@{least}:" for name, least in of_plot]
     assert [ast.literal_eval(c.args[0]) for c in calls("depends_on")] == needed
-    # Spack's own is older, so ours must be new enough.
+    # Spack's own optree is too old, so that our package must be new enough.
     [newest] = [ast.literal_eval(call.args[0]) for call in calls("version", "optree")]
     assert numbers(newest) >= numbers(NEEDED["optree"])
-    # Where Spack looks for the clone.
+    # Spack looks for the clone at this path.
     assert (SPACK / "packages/py_hpcstrat/package.py").parents[6] == ROOT
     assert (SPACK / "repo.yaml").is_file()
 
 
 def sections_of_image() -> dict[str, str]:
-    """Return the sections of Apptainer's definition file; the head is that of ''."""
+    """Return the sections of Apptainer's definition file; '' is the head's key."""
     parts = re.split(r"^%(\w+)[^\n]*\n", IMAGE, flags=re.M)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
@@ -176,7 +176,7 @@ def test_the_image_is_made_of_what_is_there() -> None:
         line.split()[0] for line in sections["files"].splitlines() if line.strip()
     ]
     assert [name for name in copied if not (ROOT / name).exists()] == []
-    # What a build of the library reads.
+    # The image must contain all files that the build reads.
     assert set(copied) >= {
         *("pyproject.toml", METADATA["readme"], *METADATA["license-files"]),
         *PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
@@ -199,7 +199,7 @@ def test_scripts_of_the_image_can_be_read_by_a_shell(name: str) -> None:
 
 
 def blocks_of_site() -> list[str]:
-    """Return the blocks of site.env from which a user takes the "#" off."""
+    """Return the commented blocks of site.env, which a user may uncomment."""
     text = (ROOT / "jobs/site.env").read_text()
     _, _, text = text.partition("# The site's own MPI")
     text, _, _ = text.partition("# Called by the scripts")

@@ -1,4 +1,4 @@
-"""`np.seterr` holds for the program's arithmetic, not for the library's."""
+"""`np.seterr` affects the program's arithmetic, but not the library's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ RULES: dict[str, Any] = {
     "adamw": lambda **o: optimizers.AdamW(0.5, **o),
     "lamb": lambda **o: optimizers.LAMB(0.5, **o),
 }
-# Overflow, underflow, nothing at all, and what is no number.
+# Values that overflow or underflow, zero, infinities and NaN.
 EXTREME = [1e300, -1e300, 5e-324, 1e-200, 0.0, np.inf, -np.inf, np.nan]
 
 
 @pytest.fixture(autouse=True)
 def raising() -> Any:
-    """Let NumPy raise for everything."""
+    """Let NumPy raise all floating-point errors."""
     with np.errstate(all="raise"):
         yield
         assert set(np.geterr().values()) == {"raise"}
@@ -47,7 +47,7 @@ def test_optimizers(rule: str, dtype: str, options: Any) -> None:
     for number in range(4):
         rows = np.array(EXTREME)[:, None], np.arange(8) % (1 + number)
         sparse = hs.IndexedSlices(*rows, (8, 1))
-        # As they are given: float64, to be cast to the variable's type.
+        # Pass float64 gradients, which are cast to the variable's type.
         pairs = [(np.roll(EXTREME, number), variables[0]), (sparse, variables[1])]
         optimizer.apply_gradients(pairs)
     assert int(optimizer.iterations) == 4 // options.get("accumulate_steps", 1)

@@ -1,4 +1,4 @@
-"""The tests of a module: what is noted of them, chosen for it, and run by a command."""
+"""The tests of a module: records of their calls, their selection, their command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_files_that_call_most_in_little_time_are_first() -> None:
         "other": (1.0, {"other:x"}),
     }
     assert chosen(module, noted) == ["quick", "slow"]
-    # Not as quick, but of this folder.
+    # A slower test file in the module's mirrored folder comes first.
     own = "tests/unit/layers/test_normalization.py"
     noted[own] = (4.0, {f"{module}:a"})
     assert chosen(module, noted)[0] == own
@@ -67,7 +67,7 @@ def test_files_with_the_name_of_a_module_are_its_tests() -> None:
     ]
     found = with_name_of("hpcstrat/integrations/torch/gradients.py")
     assert found == ["tests/integrations/ranks/check_torch_gradients.py"]
-    # That of PyTorch has the same name.
+    # PyTorch's integration has a module of the same name.
     found = with_name_of("hpcstrat/integrations/keras/checkpoints.py")
     assert found == []
 

@@ -45,7 +45,7 @@ def test_servers_take_the_arguments_of_the_reference() -> None:
     assert task.cluster == spec
     assert (task.job_name, task.task_index, task.protocol) == ("worker", 1, "grpc")
     assert hs.Server(task).target == "grpc://c:2"
-    # Where a job has one task, its number may be left out.
+    # If a job has one task, its number may be omitted.
     assert hs.Server(CLUSTER, job_name="ps").server_def.task_index == 0
     assert hs.Server({"worker": ["b:1"]}).target == "b:1"
 

@@ -1,4 +1,4 @@
-"""Whatever a program prints says what it is."""
+"""The repr of each public object describes the object."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hpcstrat as hs
 
 @pytest.fixture
 def objects(tmp_path: Path) -> dict[str, Any]:
-    """Return objects of a program on one replica."""
+    """Return objects that a program creates on one replica."""
     strategy = hs.OneDeviceStrategy("cpu:0")
     with strategy.scope():
         weights = hs.Variable(np.zeros(2), name="w")
@@ -85,7 +85,7 @@ def test_objects_show_what_they_are(objects: dict[str, Any], tmp_path: Path) -> 
 
 
 class Cells(HTMLParser):
-    """Collects the text of cells, and the names of tags."""
+    """An HTML parser that collects texts of cells, and names of tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Cells(HTMLParser):
 
 
 def shown(thing: Any) -> tuple[str, dict[str, str]]:
-    """Return the title and the rows of the table that a notebook shows."""
+    """Return title and rows of an object's table in a notebook."""
     cells = Cells()
     cells.feed(thing._repr_html_())
     assert cells.tags == {"table", "caption", "tbody", "tr", "th", "td", "pre"}

@@ -22,10 +22,10 @@ def _commands(command: click.Command, words: list[str]) -> Iterator[list[str]]:
 def test_help_is_for_people_on_a_terminal(words: list[str]) -> None:
     shown = CliRunner().invoke(main, [*words, "--help"])
     assert shown.exit_code == 0
-    # Whose words of MPI are for readers of the reference.
+    # "Collective" statements are for the reference, not for the help texts.
     assert "ollective" not in shown.output
     _, _, commands = shown.output.partition("Commands:")
-    # click cuts sentences to one line each.
+    # click would truncate a summary that does not fit into one line.
     assert "..." not in commands
     for line in shown.output.splitlines():
         assert len(line) <= 80

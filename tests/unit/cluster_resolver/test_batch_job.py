@@ -1,8 +1,8 @@
-"""Jobs of PBS, Flux, LSF and SGE, by what their commands and environments say.
+"""Jobs of PBS, Flux, LSF and SGE, as read from their commands and environments.
 
-What is read here was recorded: of SGE from Grid Engine 8.1.9, of PBS from OpenPBS 23
-and of Flux from flux-core 0.88. Of LSF, which only IBM hands out, the forms are those
-of its manual ("Environment variables set for job execution", "bjobs -WL").
+The inputs were recorded from Grid Engine 8.1.9 (SGE), OpenPBS 23 and flux-core 0.88.
+The inputs of LSF, which is proprietary, follow its manual ("Environment variables set
+for job execution", "bjobs -WL").
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def addresses(resolver: Any) -> list[str]:
     return [address.partition(":")[0] for address in found]
 
 
-# Lists of hosts
+# Tests of lists of hosts
 
 
 def pbs_nodes(folder: Path, text: str) -> dict[str, str]:
-    """Write PBS's list of hosts."""
+    """Write a PBS node file, and return the environment that names it."""
     path = folder / "nodes"
     path.write_text(text)
     return {"PBS_NODEFILE": str(path)}
@@ -66,7 +66,7 @@ def test_pbs_has_a_line_for_each_rank(tmp_path: Path) -> None:
 def test_the_same_number_of_ranks_on_each_host_may_be_below_the_slots(
     tmp_path: Path,
 ) -> None:
-    """As ``mpiexec -n 4 -ppn 2`` starts them on hosts of many slots."""
+    """``mpiexec -n 4 -ppn 2`` starts ranks in this way on hosts with more slots."""
     env = pbs_nodes(tmp_path, "node1\n" * 8 + "node2\n" * 8)
     resolver = PBSClusterResolver(host="node2", variables=rank(2, **env))
     assert addresses(resolver) == ["node1", "node1", "node2", "node2"]
@@ -79,7 +79,7 @@ def test_unequal_hosts_are_filled_by_slots(tmp_path: Path) -> None:
 
 
 def test_a_rank_on_another_host_is_an_error(tmp_path: Path) -> None:
-    """Such as of mpirun --map-by node: addresses would be wrong."""
+    """With ``mpirun --map-by node``, the resolver's addresses would be wrong."""
     env = pbs_nodes(tmp_path, "node1\nnode1\nnode2\nnode2\n")
     with pytest.raises(RuntimeError, match=r"rank 1 on host node1.*found it on node2"):
         PBSClusterResolver(host="node2", variables=rank(1, **env))
@@ -117,7 +117,7 @@ def test_lsf_says_hosts_and_slots() -> None:
 
 
 def test_the_host_from_which_jsrun_starts_has_no_ranks() -> None:
-    """As on Summit: a batch host, then hosts of 42 slots, of which few are used."""
+    """Jobs on Summit have a batch host, and hosts with 42 mostly unused slots."""
     numbers = {"RANK": 3, "SIZE": 4, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}
     env = {f"JSM_NAMESPACE_{name}": str(number) for name, number in numbers.items()}
     assert launch_from_environment(env) == Launch("jsrun", 3, 4, 1, 2)
@@ -133,7 +133,7 @@ def test_launchers_that_speak_the_protocol_of_mpich_are_told_apart() -> None:
     assert launch_from_environment(pals) == expected
     flux = {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1", "FLUX_TASK_LOCAL_ID": "0"}
     assert launch_from_environment(flux) == Launch("flux run", 0, 1, 0, None)
-    # An mpiexec that a task of Flux has started, whose rank is its own.
+    # A task of Flux has started mpiexec, whose rank numbers count.
     inner = {**flux, "PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"}
     assert launch_from_environment(inner).launcher == "mpiexec of MPICH"
     assert launch_from_environment({**inner, "PMI_RANK": "0"}).rank == 0
@@ -169,11 +169,11 @@ def test_a_gpu_that_a_task_has_alone_stays_its_own(tmp_path: Path) -> None:
     assert env["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-# What commands say of the end of a job
+# Tests of the end of a job, as commands of schedulers report it
 
 
 def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, text: str) -> None:
-    """Put a command into the PATH that answers to this line, and fails for others."""
+    """Put a command into PATH that prints a text for this line, and else fails."""
     command, _, words = line.partition(" ")
     path = folder / command
     begin = path.read_text() if path.exists() else "#!/bin/sh\n"
@@ -182,7 +182,7 @@ def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, text: str) 
     path.write_text(f"{begin}{asked} cat <<'END'\n{text}\nEND\nexit\nfi\nexit 3\n")
     path.chmod(0o755)
     if str(folder) not in os.environ["PATH"]:
-        # Without a real command of the name, such as one in a virtual environment.
+        # Hide real commands of this name, such as one in a virtual environment.
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
@@ -232,7 +232,7 @@ def test_sge_knows_tasks_of_an_array(
     ("said", "minutes"),
     [
         ("1:58 L", 118),
-        # An estimate of bsub -We, and a job without a limit.
+        # An estimate by bsub -We, and a job without a limit, have no end.
         ("1:58 E", None),
         ("0:00 X", None),
         ("-", None),
@@ -286,7 +286,7 @@ def test_pbs_tells_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     unlimited = PBS_RUNNING.replace("    Resource_List.walltime = 00:10:00\n", "")
     answer(tmp_path, monkeypatch, "qstat -f 12", unlimited)
     assert BatchJob("PBS", "12").end() is None
-    # Torque's form, of its manual.
+    # The output format of Torque, from its manual.
     left = "Job Id: 13\n    start_time = Thu\n    Walltime.Remaining = 3421\n"
     answer(tmp_path, monkeypatch, "qstat -f 13", left)
     assert BatchJob("PBS", "13").end() == pytest.approx(time.time() + 3421, abs=5)
@@ -311,7 +311,7 @@ FLUX = {
     ("task_map", "expected"),
     [
         ("[[0,2,2,1]]", ["node3:8888", "node3:8889", "node4:8888", "node4:8889"]),
-        # One to each node in turn.
+        # Ranks are placed on the nodes in turn.
         ("[[0,2,1,2]]", ["node3:8888", "node4:8888", "node3:8889", "node4:8889"]),
         (
             "[[0,1,3,1],[1,1,1,1]]",

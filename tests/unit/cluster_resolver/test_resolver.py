@@ -1,4 +1,4 @@
-"""Cluster resolvers read what launchers put into the environment; no MPI."""
+"""Cluster resolvers read the environment variables of launchers, without MPI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hpcstrat.cluster_resolver import (
     launch_from_environment,
 )
 
-# What the launchers set for rank 1 (Slurm 22.05: rank 3), shortened.
+# Variables that the launchers set for rank 1 (Slurm 22.05: rank 3), shortened.
 OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
@@ -60,7 +60,7 @@ SLURM = {
 }
 
 
-# Lists of Slurm's
+# Tests of Slurm's node lists
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_cluster_spec_answers() -> None:
     assert not ClusterSpec({})
     assert spec != "spec"
     assert "d:4" in repr(spec)
-    # Keys of JSON are text.
+    # JSON has texts as keys.
     assert ClusterSpec({"worker": {"0": "a:1"}}).as_dict() == {"worker": ["a:1"]}  # type: ignore[dict-item]
     assert ClusterSpec({"worker": []}).as_dict() == {"worker": []}
 
@@ -354,7 +354,7 @@ def test_slurm_places_tasks_node_by_node() -> None:
 
 
 def test_slurm_with_unequal_nodes_and_jobs() -> None:
-    """Tasks of unequal number on each node; a job may begin in the middle of one."""
+    """Nodes may have unequal numbers of tasks, and a job may begin within a node."""
     env = {
         "SLURM_STEP_NODELIST": "n[01-02,7]-ib[0-1]",
         "SLURM_STEP_TASKS_PER_NODE": "2(x3),1,3,1",
@@ -402,7 +402,8 @@ def test_slurm_deals_tasks_cyclically_where_srun_did() -> None:
 @pytest.mark.parametrize(
     ("distribution", "places"),
     [
-        # Rank, node and number there, as srun -N3 -n5 of Slurm 22.05 gave them.
+        # Node and local rank of each rank, as recorded from srun -N3 -n5 of Slurm
+        # 22.05.
         (None, [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]),
         ("cyclic", [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]),
     ],
@@ -428,7 +429,7 @@ def test_slurm_ranks_are_where_srun_put_them(
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("name", ["plane", "arbitrary"])
 def test_slurm_in_another_order_is_refused_on_every_rank(name: str, rank: int) -> None:
-    # Ranks 0 and 3 would be at the same places by block.
+    # Ranks 0 and 3 would have the same places in a block distribution.
     with pytest.raises(RuntimeError, match=f"by block or cyclic, found {name}"):
         _slurm(
             {
@@ -478,9 +479,9 @@ def test_slurm_values_must_be_numbers() -> None:
         ({}, {"gpus_per_node": 4, "auto_set_gpu": False}, None, 2),
         ({}, {"gpus_per_node": 1}, None, 0),
         ({"SLURM_GPUS_ON_NODE": "2"}, {}, "1", 1),
-        # srun --gpus-per-node: every task sees all of the node.
+        # With srun --gpus-per-node, every task sees all GPUs of the node.
         ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "5,7"}, {}, "7", 1),
-        # srun --gpus-per-task: Slurm has chosen already.
+        # With srun --gpus-per-task, Slurm has already chosen a GPU.
         ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, {}, "1", 1),
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, {}, "0,1", 0),
     ],
@@ -495,7 +496,7 @@ def test_slurm_chooses_gpus(
     for _ in range(2):
         resolver.cluster_spec()
         assert env.get("CUDA_VISIBLE_DEVICES") == visible
-    # Another one in the same process finds the choice made, and keeps it.
+    # Another resolver in the same process finds and keeps this choice.
     SlurmClusterResolver(variables=env, **options).cluster_spec()
     assert env.get("CUDA_VISIBLE_DEVICES") == visible
 
@@ -552,7 +553,7 @@ def test_pmix_under_srun_asks_slurm_for_the_size() -> None:
     env = {**SLURM, "PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.17.0"}
     resolver = PMIxClusterResolver(variables=env)
     assert (resolver.task_id, resolver.num_tasks, resolver.local_rank) == (3, 4, 1)
-    # And so does pmi2.
+    # pmi2 sets such variables, too.
     env = {**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9"}
     assert MPICHClusterResolver(variables=env).local_rank == 1
 
@@ -579,7 +580,7 @@ def test_another_launcher_is_noticed(kind: Any, env: Any, missing: str) -> None:
         (OPEN_MPI, Launch("mpirun of Open MPI", 1, 2, 1, 2)),
         (MPICH, Launch("mpiexec of MPICH", 1, 2, 1, 2)),
         (SLURM, Launch("srun", 3, 4, 1, 2)),
-        # The numbers of tasks differ: that of this node counts, if it is known.
+        # Nodes have unequal numbers of tasks; the number of this node counts, if known.
         (
             {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3,1"},
             Launch("srun", 3, 4, 1, 1),

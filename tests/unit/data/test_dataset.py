@@ -1,4 +1,4 @@
-"""The chain of a data set: against lists, and read in any pieces."""
+"""The chain of a dataset, compared with lists, and read in slices of any size."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hpcstrat.engine.tree import tree_map
 
 
 def plain(element: Any) -> Any:
-    """Return an element with lists in the place of arrays."""
+    """Return an element with its arrays replaced by lists."""
     return tree_map(lambda leaf: leaf.tolist(), element)
 
 
 class _Drawn:
-    """Draws a chain that keeps random access, beside what its epochs are as lists."""
+    """Draws a chain with random access, and its epochs as lists."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -260,12 +260,12 @@ def test_bad_chains_are_told_what_to_do() -> None:
 
 
 def readers() -> list[str]:
-    """Return the threads that read ahead."""
+    """Return the prefetching threads."""
     return [t.name for t in threading.enumerate() if "hpcstrat-reader" in t.name]
 
 
 def no_readers() -> bool:
-    """Wait for the readers to end."""
+    """Wait until the prefetching threads have ended."""
     gc.collect()
     for _ in range(200):
         if not readers():

@@ -1,4 +1,4 @@
-"""Orders of shuffled rows: permutations, as random as promised, in little memory."""
+"""Orders of shuffled rows: permutations, as random as documented, in little memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_any_places_give_the_rows_of_the_whole_order(
 
 
 def _chi_square(counts: Any) -> float:
-    """Return how many standard deviations a chi-square is from its mean."""
+    """Return the deviation of a chi-square from its mean, in standard deviations."""
     expected = counts.mean()
     degrees = counts.size - 1
     return float(
@@ -66,8 +66,8 @@ def _chi_square(counts: Any) -> float:
 def test_large_permutations_are_uniform_over_epochs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each place gives each row as often, and pairs of neighbours as often."""
-    # As a network also at a size whose epochs can all be looked through.
+    """Each position has each row equally often, and so do pairs of neighbors."""
+    # Use the network for small sizes, too, for which many epochs can be counted.
     monkeypatch.setattr(orders, "_EXACT_ROWS", 0)
     num_rows, epochs = 1500, 600
     bins = 15
@@ -76,7 +76,7 @@ def test_large_permutations_are_uniform_over_epochs(
     for epoch in range(epochs):
         rows = Permutation(num_rows, 1, epoch).rows(places)
         np.add.at(positions, (places * bins // num_rows, rows * bins // num_rows), 1)
-        # The distance of neighbours, round the end.
+        # Count distances of neighbors, modulo the number of rows.
         steps += np.histogram(np.diff(rows) % num_rows, bins, (0, num_rows))[0]
     assert abs(_chi_square(positions)) < 4
     assert abs(_chi_square(steps)) < 4
@@ -101,7 +101,7 @@ def test_a_billion_rows_take_no_time_to_open_and_no_memory() -> None:
 
 
 def _one_by_one(num_rows: int, size: int, order: BufferedOrder) -> list[int]:
-    """Return the order, having checked that a buffer of a size could give it."""
+    """Return the order of rows; check that a buffer of this size can produce it."""
     rows = order.rows(np.arange(num_rows)).tolist()
     buffer, coming = set(range(min(size, num_rows))), size
     for row in rows:
@@ -122,7 +122,7 @@ def test_a_buffer_of_the_size_could_have_given_the_order(
         patch.setattr(orders, "_WINDOW_ROWS", window)
         order = BufferedOrder(num_rows, size, seed, 0)
         rows = _one_by_one(num_rows, size, order)
-        # Going back and forth gives the same.
+        # Random access gives the same rows.
         for place in (0, num_rows - 1, num_rows // 2):
             assert order.rows(np.array([place]))[0] == rows[place]
         assert BufferedOrder(num_rows, 1, seed, 0).rows(np.arange(num_rows)).tolist()
@@ -145,7 +145,8 @@ def test_blocks_are_kept_together_within_windows(
     size = block * window
     for start in range(0, num_rows, size):
         blocks = np.unique(rows[start : start + size] // block)
-        # A short block in it, or before it, may let it begin within a block.
+        # A window may begin within a block, because of a short block in it or before
+        # it.
         assert len(blocks) <= window + 1
     places = generator_of(seed).permutation(num_rows)
     np.testing.assert_array_equal(order.rows(places), rows[places])

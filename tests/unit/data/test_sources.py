@@ -1,4 +1,4 @@
-"""Sources of a data set, and the columns that they become."""
+"""Sources of a dataset, and their columns."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_batches_of_items_have_one_layout(shuffle: bool) -> None:
 
 
 class _Table:
-    """Items with lists, as a table of Hugging Face gives them; it counts its calls."""
+    """Items with lists, like those of a Hugging Face table; counts its calls."""
 
     shape = (5, 2)
 

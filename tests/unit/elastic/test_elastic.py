@@ -77,10 +77,10 @@ def test_newest_commit_that_all_have_is_chosen() -> None:
     ahead, behind = _report(1, (1, 4), (1, 5)), _report(1, (1, 3), (1, 4))
     assert choose([ahead, behind]) == (1, 4)
     assert choose([ahead, ahead]) == (1, 5)
-    # Who has joined later is no obstacle, whether it has commits of its own or not.
+    # A rank that joined later does not limit the choice, with or without own commits.
     assert choose([ahead, behind, _report(2)]) == (1, 4)
     assert choose([behind, _report(2, (2, 1))]) == (1, 4)
-    # What was made since then counts where all have it.
+    # A newer commit is chosen only if all ranks have it.
     again = _report(1, (1, 4), (2, 1))
     assert choose([again, _report(2, (2, 1))]) == (2, 1)
     assert choose([again, _report(2)]) == (1, 4)

@@ -1,4 +1,4 @@
-"""The way of log records from the library's loggers to handlers."""
+"""The path of log records from the library's loggers to handlers."""
 
 from __future__ import annotations
 

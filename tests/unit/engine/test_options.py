@@ -1,4 +1,4 @@
-"""Enumerations by name, and option records that check themselves."""
+"""Enumerations by name, and option dataclasses that validate their fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings come from the program, then the environment, and are checked."""
+"""Settings are read from the program, then the environment, and validated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees: structures come back as they were, whatever their containers."""
+"""Trees: flattening and unflattening preserve structures of any containers."""
 
 from __future__ import annotations
 

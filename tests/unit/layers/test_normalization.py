@@ -18,7 +18,7 @@ RNG = np.random.default_rng(5)
 
 
 def differences(function: Any, at: Any, step: float = 1e-6) -> Any:
-    """Return the gradient of a scalar function by central differences."""
+    """Return the numerical gradient of a scalar function, by central differences."""
     gradient = np.zeros_like(at)
     for index in np.ndindex(at.shape):
         kept = at[index]

@@ -1,4 +1,4 @@
-"""A log of metrics after any number of kills is that of a run that nobody disturbed."""
+"""After any number of kills, a log of metrics equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 12
 
 
 class Killed(Exception):
-    """Stands for the end of the process."""
+    """Raised instead of killing the process."""
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -34,14 +34,14 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 class Run:
-    """A training that logs and saves; each life of it ends when ``kill`` says so."""
+    """A training that logs and saves; each attempt ends when ``kill`` says so."""
 
     def __init__(self, folder: Path, sinks: Callable[[], list[Any]] = list) -> None:
         self.folder = folder
         self.sinks = sinks
 
     def live(self, every: int, kill: Callable[[], None] = lambda: None) -> None:
-        """Go on from the newest checkpoint to the end, or until killed."""
+        """Continue from the newest checkpoint to the end, or until killed."""
         self.log = hs.metrics.Log(self.folder, sinks=self.sinks())
         weights = hs.Variable(0, dtype="int64", name="weights")
         manager = hs.CheckpointManager(self.folder, weights=weights, log=self.log)
@@ -156,7 +156,7 @@ def test_lines_are_json_whatever_the_numbers(tmp_path: Path) -> None:
 
 
 class Broken:
-    """A sink that is away."""
+    """A sink whose server is unreachable."""
 
     def __getattr__(self, name: str) -> Any:
         raise ConnectionError("no such host")
@@ -174,7 +174,7 @@ def test_a_sink_that_fails_stops_no_training(
 
 @pytest.fixture
 def one_second_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each writer of events name its file by another second, as jobs do."""
+    """Give each event file another second in its name, as in separate jobs."""
     from tensorboard.summary.writer import event_file_writer
 
     seconds = itertools.count(int(time.time()))
@@ -223,7 +223,7 @@ def test_tensorboard_shows_what_an_undisturbed_run_logs(
 
             def kill(left: Iterator[int] = left) -> None:
                 if next(left) == 0:
-                    # More than the job may have had time to write.
+                    # Flush more than a killed job might have had time to write.
                     run.log.flush()
                     raise Killed
 

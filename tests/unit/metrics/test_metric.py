@@ -42,7 +42,7 @@ def test_nothing_has_the_mean_zero() -> None:
     assert metrics.RootMeanSquaredError().result() == 0
 
 
-# Expected values are those of the formulas in tf.keras's documentation.
+# The expected values follow the formulas in tf.keras's documentation.
 @pytest.mark.parametrize(
     ("values", "weights", "mean", "total"),
     [
@@ -99,7 +99,7 @@ def test_sums_are_float64_whatever_comes_in() -> None:
     many = np.full(100_000, 0.1, np.float32)
     exact = float(np.float32(0.1))
     assert value_of(metrics.Mean(), (many,)) == pytest.approx(exact, rel=1e-12)
-    # Python numbers are not rounded to float32, the library's default for them.
+    # Python numbers are not rounded to float32, the library's default type for them.
     assert value_of(metrics.Mean(), ([0.1],)) == 0.1
     assert value_of(metrics.Sum(), (np.full(70_000, 1, np.float16),)) == 70_000
     assert value_of(metrics.Sum(), (np.full(300, 200, np.uint8),)) == 60_000
@@ -124,7 +124,7 @@ def test_binary_accuracy() -> None:
     assert value_of(metrics.BinaryAccuracy(), (*pair, [1, 0, 0, 1])) == 0.5
     assert value_of(metrics.BinaryAccuracy(threshold=0.7), pair) == 1
     assert value_of(metrics.BinaryAccuracy(), ([0, 1], [0.5, 0.5])) == 0.5
-    # Each element of a vector is an example, so that batches of all sizes add up.
+    # Each element of a vector counts as an example, so that batches of any size add up.
     uneven = ([1, 1, 1], [1, 1, 1]), ([0], [1])
     assert value_of(metrics.BinaryAccuracy(), *uneven) == 0.75
 

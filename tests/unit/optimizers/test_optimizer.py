@@ -1,4 +1,4 @@
-"""Optimizers in one process: parameters, helpers, and steps by hand."""
+"""Optimizers in one process: parameters, helpers, and steps computed by hand."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_small_variables_are_updated_as_one_with_the_same_bits(
                 for shape in shapes
             ]
             optimizer.apply_gradients(zip(gradients, variables, strict=True))
-            # Programs go on writing them between the steps.
+            # Programs may still assign variables between the steps.
             variables[3].assign(np.full((7, 5), 0.5, dtype))
         state = optimizer.checkpoint_variables()
         routine = optimizer._routine
@@ -302,7 +302,7 @@ def test_the_optimizer_of_the_guide_accumulates_clips_and_is_restored(
         mean = 0.1 * gradient**2
         expected = old - 0.1 * gradient / (np.sqrt(mean) + 1e-7)
         np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
-    # In the midst of a step, whose sums are saved, too.
+    # Save during an accumulation, whose partial sums are saved, too.
     call(variables, optimizer)
     hs.CheckpointManager(tmp_path, weights=variables, optimizer=optimizer).save()
     others, restored = made()

@@ -1,4 +1,4 @@
-"""State belongs to variables; names are for files."""
+"""Optimizer state belongs to variables; names are only for files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def test_variables_of_one_name_have_state_of_their_own(steps: int) -> None:
     a, b = variable(), variable()
     optimizer = optimizers.SGD(1.0, 0.5, accumulate_steps=steps)
     for _ in range(2 * steps):
-        # One at a time, so that an accumulation is of both.
+        # Update one variable per call, so that an accumulation covers both.
         step(optimizer, 1.0, a)
     for _ in range(2 * steps):
         step(optimizer, -2.0, b)
-    # Speeds are 1 and 1.5, times the number of calls in a step.
+    # The velocities are 1 and 1.5, times the number of calls in a step.
     np.testing.assert_array_equal(a, [-2.5 * steps])
     np.testing.assert_array_equal(b, [5.0 * steps])
 
@@ -47,7 +47,7 @@ def test_state_of_variables_of_one_name_is_refused_at_the_save(tmp_path: Path) -
     step(optimizer, 1.0, b)
     with pytest.raises(ValueError, match=r"momentum of several .*'Variable'.*name="):
         manager.save(2)
-    # Without state, names do not matter.
+    # Names do not matter for an optimizer without state.
     plain = optimizers.SGD(1.0)
     step(plain, 1.0, a)
     step(plain, 1.0, b)
@@ -57,7 +57,7 @@ def test_state_of_variables_of_one_name_is_refused_at_the_save(tmp_path: Path) -
 def test_state_goes_with_its_variable(tmp_path: Path) -> None:
     optimizer = optimizers.Adam(0.1, accumulate_steps=2)
     for number in range(20):
-        # An address that was used before is another variable nevertheless.
+        # A variable at a reused memory address must be treated as a new variable.
         fresh = variable("w")
         step(optimizer, 1.0, fresh)
         step(optimizer, 1.0, fresh)
@@ -72,7 +72,7 @@ def test_state_goes_with_its_variable(tmp_path: Path) -> None:
 
 
 def _correction(number: int) -> float:
-    """Return the first step of Adam's moments, corrected as if it came later."""
+    """Return the first Adam step, with the bias correction of a later step."""
     t = number + 1
     first = 0.1 * 2 / (1 - 0.9**t)
     return float(first / (np.sqrt(0.001 * 4 / (1 - 0.999**t)) + 1e-7))
@@ -110,7 +110,7 @@ def test_every_name_has_a_place_of_its_own_in_files() -> None:
         heads = {"/".join(parts[:count]) for count in range(1, len(parts))}
         assert not heads & set(found)
         assert not {"", ".", ".."} & set(parts)
-    # As in files before, where that can be.
+    # The names are those of older files, if that is possible.
     assert [n for n, f in zip(names, found, strict=False) if n == f] == [
         "kind/dense",
         "kind/x/y",
@@ -142,7 +142,7 @@ def test_variables_within_the_name_of_another_are_saved(
     if built:
         optimizer.build(variables)
     manager.restore()
-    # What waits for its variables is saved as it was.
+    # Restored state whose variables do not exist yet is saved unchanged.
     manager.save(7)
     manager.restore()
     np.testing.assert_array_equal(train(variables, optimizer), wanted)
@@ -150,7 +150,7 @@ def test_variables_within_the_name_of_another_are_saved(
 
 @pytest.mark.parametrize("built", [False, True])
 def test_old_names_are_found(tmp_path: Path, built: bool) -> None:
-    # Only one of them had state then, so that its name is as it was; now it is not.
+    # Only one variable had state in this file, so that its name there differs from now.
     bias = variable("dense/bias")
     optimizer = optimizers.SGD(1.0, 0.5)
     step(optimizer, 1.0, bias)

@@ -1,4 +1,4 @@
-"""The pages of a job's ranks on one host; each rank is a process of its own."""
+"""The status pages of a job's ranks on one host; each rank is a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from hpcstrat.safety import presence
 
-# Takes a page, says so, and lives until its input ends.
+# Program of a rank: acquires a page, prints that, and runs until its input ends.
 RANK = """
 import json, os, sys
 from hpcstrat.safety import presence
@@ -36,7 +36,7 @@ def _environment(job: str, rank: int, size: int = 3, local: int = 3) -> dict[str
 
 
 class Rank:
-    """A process that has, or has not, taken its page."""
+    """A process of a rank, with or without its page."""
 
     def __init__(self, folder: Path, job: str, rank: int, **more: int) -> None:
         told = _environment(job, rank, **more)
@@ -45,14 +45,14 @@ class Rank:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # At the import there is no job.
+            # The job's variables are missing when hpcstrat is imported.
             env={k: v for k, v in os.environ.items() if k not in told},
         )
         assert self.process.stdout is not None
         self.came = self.process.stdout.readline().strip() == "True"
 
     def end(self, kill: bool = False) -> None:
-        """End it, by the end of its input, or by SIGKILL."""
+        """End the process, by closing its input, or by SIGKILL."""
         if kill:
             self.process.kill()
         self.process.communicate(timeout=30)
@@ -60,7 +60,7 @@ class Rank:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Any:
-    """Start ranks that are ended with the test."""
+    """Yield a function that starts ranks; they end with the test."""
     made: list[Rank] = []
 
     def start(job: str, rank: int, **more: int) -> Rank:
@@ -75,7 +75,7 @@ def ranks(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Be rank 0 of a job."""
+    """Let this process be rank 0 of a job."""
     boards: list[presence.LaunchRegistry] = []
 
     def take(job: str, **more: int) -> presence.LaunchRegistry:
@@ -144,7 +144,7 @@ def test_jobs_do_not_see_each_other_and_remove_what_the_dead_have_left(
     assert len(left) == 2
     board = own("new")
     assert board.read(1) is None
-    # Those that have just been made may belong to jobs of which others will come.
+    # New pages stay, because further ranks of their jobs may still start.
     assert len(list(tmp_path.iterdir())) == 3
     for path in left:
         os.utime(path, (time.time() - 3600,) * 2)
@@ -166,7 +166,7 @@ def test_one_rank_of_a_host_says_what_all_would_say(own: Any, tmp_path: Path) ->
 def test_where_the_number_of_ranks_is_unknown_the_last_one_removes_the_file(
     tmp_path: Path, ranks: Any
 ) -> None:
-    # As a launcher says that does not count the ranks of a host.
+    # The value -1 stands for a launcher that does not count the ranks of a host.
     first = ranks("job", 0, local=-1)
     second = ranks("job", 1, local=-1)
     first.end()

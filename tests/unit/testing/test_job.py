@@ -1,4 +1,4 @@
-"""Launchers that do not end by themselves."""
+"""Launchers that do not exit by themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _started(script: str, folder: Path) -> job.Job:
 
 @pytest.mark.usefixtures("quick")
 def test_a_launcher_that_stays_alone_is_ended(tmp_path: Path) -> None:
-    # A shell that waits for itself, as mpirun does at times.
+    # A shell that stops itself, as mpirun sometimes hangs.
     alone = _started("sleep 0.5; kill -STOP $$", tmp_path)
     try:
         assert alone.wait(30) == -signal.SIGKILL
@@ -35,7 +35,7 @@ def test_a_launcher_that_stays_alone_is_ended(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("script", ["kill -STOP $$", "sleep 60; true"])
 def test_others_are_waited_for(script: str, tmp_path: Path) -> None:
-    """One that has started nothing yet, and one whose process goes on."""
+    """A launcher without processes yet, and one whose process still runs."""
     started = _started(script, tmp_path)
     try:
         assert started.wait(1.5) is None

@@ -1,4 +1,4 @@
-"""Finding mpirun, its options, and the environment of a job within a job."""
+"""Search for mpirun, its options, and the environment of a job within a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: thousands of ways, in processes that may crash or hang."""
+"""Restores of damaged checkpoints, in processes that may crash or hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _environment() -> dict[str, str]:
 
 
 def _fuzz(kind: str, count: int, folder: Path) -> None:
-    """Try cases in another process; one that ends it is named, and the rest goes on."""
+    """Try cases in another process; record cases that crash it, and continue."""
     wrong: list[str] = []
     first = 0
     while first < count and len(wrong) < 20:
@@ -108,7 +108,7 @@ def _opened(path: Path) -> tuple[CheckpointFile, FileLayout]:
 
 
 def _flip_all(path: Path, places: list[int], large: int) -> int:
-    """Flip a bit at each place; return how many flips changed nothing that is read."""
+    """Flip a bit at each offset; return the number of flips without effect on reads."""
     wanted = _bytes(_objects(large=large))
     extents = _opened(path)[0].extents.values()
     draw = np.random.default_rng(31)

@@ -1,4 +1,4 @@
-"""The parts of the checkpoint engine: layout, disk, records; and damaged files."""
+"""Parts of the checkpoint engine: layout, disk writes, records; and damaged files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_hdf5_keeps_its_structures_away_from_the_data(
     plan, path = made.plan, tmp_path / "file.h5"
     path.write_bytes(made.prefix(header, 99))
     os.truncate(path, plan.size)
-    # Whatever is written into the data must not be seen in names and types.
+    # Fill the data with other bytes; names and types must not change.
     with open(path, "r+b") as file:
         file.seek(plan.data_start)
         file.write(b"\xff" * (plan.size - plan.data_start))
@@ -123,7 +123,7 @@ def test_skeletons_serve_for_many_saves_and_leave_nothing_open() -> None:
 def test_an_interrupt_while_hdf5_writes_reaches_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leaves HDF5's file open, which writes when it is collected, much later."""
+    """The interrupted HDF5 file stays open, and HDF5 would write to it much later."""
     header = _header(3, 100)
     made, left = Skeleton(header, packed_python(header)), []
 
@@ -134,7 +134,7 @@ def test_an_interrupt_while_hdf5_writes_reaches_no_other_file(
             raise KeyboardInterrupt
 
         def __exit__(self, *error: object) -> None:
-            """Not called: the interrupt came before."""
+            """Do nothing: the interrupt arrives before this call."""
 
     monkeypatch.setattr(h5py, "File", Interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -142,7 +142,7 @@ def test_an_interrupt_while_hdf5_writes_reaches_no_other_file(
     monkeypatch.undo()
     assert not made.fits(header, packed_python(header))
     made.close()
-    # Take the numbers of all descriptors that are free now.
+    # Use up all file descriptor numbers that are free now.
     paths = [tmp_path / str(number) for number in range(8)]
     with contextlib.ExitStack() as stack:
         for path in paths:
@@ -205,10 +205,10 @@ _ROWED = st.tuples(
 def _rowed_plan(
     datasets: list[tuple[int, str, int]], block: int, size: int
 ) -> tuple[FileLayout, dict[str, Any]]:
-    """Return a layout, and the bytes of each dataset; some have rows."""
+    """Return a layout, and the bytes of each dataset; some datasets have rows."""
     place, extents, values = 64, [], {}
     draw = np.random.default_rng(len(datasets))
-    # Groups of replicas that are not of one size, nor each of neighbors.
+    # Draw groups of replicas of unequal sizes, whose members are not adjacent.
     groups = min(size, 1 + len(datasets) % 3)
     group_of = [*range(groups), *draw.integers(0, groups, size - groups).tolist()]
     for number, (length, axis, gap) in enumerate(datasets):
@@ -246,7 +246,7 @@ def test_replicas_write_most_of_their_rows_and_equally_many_blocks(
                     [rank] = [r for r, part in enumerate(parts) if number in part]
                     assert plan.row_of(extent, rank) == row
                     mine[rank].add(number)
-    # Who was dealt others has no more than anybody else, or one more.
+    # A rank with blocks of others has as many blocks as the least rank, or one more.
     least = min(map(len, parts))
     for own, part in zip(mine, parts, strict=True):
         assert len(part) in (len(own), least, least + 1)
@@ -279,7 +279,7 @@ def test_rows_come_to_where_they_are_written(
             }
             share.update(own)
             rounds.append(row_exchange._rounds(plan, own, (rank, size)))
-    # As MPI would do it.
+    # Exchange the rows as MPI would do it.
     for together in zip(*rounds, strict=True):
         for source, target in itertools.product(range(size), repeat=2):
             sent = [*together[source].sent[target], np.empty(0, np.uint8)]
@@ -357,7 +357,7 @@ def test_memory_that_is_left_stays_with_its_image() -> None:
 
 
 def _mapping(image: Image) -> dict[str, str]:
-    """Return what Linux says of the memory in which an image lies."""
+    """Return the entry of Linux's smaps for the memory of an image."""
     address = image.slot(0).ctypes.data
     found, inside = {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -379,7 +379,7 @@ NEEDS_SMAPS = pytest.mark.skipif(
 def test_memory_may_have_large_pages() -> None:
     image = ImageMemory().image(2, 4 << 20)
     flags = _mapping(image)["VmFlags"]
-    # "sh" is what Linux shares between processes, "hg" what may have large pages.
+    # The flag "sh" marks memory shared between processes, "hg" memory for huge pages.
     assert " sh" not in flags
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert " hg" in flags
@@ -535,7 +535,7 @@ def test_verdicts_are_read_when_they_are_whole(tmp_path: Path) -> None:
     assert read_verdict(path, plan, (1, 3), nonce) is None
     write_verdict(path, plan, (1, 3), nonce, errno.EIO)
     assert read_verdict(path, plan, (1, 3), nonce) == errno.EIO
-    # One that is only half there, as on a network file system, is none.
+    # A record of which only half is visible, as on a network file system, is no record.
     with open(path, "r+b") as file:
         file.seek(plan.size + 60)
         file.write(b"\xff")
@@ -567,12 +567,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(whole: Path, tmp_path: Path) -> Path:
-    """Return a copy of it that may be damaged."""
+    """Return a copy of the checkpoint ``whole``, which a test may damage."""
     return Path(shutil.copy(whole, tmp_path / whole.name))
 
 
 def _verify(path: Path) -> CheckpointFile:
-    """Read all of a file."""
+    """Read a whole checkpoint file, and verify its hashes."""
     found = open_checkpoint(str(path))
     assert found.vouched is not None
     plan = found.vouched.plan
@@ -586,7 +586,7 @@ def _verify(path: Path) -> CheckpointFile:
 def _places(
     size: int, plan: FileLayout, draw: np.random.Generator, count: int
 ) -> list[int]:
-    """Return places of all parts of a file, and their ends."""
+    """Return the begin and end offsets of all parts of a file."""
     edges = (0, plan.table_start, plan.data_start, plan.data_end, size)
     found = [edge for edge in edges if edge < size]
     found += [edge - 1 for edge in edges if edge > 0]
@@ -655,7 +655,7 @@ def test_pages_that_are_zero_old_or_elsewhere_are_found(
             copied.write_bytes(damaged)
             with pytest.raises(CorruptCheckpointError):
                 _verify(copied)
-    # Another file's blocks with another file's hashes, or record.
+    # Replace blocks, hashes or record by those of another file.
     for part in (
         slice(plan.data_start, plan.data_end),
         slice(plan.table_start, plan.data_end),
@@ -695,7 +695,7 @@ def test_file_of_another_job_is_not_replaced(
         for number in range(2)
     ]
     managers[0].save(5)
-    # Between a look and a rename nothing can be excluded; before the look, it is.
+    # This job detects another job's rename before its check, but none after the check.
     replaces = pending_save.Publication._replaces
 
     def looked(self: Any) -> bool:
@@ -733,8 +733,8 @@ def test_everything_is_flushed_before_the_next_step(
     manager.save(1, asynchronous=asynchronous)
     manager.wait()
     monkeypatch.undo()
-    # The data, then prefix and record, then the name: each is on the disk before the
-    # next is written.
+    # The order is: data, then prefix and record, then the name. Each must be on the
+    # disk before the next is written.
     found = [key for key, _ in itertools.groupby(happened)]
     assert found == [
         *("pwrite file", "fsync file", "pwrite file", "fsync file"),

@@ -1,4 +1,4 @@
-"""Plain state comes back as it was, in type and value, or is refused by its place."""
+"""Plain state is restored with its types and values, or an error names its path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Name(str):
 
 
 class State:
-    """Plain state of a program."""
+    """Plain state that a program saves in a checkpoint."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -42,7 +42,7 @@ class State:
 
 
 def _text(value: Any) -> str:
-    """Return what is equal for equal hashable values: a set has no order."""
+    """Return a text that is equal for equal hashable values, for sets in any order."""
     if isinstance(value, (set, frozenset)):
         return f"{type(value)}{sorted(map(_text, value))}"
     if isinstance(value, tuple):
@@ -51,7 +51,7 @@ def _text(value: Any) -> str:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether values are equal, of one type, and all in them likewise."""
+    """Return whether two values are equal in type and value, at all levels."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -61,7 +61,7 @@ def _same(one: Any, other: Any) -> bool:
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(_same(a, b) for a, b in pairs)
     if isinstance(one, (set, frozenset)):
-        # NaN is not equal to itself.
+        # Compare texts, because NaN is not equal to itself.
         return _text(one) == _text(other)
     return bool(one == other) if type(one) is int else repr(one) == repr(other)
 
@@ -111,13 +111,13 @@ _STATES = st.recursive(_LEAVES, _containers, max_leaves=20)
 def test_any_plain_state_comes_back(state: Any) -> None:
     text = as_text("counter", state)
     assert _same(from_text(text, typed=is_typed(text)), state)
-    # Whatever stands for a value is JSON all the same.
+    # The encoded text must be valid JSON for every value.
     json.loads(text)
 
 
 STATES: tuple[Any, ...] = (
     {1: "one", "1": "text"},
-    # Two that fall on one place of a set: the later one comes first in it.
+    # Two values with equal hash slots, so that a set iterates over the later one first.
     {frozenset({7, 15})},
     {"betas": (0.9, 0.999), "best": np.float64(0.25), "steps": np.int32(7)},
     {None: 1, True: 2, 2.5: 3, (1, "a"): {4: 5}},
@@ -184,7 +184,7 @@ def test_files_say_whether_their_state_has_types(tmp_path: Path) -> None:
 
 
 def test_objects_that_look_like_types_are_plain_in_older_files(tmp_path: Path) -> None:
-    """Version 2 may hold what stands for a tuple in version 3."""
+    """A file of version 2 may contain a dict that encodes a tuple in version 3."""
     counter = State({"$tuple": [1, 2]})
     manager = hs.CheckpointManager(tmp_path, counter=counter)
     with pytest.MonkeyPatch.context() as patch:
@@ -211,7 +211,7 @@ def test_state_that_readers_would_refuse_is_not_saved(
 
 
 def _torch_object(kind: str, **members: Any) -> Any:
-    """Return what looks like an object of torch, which need not be there."""
+    """Return an object that looks like one of torch, which need not be installed."""
     base = type(kind, (State,), {"__module__": "torch.somewhere"})
     found = type("Mine", (base,), {"__module__": "program"})()
     for name, value in members.items():
@@ -247,7 +247,7 @@ def test_plain_torch_objects_are_saved(tmp_path: Path) -> None:
 
 
 def test_models_of_torch_come_back_as_variables(tmp_path: Path) -> None:
-    """What the error says to give, and the guide shows."""
+    """Torch objects are saved in the form that the error and the guide advise."""
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="found a torch Sequential"):

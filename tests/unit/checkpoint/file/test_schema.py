@@ -63,7 +63,7 @@ ITERATOR_ATTRIBUTES = {
 
 
 class Counter:
-    """Something with plain state."""
+    """An object with plain state."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"größe": [1, 2.5, None], "text": "ü"}
@@ -76,7 +76,7 @@ class Counter:
 
 
 def _objects() -> dict[str, Any]:
-    """Return objects of every kind, in one process without MPI."""
+    """Return one object of every kind that can be saved, in one process without MPI."""
     weights = hs.Variable(np.arange(6.0).reshape(2, 3), name="w")
     optimizer = hs.optimizers.SGD(0.5, momentum=0.5)
     optimizer.apply_gradients([(np.ones((2, 3)), weights)])
@@ -105,7 +105,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def file(path: Path) -> Iterator[h5py.File]:
-    """Return the checkpoint, opened by h5py alone."""
+    """Return the checkpoint file, opened by h5py without hpcstrat."""
     with h5py.File(path, "r") as opened:
         yield opened
 
@@ -122,7 +122,7 @@ def _datasets(file: h5py.File) -> dict[str, h5py.Dataset]:
 
 
 def _attribute_types(thing: Any) -> dict[str, Any]:
-    """Return the type of each attribute as it is stored; all are scalars."""
+    """Return the stored type of each attribute; all attributes are scalars."""
     types: dict[str, Any] = {}
     for name in thing.attrs:
         attribute = thing.attrs.get_id(name)
@@ -272,7 +272,7 @@ def test_types_of_other_libraries_come_back(tmp_path: Path, name: str) -> None:
     variable.assign(values[::-1])
     assert manager.restore() == 1
     np.testing.assert_array_equal(variable, values)
-    # What is in it can be seen without that library.
+    # The file's content can be listed without the library of its special types.
     code = (
         "import sys\n"
         "from hpcstrat.checkpoint.file.reader import read_header\n"
@@ -404,7 +404,7 @@ def test_newer_format_is_refused_with_its_version(
         hs.CheckpointError, match=f"version {FORMAT_VERSION + 1}"
     ) as caught:
         read_header(path)
-    # It is no damaged file: it is not passed over, and not removed.
+    # A file of a newer version is not damaged: it is neither skipped nor removed.
     assert not isinstance(caught.value, hs.errors.CorruptCheckpointError)
     with pytest.raises(hs.CheckpointError, match=f"version {FORMAT_VERSION + 1}"):
         manager.restore()

@@ -1,4 +1,4 @@
-"""Temporary files in a folder of checkpoints: whose they are, and when they go."""
+"""Temporary files in a folder of checkpoints: their owners, and their removal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ except hs.CheckpointError as error:
 
 
 def _unshare() -> list[str]:
-    """Return what runs a program in a namespace of processes of its own."""
+    """Return a command prefix that runs a program in a separate PID namespace."""
     words = ["unshare", "--pid", "--fork", "--mount-proc"]
     if shutil.which(words[0]) is None:
         pytest.skip("there is no unshare(1)")

@@ -1,4 +1,4 @@
-"""One job at a time saves in a folder; a dead one is in nobody's way."""
+"""Only one job at a time saves in a folder; a dead job blocks no other job."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sys.stdin.readline()
 
 @contextmanager
 def _other_job(folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Yield another job, which has saved step 1 and waits for a line."""
+    """Yield another job, which has saved step 1 and waits for a line on its input."""
     job = subprocess.Popen(
         [sys.executable, "-c", _SAVES, str(folder)],
         env=clean_environment(
@@ -55,7 +55,7 @@ def _other_job(folder: Path, **environment: str) -> Iterator[subprocess.Popen[st
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process be of a job that the other ones are not of."""
+    """Give this process a job id that differs from those of the other processes."""
     monkeypatch.setenv("PMIX_NAMESPACE", "ours")
 
 
@@ -64,7 +64,7 @@ def test_a_second_job_is_told_who_saves_there(tmp_path: Path) -> None:
     with _other_job(tmp_path) as other:
         value = hs.Variable(0.0)
         with hs.CheckpointManager(tmp_path, x=value) as manager:
-            # Whoever only reads is welcome.
+            # A process that only reads is allowed.
             assert manager.restore() == 1
             assert value.numpy() == 1.0
             with pytest.raises(hs.CheckpointError) as told:
@@ -72,7 +72,7 @@ def test_a_second_job_is_told_who_saves_there(tmp_path: Path) -> None:
             assert f"found another job (process {other.pid} on" in str(told.value)
             assert str(tmp_path) in str(told.value)
             assert len(manager.checkpoints) == 1
-            # Once it has ended, also by a signal, nobody is in the way.
+            # After the other job has ended, even by a signal, this job can save.
             other.kill()
             other.wait(60)
             manager.save(2)
@@ -105,7 +105,7 @@ def test_a_job_that_has_closed_its_manager_leaves_the_folder(tmp_path: Path) -> 
 def test_processes_of_one_job_may_save_in_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: dict[str, str]
 ) -> None:
-    """As after a loss: the replica that now is the first, or a run put back."""
+    """After a loss, another replica of the same job or a requeued run may save."""
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     with _other_job(tmp_path, **names):

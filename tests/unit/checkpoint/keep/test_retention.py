@@ -1,4 +1,4 @@
-"""Rules for keeping checkpoints, against an oracle, and files on the disk."""
+"""Rules for keeping checkpoints, compared with an oracle, and the files on the disk."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECOND = 10**9
 
 
 def _anchors(found: Sequence[Found], distance: timedelta) -> set[str]:
-    """Return those that are far enough from all of them that came before."""
+    """Return the checkpoints that are at least a distance after all earlier anchors."""
     anchors: list[Found] = []
     for one in found:
         since = [one.created_unix_ns - other.created_unix_ns for other in anchors]
@@ -65,7 +65,7 @@ def _is_best(one: Found, found: Sequence[Found], rule: hs.KeepBest) -> bool:
 
 
 def _oracle(found: Sequence[Found], rules: KeepRules, now: int) -> set[str]:
-    """Ask each rule about each checkpoint."""
+    """Return the kept checkpoints, by checking each rule for each checkpoint."""
     keep = set()
     for one in found:
         newer = sum(other.step > one.step for other in found)
@@ -83,14 +83,14 @@ def _oracle(found: Sequence[Found], rules: KeepRules, now: int) -> set[str]:
     return keep
 
 
-# Few values, so that many are equal, and at the edges of the rules.
+# Draw from few values, so that many metrics are equal or special.
 _numbers = st.sampled_from([0.0, -0.0, 0.5, 1.0, math.nan, math.inf, -math.inf])
 _metrics = st.dictionaries(st.sampled_from(["loss", "accuracy"]), _numbers)
 
 
 @st.composite
 def _folders(draw: st.DrawFn) -> list[Found]:
-    """Return checkpoints by step; clocks may go back."""
+    """Return checkpoints in order of steps; their clock times may decrease."""
     steps = sorted(draw(st.sets(st.integers(0, 15), max_size=10)))
     found = []
     for step in steps:
@@ -117,7 +117,7 @@ _rules = st.builds(
 
 
 def _aged(*ages: int) -> list[Found]:
-    """Return checkpoints of equal metrics, by their ages in seconds."""
+    """Return checkpoints with equal metrics and with these ages in seconds."""
     return [
         Found(checkpoint_name(step), step, NOW - age * SECOND, {"loss": 0.5})
         for step, age in enumerate(ages, 1)
@@ -134,7 +134,7 @@ def test_each_is_kept_that_any_rule_asks_for(
     wanted = _oracle(found, rules, NOW)
     if found:
         assert found[-1].path in wanted
-    # In whatever order they are found.
+    # The order in which the checkpoints are found does not matter.
     order.shuffle(found)
     assert kept(found, rules, NOW) == wanted
 
@@ -153,7 +153,7 @@ def test_what_is_left_stays_until_another_one_comes(
 def test_those_that_are_kept_for_ever_are_the_same_after_every_save(
     found: list[Found], rules: KeepRules
 ) -> None:
-    """One by one, as a training saves them, or all at once."""
+    """The kept checkpoints are the same for saves one by one, and for all at once."""
     left: list[Found] = []
     for one in found:
         left.append(one)
@@ -264,7 +264,7 @@ def test_metrics_are_attributes_that_anyone_reads(count: int, tmp_path: Path) ->
     longest = [f"{number:03d}".ljust(255, "x") for number in range(1, count)]
     names = ["größe/a b", *longest]
     for step in (1, 2):
-        # The second save changes numbers in what HDF5 made for the first.
+        # The second save changes numbers in the HDF5 structures of the first.
         wanted = {name: special[(k + step) % 6] for k, name in enumerate(names)}
         path = manager.save(step, metrics=wanted)
         with h5py.File(path, "r") as file:
@@ -291,7 +291,7 @@ def test_metrics_are_under_the_hash_of_the_structures(tmp_path: Path) -> None:
     stored = np.float64(1234.56789).tobytes()
     assert content.count(stored) == 1
     path.write_bytes(content.replace(stored, np.float64(0.5).tobytes()))
-    # HDF5 has hashes of its own, which are not to be relied on.
+    # HDF5's own checksums do not cover this, so that hpcstrat's hashes must find it.
     with pytest.raises(CorruptCheckpointError, match="changed since they were written"):
         read_root(str(path))
 
@@ -358,7 +358,7 @@ def test_checkpoints_of_others_are_read_once_and_again_when_they_are_replaced(
     manager.save(5, metrics={"loss": 0.5}, overwrite=True)
     assert _steps(manager) == [3, 5]
     assert read == []
-    # A later job reads what is there, once.
+    # A later job reads the existing checkpoints once.
     later = hs.CheckpointManager(tmp_path, **options)
     later.save(6)
     later.save(7, metrics={"loss": 9.0})
@@ -373,7 +373,7 @@ def test_checkpoints_of_others_are_read_once_and_again_when_they_are_replaced(
 
 
 def _rot(path: str) -> None:
-    """Change a byte of the structures, and not the time of the file."""
+    """Change a byte of the HDF5 structures, and keep the file's modification time."""
     before = os.stat(path)
     with open(path, "r+b") as file:
         file.seek(2048)
@@ -387,7 +387,7 @@ def _rot(path: str) -> None:
 def test_file_that_rots_later_does_not_count_and_stays(
     rotten: int, tmp_path: Path
 ) -> None:
-    """Neither where it is the best, nor where it is one of the newest."""
+    """A damaged checkpoint counts neither as the best nor as one of the newest."""
     manager = hs.CheckpointManager(
         tmp_path, max_to_keep=2, keep_best=hs.KeepBest("loss"), x=hs.Variable(1.0)
     )

@@ -1,4 +1,4 @@
-"""Rows of files: what the files' own libraries read, or an error that helps."""
+"""Rows of files equal those that the files' own libraries read, or errors help."""
 
 from __future__ import annotations
 
@@ -412,7 +412,8 @@ def test_rows_of_a_zarr_store(tmp_path: Path) -> None:
     for number in range(9):
         root.create_array(f"more/{number}", data=np.arange(50), chunks=(20,))
     dataset = Dataset.from_files(tmp_path / "store.zarr")
-    # The same on every rank, though Zarr lists members in any order.
+    # The order of columns is the same on every rank, although Zarr lists them in any
+    # order.
     names = list(dataset.stage.columns())  # type: ignore[attr-defined]
     assert names == sorted(names)
     stage: Any = dataset.stage

@@ -1,4 +1,4 @@
-"""Notices of preemption, and the ranks that get them."""
+"""Notices of preemption, and the ranks that receive them."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_function_that_fails_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_forked_child_dies_of_the_signal() -> None:
-    """As workers of loaders do, which their parent ends by SIGTERM."""
+    """Workers of data loaders must die of SIGTERM, by which their parent ends them."""
     program = (
         "import os, signal, time\n"
         "import hpcstrat as hs\n"

@@ -1,4 +1,4 @@
-"""Numbers in half precision, against the conversions of NumPy and ml_dtypes."""
+"""Numbers in half precision, compared with conversions by NumPy and ml_dtypes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_scaled_numbers_are_rounded_to_nearest(name: str, scale: int) -> None:
     wanted = np.ldexp(values, exponent).astype(dtype)
     with np.errstate(under="ignore"):
         bits = narrowed(np.abs(values), values, exponent, dtype)
-    # Where a number is rounded twice, by the last bit of the smallest ones.
+    # Double rounding may change the last bit of a few of the smallest numbers.
     off = bits.astype(int) - wanted.view(np.uint16)
     assert np.abs(off).max() <= 1
     assert np.count_nonzero(off) <= 4

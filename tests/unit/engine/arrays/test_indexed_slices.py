@@ -1,4 +1,4 @@
-"""Sparse rows."""
+"""`IndexedSlices`, gradients of some rows of an array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that become arrays, their types, and the types that have a sum."""
+"""Conversion of values to arrays, their types, and the types that can be summed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_values_without_numbers_are_refused(value: Any) -> None:
 
 
 class _Exports:
-    """An array of another library, known by its protocol only."""
+    """An array of another library, which only exports the array protocol."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -126,7 +126,7 @@ def test_dlpack_arrays_share_their_memory() -> None:
 
 
 class _Refuses:
-    """An array of another library that does not give its memory away."""
+    """An array of another library that refuses to export its memory."""
 
     dtype = "other.float8"
 

@@ -1,4 +1,4 @@
-"""Outs of which some share memory are found, however many there are."""
+"""Output arrays that share memory are detected, for any number of arrays."""
 
 from __future__ import annotations
 

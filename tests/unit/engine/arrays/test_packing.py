@@ -1,4 +1,4 @@
-"""Packing: any arrays come back from their buckets, each type in one buffer."""
+"""Packing restores any arrays from their buckets, with one buffer per type."""
 
 from __future__ import annotations
 

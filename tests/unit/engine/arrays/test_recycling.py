@@ -1,4 +1,4 @@
-"""Memory of results is used again, and only when nobody holds it any more."""
+"""Memory of results is reused, but only when no array refers to it."""
 
 from __future__ import annotations
 

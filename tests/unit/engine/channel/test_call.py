@@ -1,4 +1,4 @@
-"""Descriptions of calls: equal where the calls are equal, and nowhere else."""
+"""Digests of calls are equal exactly if the calls are equal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_digests_are_equal_for_equal_texts_only(
 ) -> None:
     first, second = describe_call(what, details), describe_call(other, more)
     same = (what, details) == (other, more)
-    # A null byte in a name could pass for the one that parts the two texts.
+    # Exclude null bytes in names, because a null byte separates the two texts.
     if "\0" not in what + details + other + more:
         assert (first.digest == second.digest) == same
     assert 0 <= first.digest < 1 << 63

@@ -1,4 +1,4 @@
-"""The time for which a rank polls before it naps."""
+"""The time for which a rank polls before it sleeps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_spins_grow_longer_where_they_would_have_helped() -> None:
 
 
 class _Awaited:
-    """Others that come after some time of a clock that each look moves on."""
+    """Other ranks that arrive after some time; each poll advances the clock."""
 
     def __init__(self, clock: list[float], comes: float) -> None:
         self.clock, self.comes, self.looks = clock, clock[0] + comes, 0
@@ -51,7 +51,7 @@ class _Awaited:
 
 class _Nobody:
     def dead(self) -> list[int]:
-        """Find nobody dead."""
+        """Return that no rank is dead."""
         return []
 
 
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
 
     def sleep(seconds: float) -> None:
-        # A nap lasts somewhat longer than it was asked for.
+        # A sleep lasts somewhat longer than requested.
         now[0] += seconds + 5e-5
 
     monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
@@ -74,7 +74,7 @@ def _waiter() -> Waiter:
         survives=False, num_workers=1, num_cores=2, worker_comm=worker_comm
     )
     steps: Any = _Nobody()
-    # The tests call `wait`, of which nothing is counted.
+    # The tests call only `wait`, which records no statistics.
     return Waiter(
         topology,
         lambda: None,
@@ -104,14 +104,14 @@ def test_a_rank_whose_waits_are_short_does_not_nap(clock: list[float]) -> None:
         assert waiter.wait(_Awaited(clock, 5e-4), None)  # type: ignore[arg-type]
     awaited, start = _Awaited(clock, 5e-4), clock[0]
     assert waiter.wait(awaited, None)  # type: ignore[arg-type]
-    # To the microsecond: no nap has made it longer.
+    # The wait ended within 2 us, so that no sleep has lengthened it.
     assert clock[0] - start < 5.02e-4
 
 
 def test_no_nap_holds_up_values_on_a_wire(clock: list[float]) -> None:
     waiter, call = _waiter(), Call("a sum", 0, nbytes=256 << 10)
     waiter._spin.seconds, waiter._on_wire = LEAST, True
-    # As long as they take at 1 Gbit/s, in which no nap would be short enough.
+    # The data take so long at 1 Gbit/s, and even a short sleep would end late.
     awaited, start = _Awaited(clock, 2.09e-3), clock[0]
     assert waiter.wait(awaited, call)
     assert clock[0] - start < 2.1e-3

@@ -1,9 +1,9 @@
-"""Every way to sum between workers, whatever the order in which messages come.
+"""All sum algorithms between workers, with messages that arrive in any order.
 
-The ranks are pretended, see `pretend_ranks`: so there may be any number of them, and a
-schedule that works by luck of the machine's timing does not. Each example draws the
-ranks of each worker, calls that are under way at the same time, how fast each rank is,
-and the order in which messages come.
+The ranks are simulated, see `pretend_ranks`. Therefore any number of ranks can be
+tested, and a schedule that depends on the machine's timing fails. Each example draws
+the number of ranks of each worker, calls that are in progress at the same time, the
+speed of each rank, and the order in which messages arrive.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from hpcstrat.engine.collectives.work import Choice
 from hpcstrat.engine.reduction.replica_collectives import Collectives
 from tests.unit.pretend_ranks import Wire, pretend_channels
 
-# Small, so that sums take several pieces.
+# Size of a shared memory slot, so small that sums need several pieces.
 SLOT_BYTES = 4096
-# Up to this number of workers a header carries more than MPI sends at once.
+# Up to this number of workers, headers carry more data than MPI sends eagerly.
 MOST_CARRYING = 3
-# What ranks can do by themselves, between two messages.
+# Number of tests without progress, after which all ranks are tested in turn.
 MOST_SWEEPS = 1000
 WAYS = (None, hs.HierarchicalCopyAllReduce(), hs.MpiAllReduce())
 DTYPES = ("f4", "f8", "f2", "i8", "i2", "c8")
 
 
 def slot_bytes(num_workers: int) -> int:
-    """Return the size of the largest piece: as small as that of many ranks, or less."""
+    """Return the size of the largest piece, small enough that sums have several."""
     return 16 * SLOT_BYTES if num_workers <= MOST_CARRYING else SLOT_BYTES
 
 
 @dataclass(frozen=True)
 class Sum:
-    """One call: of arrays of these types and sizes, in pieces of so many bytes."""
+    """A call that sums arrays of these types and sizes, in pieces of this size."""
 
     op: hs.ReduceOp
     arrays: tuple[tuple[str, int], ...]
@@ -57,7 +57,7 @@ class Sum:
 
 @st.composite
 def workers_of(draw: Any, num_workers: int) -> list[int]:
-    """Draw the number of ranks of each worker."""
+    """Draw the number of ranks for each worker."""
     each = draw(st.sampled_from([1, 1, 2, 0]))
     if each and num_workers * each > 1:
         return [each] * num_workers
@@ -70,10 +70,10 @@ def workers_of(draw: Any, num_workers: int) -> list[int]:
 
 @st.composite
 def calls_of(draw: Any, num_workers: int) -> list[Sum]:
-    """Draw calls, of sizes near those at which something changes."""
+    """Draw calls with sizes near the thresholds of the algorithms."""
     p = num_workers
-    # Where a segment takes another cache line, a header carries no more of one number
-    # of four bytes, and parts are large enough not to be left to MPI.
+    # Thresholds: a segment needs another cache line, the header is full, and parts are
+    # so large that MPI no longer sums them.
     room = min(room_bytes(p) if p > 1 else 0, slot_bytes(p)) // 4
     borders = {1, p - 1, p, p + 1, 16, 17, room, room + 1, 1024 * p, 1024 * p + 1}
     size = st.sampled_from(sorted(borders - {0})) | st.integers(1, 300)
@@ -86,7 +86,7 @@ def calls_of(draw: Any, num_workers: int) -> list[Sum]:
         narrows=st.sampled_from([False, False, True]),
     )
     calls = draw(st.lists(call, min_size=1, max_size=3))
-    # So that an example does not take long.
+    # Use larger pieces in calls with many numbers, so that an example stays fast.
     return [
         s
         if sum(n for _, n in s.arrays) < 600 or s.pack != 64
@@ -96,7 +96,7 @@ def calls_of(draw: Any, num_workers: int) -> list[Sum]:
 
 
 def values(dtype: str, size: int, seed: int, rank: int) -> Any:
-    """Return a rank's array; its sum is another one in another order."""
+    """Return a rank's array, whose sum depends on the order of addition."""
     rng = np.random.default_rng((seed, rank))
     drawn = rng.normal(size=size) * 10.0 ** rng.integers(-2, 3, size)
     if dtype[0] == "i":
@@ -106,7 +106,7 @@ def values(dtype: str, size: int, seed: int, rank: int) -> Any:
 
 
 def in_order(parts: list[Any], sizes: list[int], op: hs.ReduceOp) -> Any:
-    """Return the sum of all workers' sums, both in their order."""
+    """Return the sum of all workers' sums, each in order of ranks."""
     means = op is hs.ReduceOp.MEAN
     wide, narrows = wire_dtype(parts[0].dtype, means)
     rest, total = iter(parts), cast("Any", None)
@@ -122,9 +122,9 @@ def in_order(parts: list[Any], sizes: list[int], op: hs.ReduceOp) -> Any:
 
 
 def take_to_the_end(wire: Wire, tests: list[Any]) -> None:
-    """Let messages come, and ranks look, in any order, until all have ended."""
+    """Deliver messages and test calls of ranks in random order, until all end."""
     random, left, idle = wire.random, list(tests), 0
-    # Some ranks may be much slower than others, as may the wire.
+    # Draw speeds: some ranks, or the network, may be much slower.
     speeds = [random.random() ** 3 + 1e-3 for _ in left]
     wire_speed = random.choice([0.1, 1, 10])
     while left:
@@ -138,7 +138,7 @@ def take_to_the_end(wire: Wire, tests: list[Any]) -> None:
         elif not wire.deliver():
             idle += 1
             if idle > MOST_SWEEPS:
-                # Not even with all ranks looking by turns.
+                # It is a deadlock if no call ends although all ranks test in turn.
                 before = len(left)
                 for _ in range(MOST_SWEEPS):
                     left = [test for test in left if not test()]
@@ -150,7 +150,7 @@ def take_to_the_end(wire: Wire, tests: list[Any]) -> None:
 
 
 def most_bytes(call: Sum, how: str, sizes: list[int], nbytes: int) -> float:
-    """Return the most that the ranks of a worker send to others in a call."""
+    """Return the most bytes that the ranks of a worker may send in a call."""
     p = len(sizes)
     if p == 1:
         return 0
@@ -171,7 +171,7 @@ def most_bytes(call: Sum, how: str, sizes: list[int], nbytes: int) -> float:
         )
         nbytes = halved + exact
     pieces = list(cut(kinds, means, call.pack or SLOT_BYTES // 2))
-    # Parts differ by one number at most, and scales go with those that are rounded.
+    # Parts differ by at most one number, and rounded parts include scales.
     sums = sum(len(piece) for piece in pieces) * min(sizes)
     return headers + 2 * (p - 1) / p * nbytes + sums * (p - 1) * 32
 
@@ -179,7 +179,7 @@ def most_bytes(call: Sum, how: str, sizes: list[int], nbytes: int) -> float:
 def compare(
     call: Sum, how: str, sizes: list[int], results: list[Any], seed: int
 ) -> None:
-    """Compare all ranks' results of a call with the sum."""
+    """Compare the results of a call on all ranks with the expected sum."""
     for index, (dtype, size) in enumerate(call.arrays):
         parts = [values(dtype, size, seed + index, r) for r in range(sum(sizes))]
         expected = in_order(parts, sizes, call.op)
@@ -190,7 +190,7 @@ def compare(
         inexact = expected.dtype.kind in "fc"
         if inexact and ("MPI" in how or call.narrows):
             unit = 2.0**-10 if dtype == "f2" else len(parts) * 2.0**-24
-            # Terms are rounded, and so is the sum; of each other, see rounded_sum.
+            # Terms and sum are rounded; for errors of each step, see rounded_sum.
             unit = max(unit, 2.0**-9) if call.narrows else unit
             bound = np.add.reduce([abs(part.astype("c16")) for part in parts])
             bound /= len(parts) if call.op is hs.ReduceOp.MEAN else 1
@@ -216,7 +216,7 @@ def test_sums_are_right_in_any_order(num_workers: int, data: Any) -> None:
     handles: list[list[Any]] = [[] for _ in ranks]
 
     def takes_part(rank: int) -> bool:
-        """Start the next call of a rank, or look at those that it has started."""
+        """Start the next call of a rank, or test the calls that it has started."""
         own = handles[rank]
         if len(own) < len(calls):
             call, number = calls[len(own)], len(own)
@@ -244,14 +244,14 @@ def test_sums_are_right_in_any_order(num_workers: int, data: Any) -> None:
     for start, size in zip(starts, sizes, strict=False):
         sent = sum(wire.sent_bytes[rank] for rank in range(start, start + size))
         assert sent <= most
-    # Nothing is left that a later call could take for its own.
+    # No message is left that a later call could receive by mistake.
     assert not wire.left()
     for collectives in ranks:
         collectives.channel.close()  # type: ignore[union-attr]
 
 
 def header_of(channel: Channel, size: int) -> Any:
-    """Return a header's values, laid out."""
+    """Return an array of values for a header."""
     kind = np.dtype(np.float32), (size,)
     [piece] = cut([kind], False, 1 << 20)
     own = [np.ones(size, np.float32)]
@@ -272,7 +272,7 @@ def test_headers_that_differ_are_found_by_all_in_any_order(
     sizes = data.draw(workers_of(num_workers))
     count = sum(sizes)
     odd = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=count - 1))
-    # Of the values of the header, on those that differ, and the others; 0 for none.
+    # Sizes of the values in the header, on differing and on other ranks; 0 for none.
     room = min(room_bytes(num_workers), slot_bytes(num_workers)) // 4
     size = st.sampled_from([0, 1, room])
     loads = data.draw(size), data.draw(size)
@@ -280,7 +280,7 @@ def test_headers_that_differ_are_found_by_all_in_any_order(
     channels = pretend_channels(wire, sizes, slot_bytes(num_workers))
 
     def announce(differ: bool) -> list[bool]:
-        """Announce a call on all ranks; return what each has learned."""
+        """Announce a call on all ranks; return the result of each announcement."""
         for rank, channel in enumerate(channels):
             other = differ and rank in odd
             load = loads[other]

@@ -1,4 +1,4 @@
-"""The algorithm of a reduction by its size, and how it is shown."""
+"""The choice of a reduction's algorithm by size, and its display."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_a_header_carries_is_one_piece(each: int) -> None:
 def test_headers_carry_less_of_each_of_more_workers() -> None:
     rooms = [room_bytes(workers) for workers in range(2, 5000)]
     assert rooms == sorted(rooms, reverse=True)
-    # No header takes longer than its messages need in any case.
+    # Values in headers are so few that the headers' latency dominates.
     assert max(room * (p - 1) for p, room in enumerate(rooms, 2)) <= 256 << 10
     assert rooms[-1] == 0
     starts: Any = dict(map(reversed, schedule(8, 1)))

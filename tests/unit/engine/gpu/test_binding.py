@@ -1,4 +1,4 @@
-"""The GPU of each rank, from what the ranks of a host see; CuPy's own errors."""
+"""The choice of each rank's GPU from the GPUs that ranks see; and CuPy's errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpcstrat.strategies.devices import gpu_numbers, parse_device
 
 
 def gpus(*places: int, part: str = "") -> tuple[Gpu, ...]:
-    """Return what a rank sees that is shown some of the host's GPUs, in this order."""
+    """Return the GPUs that a rank sees: some GPUs of the host, in this order."""
     return tuple(
         Gpu(index, f"0000:{place:02X}:00.0", part, "H100")
         for index, place in enumerate(places)
@@ -30,13 +30,13 @@ def gpus(*places: int, part: str = "") -> tuple[Gpu, ...]:
 
 
 def places(found: Sequence[Gpu | None]) -> list[int | None]:
-    """Return the places in the host of what was chosen."""
+    """Return the host's numbers of the chosen GPUs."""
     return [None if gpu is None else int(gpu.pci_bus_id[5:7], 16) for gpu in found]
 
 
 @st.composite
 def hosts(draw: st.DrawFn) -> list[View]:
-    """Draw what the ranks of a host see, and what they have chosen."""
+    """Draw the GPUs that each rank of a host sees, and their earlier choices."""
     total = draw(st.integers(0, 6))
     views = []
     for rank in range(draw(st.integers(1, 6))):
@@ -74,7 +74,7 @@ def test_ranks_that_see_the_same_list_get_one_each(
     size = data.draw(st.integers(1, len(seen)))
     found = choose([View(rank, gpus(*seen)) for rank in range(size)])
     assert places(found) == seen[:size]
-    # Some of them have chosen: the others take what is left.
+    # Some ranks have chosen GPUs, and the others get the remaining GPUs.
     order = data.draw(st.permutations(range(len(seen))))
     choosing = data.draw(st.sets(st.integers(0, size - 1)))
     views = [
@@ -91,7 +91,7 @@ def test_ranks_that_see_the_same_list_get_one_each(
 def test_what_a_rank_had_earlier_gives_way_to_a_choice() -> None:
     views = [View(0, gpus(1, 2, 3), earlier=2), View(1, gpus(1, 2, 3), earlier=0)]
     assert places(choose(views)) == [3, 1]
-    # CUDA cannot tell a choice of the first from none: the rank has it again.
+    # CUDA does not distinguish a choice of the first GPU from none; the rank keeps it.
     views = [View(0, gpus(1, 2), earlier=1), View(1, gpus(1, 2), 1, earlier=0)]
     assert places(choose(views)) == [1, 2]
 
@@ -100,13 +100,13 @@ def test_what_a_rank_had_earlier_gives_way_to_a_choice() -> None:
 def test_a_rank_that_sees_one_has_that_one(order: list[int]) -> None:
     views = [View(rank, gpus(place)) for rank, place in enumerate(order)]
     assert places(choose(views)) == order
-    # All of them call it 0.
+    # All ranks number their GPU 0.
     assert {gpu.index for gpu in choose(views) if gpu} == {0}
     assert problem(views, choose(views), "node1") == ""
 
 
 def test_the_number_of_a_gpu_is_not_its_identity() -> None:
-    # CUDA_VISIBLE_DEVICES=1,0 on one rank: its first is the other's second.
+    # With CUDA_VISIBLE_DEVICES=1,0 on one rank, its first GPU is the other's second.
     views = [View(0, gpus(1, 2)), View(1, gpus(2, 1))]
     assert places(choose(views)) == [1, 2]
     twice = [View(0, gpus(1, 2), 0), View(1, gpus(2, 1), 1)]
@@ -114,7 +114,7 @@ def test_the_number_of_a_gpu_is_not_its_identity() -> None:
 
 
 def test_lists_that_overlap_are_shared_out_by_list() -> None:
-    # srun --gpu-bind=closest on a host of two sockets.
+    # As with srun --gpu-bind=closest on a host with two sockets.
     views = [View(rank, gpus(*[1, 2] if rank < 2 else [3, 4])) for rank in range(4)]
     assert places(choose(views)) == [1, 2, 3, 4]
 
@@ -152,7 +152,7 @@ def test_parts_of_one_gpu_are_told_apart() -> None:
 def test_named_gpus_are_counted_over_the_host() -> None:
     views = [View(0, gpus(1, 2), wanted=1), View(1, gpus(1, 2), wanted=0)]
     assert places(choose(views)) == [2, 1]
-    # Each rank sees only its own: they are numbered in the order of the ranks.
+    # Each rank sees only its own GPU; GPUs are numbered in the order of ranks.
     views = [View(0, gpus(7), wanted=0), View(1, gpus(3), wanted=1)]
     assert places(choose(views)) == [7, 3]
     other = [View(0, gpus(7), wanted=1), View(1, gpus(3), wanted=0)]
@@ -181,7 +181,7 @@ def test_settings_about_gpus() -> None:
         Settings(device="tpu")
 
 
-# CuPy, as it is missing, broken, or noisy.
+# Tests with a CuPy that is missing, broken, or prints warnings.
 
 
 def test_missing_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,12 +193,12 @@ def test_missing_cupy_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _fake(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `import cupy` find a module with this text."""
+    """Make `import cupy` import a module with this source text."""
     (folder / "cupy.py").write_text(text)
     monkeypatch.syspath_prepend(folder)
     for name in [n for n in sys.modules if n.partition(".")[0] == "cupy"]:
         monkeypatch.delitem(sys.modules, name)
-    # What is imported now is forgotten afterwards.
+    # Let monkeypatch remove the imported module after the test.
     monkeypatch.setitem(sys.modules, "cupy", sys)
     monkeypatch.delitem(sys.modules, "cupy")
 
@@ -244,7 +244,7 @@ def test_no_device_is_an_error_that_says_what_to_do(
     assert "CUDA_VISIBLE_DEVICES=''" in str(caught.value)
     assert "--gpus-per-node" in str(caught.value)
     assert library.visible_gpus() == []
-    # The warning of the import is told, and only once; pytest may listen twice.
+    # The import's warning is logged once; pytest may have two handlers for it.
     told = [r for r in caplog.records if "libfoo" in r.getMessage()]
     assert {r.getMessage() for r in told} == {"CuPy warns: libfoo could not be loaded"}
     assert len({id(r) for r in told}) == 1

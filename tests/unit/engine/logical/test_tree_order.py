@@ -11,7 +11,7 @@ from hpcstrat.engine.logical.tree_order import TreeOrder
 
 
 def added(leaves: list[Any], level: int, number: int) -> Any:
-    """Return a node of the tree over some leaves, by its definition."""
+    """Return the sum at a node of the tree, by its recursive definition."""
     if level == 0:
         return leaves[number]
     left = added(leaves, level - 1, 2 * number)
@@ -21,7 +21,7 @@ def added(leaves: list[Any], level: int, number: int) -> Any:
 
 
 def _on_stack(order: TreeOrder, rank: int, leaves: list[Any]) -> list[bytes]:
-    """Return a rank's sums, made as its replicas come one by one."""
+    """Return a rank's partial sums, added as its replicas arrive one by one."""
     stack: list[Any] = []
     for replica, count in zip(order.block(rank), order.merges(rank), strict=True):
         stack.append(leaves[replica])
@@ -35,7 +35,7 @@ def _on_stack(order: TreeOrder, rank: int, leaves: list[Any]) -> list[bytes]:
 @pytest.mark.parametrize("count", [*range(1, 33), 100])
 def test_any_ranks_make_the_sum_of_one_tree(count: int) -> None:
     rng = np.random.default_rng(count)
-    # So far apart that any other order has other bits somewhere.
+    # Scale the values so differently that any other order changes some bits.
     scales = 10.0 ** rng.integers(-6, 7, (count, 3, 97))
     leaves = list(rng.standard_normal((count, 3, 97)) * scales)
     wanted = added(leaves, (count - 1).bit_length(), 0)
@@ -48,7 +48,7 @@ def test_any_ranks_make_the_sum_of_one_tree(count: int) -> None:
             assert all(order.owner(replica) == rank for replica in block)
             own = order.sum_roots(rank, [leaves[replica] for replica in block])
             assert _on_stack(order, rank, leaves) == [sum_.tobytes() for sum_ in own]
-            # One where it can be, and few of them in any case.
+            # A rank has few partial sums, and one sum if its block is a whole subtree.
             assert len(own) == len(order.roots(rank)) <= 2 * count.bit_length()
             roots += own
             dealt += block

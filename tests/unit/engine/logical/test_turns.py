@@ -1,4 +1,4 @@
-"""Replicas of a rank take turns, in one order, and never run at once."""
+"""Logical replicas of a rank run in turn, in a fixed order, never concurrently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernel: its sums are NumPy's, whatever the order of the ranks' steps."""
+"""The compiled kernel's sums equal NumPy's, for any order of the ranks' steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INCLUDE = sysconfig.get_path("include")
 
 @pytest.fixture(scope="module")
 def kernel() -> ModuleType:
-    """Return the kernel's module."""
+    """Return the module of the compiled kernel."""
     found = native.load()
     if found is None:
         pytest.skip("the package was built without its kernel")
@@ -47,7 +47,7 @@ def test_sums_have_the_bits_of_numpy(kernel: ModuleType, seed: int, ranks: int) 
 
 
 def _worker(kernel: ModuleType, *digests: int) -> tuple[Worker, list[Any]]:
-    """Return a worker whose ranks have announced sums with some digests."""
+    """Return a worker whose ranks have announced sums with these digests."""
     worker = Worker(kernel, len(digests))
     arrays = [[np.ones(40_000, np.float32)] for _ in digests]
     sums = worker.sums(arrays, 65536, 0, False, digest=3)
@@ -77,7 +77,7 @@ def test_ranks_agree_once_all_have_come(kernel: ModuleType) -> None:
 def test_another_step_is_told_apart(kernel: ModuleType) -> None:
     worker, (first, _) = _worker(kernel, 3, 3)
     assert first.go_on(0) == kernel_sums.STEP_AWAITED
-    # In place of the other rank's step.
+    # Post another digest instead of the other rank's step.
     worker.kernels[1].post(0, 99, 0)
     assert first.go_on(0) == kernel_sums.STEP_DIFFERS
 
@@ -126,7 +126,7 @@ def test_wrong_arguments_are_refused(kernel: ModuleType) -> None:
         made.take_results()
     with pytest.raises(TypeError, match="4 arguments"):
         repeat("reduce", "sum", own)
-    # Nothing was taken or announced by what was refused.
+    # The refused call consumed no tick and announced nothing.
     assert (one.next, one.tick, one.num_calls) == (0, 0, 0)
     one.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -151,7 +151,7 @@ def test_results_are_new_or_those_given(kernel: ModuleType, listed: bool) -> Non
         results = [
             one.reduce(value, outs) for one, value in zip(sums, given, strict=True)
         ]
-        # The one that comes last needs to wait for nobody.
+        # The rank that arrives last does not wait.
         assert results[0] == kernel_sums.HEADER_AWAITED
         assert sums[0].go_on(10) == kernel_sums.DONE
         results[0] = sums[0].take_results()
@@ -172,7 +172,7 @@ def test_results_over_other_values_are_left_to_others(kernel: ModuleType) -> Non
 
 
 class _Repeating:
-    """Two ranks of which the second one's sum has been kept, and the first has come."""
+    """Two ranks; the second repeats a kept sum when the first has arrived."""
 
     def __init__(self, kernel: ModuleType, own: Any, **options: Any) -> None:
         worker = Worker(kernel, 2)
@@ -220,13 +220,13 @@ def test_a_call_is_repeated_unless_something_is_out_of_the_ordinary(
             ("reduce", "SUM", np.append(own, 1), None),
         ):
             assert ranks.repeat(*other) is None
-        # Sums are kept for one of several, which may have other algorithms.
+        # Sums are kept for one repeater; another repeater may have other algorithms.
         assert second.repeater()(*call) is None
         assert second.num_calls == count - 1
         np.testing.assert_array_equal(ranks.repeat(*call), own + own)
         assert second.num_calls == count
         assert second.last_call == "call"
-        # The first rank may be late only now.
+        # The first rank may finish its sum later than the second rank.
         assert ranks.sums[0].go_on(10) == kernel_sums.DONE
         ranks.sums[0].take_results()
     assert not ranks.waited
@@ -282,7 +282,7 @@ def test_what_comes_while_results_are_made_is_seen(
         elif change == "attention":
             ranks.second.attention = True
         else:
-            # Another thread begins a call by the same sum.
+            # Start a call of the same sum, as another thread might.
             assert ranks.sums[1].start([own + 1], [own + 1])
         return [own.copy()]
 
@@ -345,7 +345,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         env={
             **os.environ,
             "LD_PRELOAD": library,
-            # Python keeps memory until it ends.
+            # Disable leak detection, because Python does not free all memory at exit.
             "ASAN_OPTIONS": "detect_leaks=0",
             "PYTHONPATH": str(root),
         },

@@ -1,4 +1,4 @@
-"""No order of loads and stores lets a rank read a stale piece; wrong designs do."""
+"""No order of loads and stores lets a rank read stale data, except in wrong designs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled reader of rows, and the Python that stands in for it."""
+"""The compiled reader of rows, and its replacement in Python."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rows_come_to_their_places(
     rng = np.random.default_rng(seed)
     most = (len(data) - start) // row_bytes
     count = int(rng.integers(1, min(most, 1500) + 1))
-    # Runs, small gaps and large ones.
+    # Draw runs of rows, small gaps and large gaps.
     steps = rng.choice([1, 1, 1, 2, 9], count)
     rows = np.cumsum(steps) - 1
     rows = rows[rows < most]

@@ -1,4 +1,4 @@
-"""The compiled update rules: their results have the bits of NumPy's."""
+"""The compiled update rules: their results equal NumPy's bit by bit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_results_have_the_bits_of_numpy(
     if native.load_update_rules() is None:
         pytest.skip("the package was built without its update rules")
     rng, rule = np.random.default_rng(seed), RULES[name]()
-    # From subnormal numbers to those whose squares are infinite.
+    # Draw magnitudes from subnormal numbers to numbers with infinite squares.
     most = 30 if dtype is np.float32 else 200
     scale = 10.0 ** rng.integers(-most, most, size)
     arrays = [(rng.standard_normal(size) * scale).astype(dtype) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The numbers of who was late, and what is said of them."""
+"""Statistics of late ranks, and their report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets that are started in the order of a plan, whatever comes in which order."""
+"""Buckets are started in the order of a plan, for any order of their arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcstrat.engine.reduction.buckets import Buckets, plan_buckets
 
 
 class _Started:
-    """A reduction that ends, or fails, when the test says so."""
+    """A fake reduction that the test ends or fails."""
 
     def __init__(self) -> None:
         self.ended, self.error = False, None

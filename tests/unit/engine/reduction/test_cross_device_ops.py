@@ -1,4 +1,4 @@
-"""Methods that a subclass of CrossDeviceOps may define."""
+"""Methods that a subclass of CrossDeviceOps may override."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of requests of MPI that nobody waits for any more."""
+"""Memory of abandoned MPI requests stays allocated until they complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcstrat.parameter_server.mailbox import _Arriving, _Sending
 
 
 class _Request:
-    """A request like mpi4py's: false once it is known to be complete."""
+    """A request like mpi4py's, which is falsy once its completion is known."""
 
     def __init__(self, memory: Any) -> None:
         self.memory, self.done, self.fails, self.known = memory, False, False, False

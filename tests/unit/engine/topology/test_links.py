@@ -20,7 +20,7 @@ def test_all_pairs_meet_once_and_nobody_meets_two_in_a_round(count: int) -> None
                 assert other != place
                 assert others[other] == place
                 met[min(place, other), max(place, other)] += 1
-    # Each is told by both.
+    # Both ranks of a pair report their link.
     assert met == Counter(2 * list(itertools.combinations(range(count), 2)))
     assert len(_turns(count)) == (count - 1 + count % 2 if count > 1 else 0)
 
@@ -39,7 +39,7 @@ def test_of_many_hosts_each_meets_some_others_once(count: int) -> None:
 
 
 def _links(**slow: float) -> list[Link]:
-    """Return the links of four hosts, some of which take so many times as long."""
+    """Return links of four hosts; some links are slower by these factors."""
     links = []
     for one, two in itertools.combinations(range(4), 2):
         factor = slow.get(f"link{one}{two}", 1.0)
@@ -61,6 +61,6 @@ def test_slow_links_are_found_and_the_slowest_is_first() -> None:
 def test_a_link_is_compared_with_others() -> None:
     assert find_outliers([]) == []
     assert find_outliers(_links(link01=9.0)[:1]) == []
-    # Of two, the slower one is compared with the faster one.
+    # With two links, the slower one is compared with the faster one.
     found = find_outliers(_links(link01=9.0)[:2])
     assert [one.link.ranks for one in found] == [(0, 1)]

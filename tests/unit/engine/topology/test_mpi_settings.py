@@ -1,4 +1,4 @@
-"""Settings with which an MPI library would not start on this machine."""
+"""Settings with which an MPI library would fail to start on a machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcstrat.engine.topology.mpi_settings import doubtful_settings
 from hpcstrat.tools.doctor.examination import RankFacts, compare
 from tests.docs.said import assert_said
 
-# As Cray MPICH says it in MPI_Get_library_version.
+# Text of MPI_Get_library_version in Cray MPICH.
 CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.15 (ANL base 3.4a2)\n"
 DEVICES = (
     *("/sys/class/infiniband/mlx5_0", "/sys/class/infiniband/mlx5_1"),
@@ -26,7 +26,7 @@ def told(
     gtl: bool = False,
     **environment: str,
 ) -> dict[str, str]:
-    """Return the doubts on a machine that has these devices."""
+    """Return the warnings on a machine that has these devices."""
     found = doubtful_settings(
         *(environment, library),
         has_gtl=gtl,
@@ -85,7 +85,7 @@ def test_ranks_are_crowded_where_the_launcher_has_more_cores() -> None:
     [crowded] = crowded_ranks([first, second, first])
     assert (crowded.ranks, crowded.num_others) == ((0, 2), 3)
     assert not list(crowded_ranks([first, second]))
-    # Without other cores there are only few.
+    # A machine with a single core has no crowded ranks.
     own = CoreMasks(frozenset({0}), frozenset({0}))
     assert not list(crowded_ranks([own, own]))
 

@@ -1,4 +1,4 @@
-"""Bytes that count, who is in the majority, and when only variables may differ."""
+"""Compared bytes, the majority of ranks, and cases in which only variables differ."""
 
 from __future__ import annotations
 

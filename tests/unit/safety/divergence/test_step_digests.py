@@ -1,4 +1,4 @@
-"""Two runs are compared to the bit, and the first difference is named."""
+"""Two runs are compared bit by bit, and the first difference is named."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_logs(tmp_path: Path) -> None:
     status, text = verify(one, logged(tmp_path / "c", [1.0, 2.5, 3.0]))
     assert status == 1
     assert text.startswith("step 2: different bits in w at the beginning")
-    # One that was cut off is compared as far as it goes.
+    # A truncated file is compared up to its end.
     shorter = tmp_path / "cut.txt"
     shorter.write_text(one.read_text()[:-20])
     assert verify(one, shorter)[0] == 0

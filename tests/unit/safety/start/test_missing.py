@@ -1,4 +1,4 @@
-"""The ranks that are reported to come no more to the start."""
+"""Detection of ranks that will never arrive at the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcstrat.safety.start.missing import missing_ranks
 
 
 def _found(pid: int) -> Any:
-    """Look for rank 1, whose process has let go of its page."""
+    """Look for rank 1, whose process has released its page."""
     space = os.stat("/proc/self/ns/pid").st_ino
     page = {"stage": IMPORTED, "ended": True, "own": True, "mpi": False}
     page |= {"host": "here", "pid": pid, "pids": space}
@@ -27,7 +27,7 @@ def _found(pid: int) -> Any:
 
 def test_a_process_that_runs_another_program_is_waited_for() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
-        # It has no page any more, as after exec, or with all descriptors closed.
+        # A process without a page may still run, after exec or after closing all files.
         assert not _found(process.pid).gone
         process.communicate(b"\n")
     assert _found(process.pid).gone

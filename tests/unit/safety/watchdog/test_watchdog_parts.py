@@ -87,7 +87,7 @@ def test_own_stacks_show_other_threads_and_not_the_caller() -> None:
 
 @pytest.fixture
 def held() -> Iterator[Process]:
-    """Return a process that is in C code which holds the interpreter lock."""
+    """Return a process in C code that holds the interpreter lock (GIL)."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     child = subprocess.Popen(
         [sys.executable, "-c", HELD],
@@ -129,7 +129,7 @@ def test_another_process_of_the_same_number_gets_no_signal(held: Process) -> Non
 
 
 def test_process_without_a_handler_gets_no_signal(held: Process) -> None:
-    """The signal's default would end it."""
+    """The signal's default action would end that process."""
     unused = signal.SIGRTMIN + 11
     other = Process(held.pid, held.start, held.main, unused, held.handle)
     assert look_at(other).words == "which does not answer"

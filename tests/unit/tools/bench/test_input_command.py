@@ -1,4 +1,4 @@
-"""`hpcstrat bench input`: figures of a user's files, and what it advises."""
+"""`hpcstrat bench input`: measurements of a user's files, and its advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports of scaling benchmarks, against figures that are calculated here by hand."""
+"""Reports of scaling benchmarks, compared with figures calculated by hand."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _part(name: str, scaling: str, seconds: list[float], **more: Any) -> Content
 
 
 def _step(scaling: str, seconds: list[float], late: list[float]) -> Content:
-    """Return a step; ``late`` is what each replica waits, in each repeat."""
+    """Return a step; ``late`` has the waiting time of each replica in each repeat."""
     count, mean = len(seconds), statistics.fmean(late)
     parameters = {"batch_size": 8, "nbytes": 800, "compute_seconds": 0.06}
     return _part(
@@ -66,7 +66,7 @@ def _step(scaling: str, seconds: list[float], late: list[float]) -> Content:
 
 
 def _content(workers: list[int], parts: list[Content], cores: int = 8) -> Content:
-    """Return a file's content; replicas are dealt to the workers in turn."""
+    """Return a file's content; replicas are placed on the workers in turn."""
     turns = range(max(workers))
     places = [w for turn in turns for w, each in enumerate(workers) if turn < each]
     link = {"latency_seconds": LATENCY, "bytes_per_second": BANDWIDTH}
@@ -101,7 +101,7 @@ def _content(workers: list[int], parts: list[Content], cores: int = 8) -> Conten
 
 WEAK = {1: [0.10, 0.11, 0.10, 0.13], 2: [0.12, 0.13, 0.12], 4: [0.20, 0.16, 0.16, 0.17]}
 STRONG = {1: [0.10, 0.10, 0.11], 2: [0.07, 0.06, 0.08], 4: [0.05, 0.04, 0.045, 0.06]}
-# Replica 1, of the second worker, waits least: the others wait for it.
+# Replica 1, on the second worker, waits least because the others wait for it.
 LATE = {1: [0.0], 2: [0.02, 0.03], 4: [0.05, 0.01, 0.05, 0.05]}
 WORKERS = {1: [1], 2: [2], 4: [2, 2]}
 
@@ -117,7 +117,7 @@ def _contents() -> dict[int, Content]:
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[..., list[str]]:
-    """Return what writes files' contents, and returns their paths."""
+    """Return a function that writes contents to files, and returns their paths."""
 
     def _save(*contents: Content) -> list[str]:
         paths = []
@@ -135,7 +135,7 @@ def _report(*words: object) -> Result:
 
 
 def test_shapes_are_those_of_the_networks() -> None:
-    """The numbers of parameters are those that torchvision and Hugging Face give."""
+    """The parameter counts equal those of torchvision and Hugging Face."""
     assert len(resnet50_shapes()) == 161
     assert sum(map(math.prod, resnet50_shapes())) == 25_557_032
     assert len(transformer_shapes()) == 199
@@ -145,12 +145,12 @@ def test_shapes_are_those_of_the_networks() -> None:
 
 def test_figures_are_those_calculated_by_hand(save: Callable[..., list[str]]) -> None:
     contents = _contents()
-    # In any order.
+    # The order of the files does not matter.
     report = analyze(read_runs(save(contents[4], contents[1], contents[2])))
     weak, strong = report.of("step")
     assert [p.run.num_replicas for p in weak.points] == [1, 2, 4]
     assert [p.run.layout for p in weak.points] == ["1", "2", "4 (2 x 2)"]
-    # Medians: 0.105, 0.12, 0.165; and 0.10, 0.07, 0.0475.
+    # The medians are 0.105, 0.12, 0.165 (weak), and 0.10, 0.07, 0.0475 (strong).
     assert [p.median for p in weak.points] == pytest.approx([0.105, 0.12, 0.165])
     assert [p.speed_up for p in weak.points] == pytest.approx([1, 1.75, 0.42 / 0.165])
     assert [p.efficiency for p in weak.points] == pytest.approx(
@@ -167,7 +167,7 @@ def test_figures_are_those_calculated_by_hand(save: Callable[..., list[str]]) ->
     assert last.late == pytest.approx(4 * 0.04 / own)
     assert last.communication == pytest.approx(4 * 0.01 / own)
     assert last.input == pytest.approx(4 * 0.005 / own)
-    # Replicas 0 and 2 are the first worker's.
+    # Replicas 0 and 2 are on the first worker.
     assert last.slowest_host == "node1 (replica 1)"
     assert weak.points[0].slowest_host == ""
 
@@ -177,7 +177,7 @@ def test_verdicts_say_how_many_replicas_to_use(
 ) -> None:
     contents = _contents()
     weak, strong = analyze(read_runs(save(*contents.values()))).verdicts
-    # Efficiencies: 0.875, 0.636; and 0.714.
+    # The efficiencies are 0.875, 0.636 (weak), and 0.714 (strong).
     share = 4 * 0.04 / (0.9 * (0.20 + 0.16 + 0.16 + 0.17))
     assert weak == (
         "Weak scaling: use 2 replicas on 1 node. With 4 replicas on 2 nodes the "
@@ -190,7 +190,7 @@ def test_verdicts_say_how_many_replicas_to_use(
         "Weak scaling: use 2 replicas on 1 node, or more: the efficiency of the "
         "largest run is still 88%."
     )
-    # One run says nothing, and replicas that share cores no more.
+    # A single run gives no verdict, and neither do replicas that share cores.
     assert not analyze(read_runs(save(contents[2]))).verdicts
     shared = _contents()
     for content in shared.values():
@@ -224,11 +224,11 @@ def test_expectations_are_those_calculated_by_hand(
 ) -> None:
     contents = _contents()
     report = analyze(read_runs(save(*contents.values())))
-    # The smallest sum of two replicas took 2e-4 s: the rest is the cost of a call.
+    # The smallest sum on two replicas took 2e-4 s; the remainder is the cost of a call.
     cost = 2e-4 - (2 * LATENCY + 2 * 4096 / BANDWIDTH)
     inside = cost + 2 * LATENCY + 2 * 800 / BANDWIDTH
     between = 2 * math.log2(2) * LATENCY + 2 * 1 / 2 * 800 / BANDWIDTH
-    # One replica: the own seconds without the waiting.
+    # The step of one replica excludes waiting.
     weak, strong = report.of("step")
     alone = 0.9 * 0.105
     found = [p.expected_seconds for p in weak.points]
@@ -240,7 +240,7 @@ def test_expectations_are_those_calculated_by_hand(
     assert weak.points[2].expected_efficiency == pytest.approx(
         0.105 / (alone + inside + between)
     )
-    # Of 0.09 s, 0.06 are computing, which is divided.
+    # Of 0.09 s, 0.06 s are computation, which is divided among replicas.
     fixed = 0.9 * 0.10 - 0.06
     assert strong.points[1].expected_seconds == pytest.approx(fixed + 0.03 + inside)
     assert strong.points[2].expected_seconds == pytest.approx(
@@ -253,7 +253,7 @@ def test_expectations_are_those_calculated_by_hand(
 
 
 def test_share_of_other_programs_is_what_replicas_leave() -> None:
-    # Worker, cores, then seconds: of the host, of the replica, of the clock.
+    # Columns: worker, cores, CPU seconds of host and replica, clock seconds.
     rows = [[0, 4, 30.0, 9.0, 10.0], [1, 4, 20.0, 20.5, 10.0], [0, 4, 30.0, 5.0, 9.9]]
     assert worker_shares(np.array(rows)) == pytest.approx([16 / 40, 0.0])
     assert worker_shares(np.array([[0, 4, math.nan, 1.0, 1.0]])) == []
@@ -267,7 +267,7 @@ def test_replicas_that_share_cores_are_said_and_expected_to_be_slow(
     report = analyze(read_runs(save(*contents.values())))
     assert "Cores per replica < 1 (down to 0.5) with 2 replicas" in report.notes[0]
     weak, _ = report.of("step")
-    # As long as two replicas took, but for the bytes.
+    # The time of two replicas, corrected for the number of bytes.
     fewer = 2 * 2 * (800 - 4096) / BANDWIDTH
     assert weak.points[1].expected_seconds == pytest.approx(
         2 * 0.9 * 0.105 + 2e-4 + fewer
@@ -301,12 +301,12 @@ def test_others_expectations_take_the_place_of_the_model(
 
 
 def _all_medians(values: list[float]) -> list[float]:
-    """Return the medians of all samples of that size, each as often as it is drawn."""
+    """Return the medians of all samples of this size, with multiplicity."""
     return [statistics.median(s) for s in itertools.product(values, repeat=len(values))]
 
 
 def test_intervals_are_those_of_all_samples() -> None:
-    """Drawn samples against all of them, which are few enough to be counted."""
+    """Random samples are compared with all samples, which are few here."""
     reference, seconds = [1.0, 1.3, 1.1, 1.2], [2.0, 2.6, 2.3, 2.9]
     ratios = sorted(
         one / other
@@ -322,7 +322,7 @@ def test_intervals_are_those_of_all_samples() -> None:
 
 
 class _Page(HTMLParser):
-    """What a page shows: rows of tables, and what it would fetch."""
+    """An HTML parser that collects rows of tables, and fetched addresses."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def test_page_has_the_figures_and_fetches_nothing(
     page = _Page(text)
     assert page.sources
     assert all(s.startswith("data:image/svg+xml;base64,") for s in page.sources)
-    # All that is left of the network are names of formats.
+    # The page contains no network address, apart from names of formats.
     assert not re.search(r"url\(|@import|https?://", text)
     rows = [row for row in page.rows if row and row[0] == "4 (2 x 2)"]
     weak = rows[0]
@@ -382,7 +382,7 @@ def test_page_has_the_figures_and_fetches_nothing(
 
 @needs_matplotlib
 def test_picture_of_sums_shows_every_run(save: Callable[..., list[str]]) -> None:
-    """More runs than there are colors; those of unlike workers are named in full."""
+    """There are more runs than colors; runs with unequal workers have full names."""
     layouts = [[2], [2, 1], [2, 2], [2, 2, 1], [2] * 3, [2] * 4, [2] * 5, [2] * 6]
     sums = [_part("all_reduce", "same", [1e-3] * 5, parameters={"nbytes": 4})]
     found = analyze(read_runs(save(*(_content(each, sums) for each in layouts))))
@@ -454,7 +454,7 @@ def test_runs_that_do_not_fit_together_are_refused(
     twice = save(contents[1], contents[2], copy.deepcopy(contents[2]))
     with pytest.raises(BenchError, match=r"found two of 2 replicas, .*run-1.*run-2"):
         read_runs(twice)
-    # The same file twice is one.
+    # A file given twice counts once.
     assert len(read_runs([twice[0], twice[1], twice[0]])) == 2
     for part in contents[4]["parts"][1:]:
         part["parameters"]["compute_seconds"] = 0.5

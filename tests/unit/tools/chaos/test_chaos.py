@@ -1,4 +1,4 @@
-"""Chaos draws the same acts again, finds ranks, and touches nothing else."""
+"""Chaos draws reproducible acts, finds ranks, and touches no other process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_strength_out_of_range_is_refused(values: dict[str, float]) -> None:
 
 
 class Machine:
-    """A made-up /proc."""
+    """A fake /proc."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -139,7 +139,7 @@ def test_ranks_of_each_launcher_are_found(machine: Machine) -> None:
 
 
 def test_what_is_no_rank_is_left_alone(machine: Machine) -> None:
-    # The script of a batch job, and a daemon that Slurm has started.
+    # Add the script of a batch job, and a daemon that Slurm has started.
     slurm = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0"}
     machine.add(30, 1, "bash", **slurm)
     machine.add(31, 30, "mpirun", **slurm)
@@ -147,7 +147,7 @@ def test_what_is_no_rank_is_left_alone(machine: Machine) -> None:
     machine.add(33, 1, "python", PMI_RANK="none")
     machine.add(34, 1, "python")
     assert machine.jobs() == {}
-    # Inside of that daemon mpirun's own numbers count.
+    # For processes of that daemon, mpirun's own rank numbers count.
     rank = {"PMIX_NAMESPACE": "prterun-b@1", "OMPI_COMM_WORLD_RANK": "3"}
     machine.add(35, 32, "python", SLURM_STEP_ID="1", **slurm, **rank)
     assert machine.jobs() == {"prterun-b@1": [(3, 35)]}
@@ -160,7 +160,7 @@ def test_a_rank_is_the_process_that_has_mpi(machine: Machine) -> None:
     machine.add(12, 11, "python", **rank)
     assert machine.jobs() == {"job": [(0, 11)]}
     machine.add(13, 12, "python", mpi=True, **rank)
-    # A forked child of the rank has the library, too.
+    # A forked child of the rank has loaded the library, too, but is no rank.
     machine.add(14, 13, "python", mpi=True, **rank)
     assert machine.jobs() == {"job": [(0, 13)]}
 
@@ -178,7 +178,7 @@ def test_jobs_are_chosen_by_name_or_by_the_only_one_of_slurm() -> None:
 
 @pytest.fixture
 def make_rank() -> Iterator[Callable[..., disturbing.JobRanks]]:
-    """Start processes that look like ranks of a job of their own."""
+    """Yield a function that starts processes that look like ranks of a separate job."""
     started = []
 
     def make(count: int = 1, **options: Any) -> disturbing.JobRanks:
@@ -256,7 +256,7 @@ def test_a_rank_of_another_job_is_refused(make_rank: Any) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root starts others' processes")
 def test_processes_of_others_are_never_touched(make_rank: Any) -> None:
     job = make_rank(user=NOBODY)
-    # Not even by root.
+    # Even root must not disturb ranks of other users.
     assert job.ranks == ()
     process = subprocess.Popen(["sleep", "600"], user=NOBODY)
     try:
@@ -358,7 +358,7 @@ def test_list_names_jobs_and_ranks_in_columns(make_rank: Any) -> None:
 
 
 def test_chaos_itself_is_no_rank() -> None:
-    """As under ``srun --overlap``, which gives it a rank of its own."""
+    """Under ``srun --overlap``, the chaos process has the variables of a rank."""
     name = f"test-{secrets.token_hex(8)}"
     env = os.environ | {"PMIX_NAMESPACE": name, "PMIX_RANK": "0"}
     said = subprocess.run(

@@ -1,4 +1,4 @@
-"""The commands that look into checkpoints, on files of one replica."""
+"""The commands that inspect checkpoints, on files of one replica."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_long_names_are_whole_in_pipes_and_folded_on_terminals(tmp_path: Path) -
 
 
 def _on_terminal_only(*words: Any) -> list[str]:
-    """Return the lines on a terminal of 80 columns."""
+    """Return the lines of the output on a terminal with 80 columns."""
     ours, theirs = pty.openpty()
     process = _started(*words, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -193,7 +193,7 @@ def _truncated(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-# What is at the place of a checkpoint, and words of what is said about it.
+# Bad inputs instead of a checkpoint, and words of the error message.
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text": (lambda path: path.write_text("no checkpoint\n"), "found a text file"),
     "newer": (_newer, "version 99"),
@@ -211,7 +211,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 def bad(
     request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[str, Path]:
-    """Return a kind of bad input, and its path; another checkpoint is beside it."""
+    """Return a kind of bad input, and its path, in a folder with a good checkpoint."""
     path = _paths(folder)[0]
     BAD[request.param][0](path)
     if request.param == "unreadable":
@@ -222,7 +222,7 @@ def bad(
                 raise PermissionError(13, "Permission denied", str(path))
             return real(name, *arguments, **options)
 
-        # The superuser, as which tests may run, is refused nothing.
+        # Fake the refusal, because tests may run as root, which may read all files.
         monkeypatch.setattr(os, "open", refuse)
     return request.param, path
 
@@ -240,7 +240,7 @@ def test_bad_file_is_one_line(
     }.get(command, (command, path))
     found = _run(*words)
     if (command, kind) == ("verify", "folder"):
-        # A folder is no bad input there; this one has nothing to check.
+        # A folder is valid for this command, but this folder has no checkpoints.
         assert (found.exit_code, found.output) == (1, "no checkpoints found\n")
         return
     assert found.exit_code == 1
@@ -283,7 +283,7 @@ def test_list_of_a_folder_whose_files_cannot_be_looked_at_is_one_line(
     lstat = os.lstat
 
     def refused(path: Any, **options: Any) -> os.stat_result:
-        # As of a folder that may be listed, but not entered: root may do both.
+        # Fake a folder that may be listed, but not entered, because root may do both.
         if str(path).startswith(str(folder / "ckpt-")):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return lstat(path, **options)
@@ -317,7 +317,7 @@ def test_verify_goes_on_after_a_bad_file(bad: tuple[str, Path]) -> None:
 
 
 def _started(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
-    """Start the command as a program of its own."""
+    """Start the command in a separate process."""
     program = "from hpcstrat.cli import main; main()"
     paths = [str(Path(hs.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     changes = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "TERM": "xterm"}
@@ -329,7 +329,7 @@ def _started(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
 
 
 def _on_terminal(*words: Any) -> tuple[str, str]:
-    """Return standard output, and what was shown on a terminal."""
+    """Return the standard output, and the output on a terminal."""
     ours, theirs = pty.openpty()
     shown = bytearray()
 
@@ -338,7 +338,7 @@ def _on_terminal(*words: Any) -> tuple[str, str]:
             while data := os.read(ours, 4096):
                 shown.extend(data)
         except OSError:
-            # The end of a terminal.
+            # The terminal was closed.
             return
 
     reader = threading.Thread(target=read)
@@ -413,7 +413,7 @@ def test_bench_with_unknown_options_is_an_error_of_usage(tmp_path: Path) -> None
 
 
 def _nothing(*_: Any) -> None:
-    """Write nothing."""
+    """Pretend to write, without effect."""
 
 
 def _full(*_: Any) -> None:
@@ -469,7 +469,7 @@ def test_bench_that_is_ended_leaves_nothing(tmp_path: Path, number: int) -> None
     process = _started(*words, **pipes, start_new_session=True)
     try:
         _until(lambda: any(tmp_path.glob(".hpcstrat-bench-*/*")))
-        # The whole group, as terminals and launchers do.
+        # Signal the whole process group, as terminals and launchers do.
         os.killpg(process.pid, number)
         said = process.communicate(timeout=60)[1]
     finally:
@@ -537,7 +537,7 @@ def test_other_sizes_are_refused(text: str) -> None:
         parse_size(text)
 
 
-# What stat(1) says, where that is another word.
+# File system names of stat(1) that differ from the command's names.
 NAMES = {"ext2/ext3": "ext4", "overlay": "overlayfs"}
 
 
@@ -591,7 +591,7 @@ def test_what_is_no_checkpoint_is_named(
     path = tmp_path / name
     make(path)
     if not path.exists():
-        # NumPy has put its own end behind the name.
+        # NumPy has appended its own suffix to the name.
         path.with_name(f"{name}.npz").rename(path)
     found = _run(command, path)
     assert found.exit_code == 1

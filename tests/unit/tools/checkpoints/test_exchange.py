@@ -1,4 +1,4 @@
-"""Values of checkpoints in other programs' files, and back, bit for bit."""
+"""Export of checkpoint values to other formats, and import, bit by bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import hpcstrat as hs
 from hpcstrat.checkpoint.exchange import read_safetensors
 from hpcstrat.cli.main import main
 
-# All of bfloat16's bits, NaN with payloads among them.
+# All bit patterns of bfloat16, with NaN payloads.
 ALL_BITS = np.arange(1 << 16, dtype=np.uint16)
 VALUES = {
     "layers.0.weight": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),
@@ -173,7 +173,7 @@ def test_a_module_of_torch_goes_to_others_and_back(tmp_path: Path) -> None:
     fresh.to(torch.bfloat16).load_state_dict(found)
     for name, value in model.state_dict().items():
         assert torch.equal(value, fresh.state_dict()[name]), name
-    # From a file of torch's, whose weights are in a dict of it, into another model.
+    # Import from a torch file, whose weights are in a nested dict, into another model.
     torch.save({"net": model.state_dict(), "epoch": 3}, tmp_path / "theirs.pt")
     words = ("--part", "model", "--take", "net/", "--like", path)
     _good("import", tmp_path / "theirs.pt", tmp_path / "b", *words)
@@ -244,7 +244,8 @@ def test_files_need_not_fit_in_memory(tmp_path: Path, ending: str) -> None:
     values = {f"v{i}": np.full(size // 8, i, np.float64) for i in range(many)}
     saved, output = _save(tmp_path / "a", net=values), tmp_path / f"x{ending}"
     del values
-    _good("export", saved, tmp_path / f"first{ending}")  # What is imported stays.
+    # Export once before, because imported modules keep memory.
+    _good("export", saved, tmp_path / f"first{ending}")
     tracemalloc.start()
     try:
         _good("export", saved, output)
@@ -252,7 +253,7 @@ def test_files_need_not_fit_in_memory(tmp_path: Path, ending: str) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # A buffer of NumPy for writing takes 16 MiB.
+    # NumPy's write buffer has 16 MiB.
     assert peak < many * size * 0.55
     assert "no difference" in _good(
         "diff", saved, tmp_path / "b" / "ckpt-0000000000.h5"

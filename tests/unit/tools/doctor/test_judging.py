@@ -1,4 +1,4 @@
-"""The doctor's verdicts on facts and measurements."""
+"""The findings of ``hpcstrat doctor`` for given facts and measurements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _hosts(count: int) -> list[RankFacts]:
 
 
 def _links(count: int, slow: Any) -> Links:
-    """Return links of hosts, those that are ``slow`` 10 times slower, or more."""
+    """Return links of hosts; a link is 10 times slower if ``slow`` returns True."""
     between = []
     for pair in itertools.combinations(range(count), 2):
         factor = float(slow(pair)) * 9 + 1
@@ -51,7 +51,7 @@ def _links(count: int, slow: Any) -> Links:
 
 
 def _clock(offset_seconds: float, drift: float = 0.0) -> list[Sample]:
-    """Return two measurements of a clock that is so far ahead, 10 s apart."""
+    """Return two measurements, 10 s apart, of a clock that is this far ahead."""
     offset = round(-offset_seconds * SECOND)
     later = offset - round(10 * drift * SECOND)
     return [Sample(SECOND, offset, 20_000), Sample(11 * SECOND, later, 20_000)]
@@ -95,7 +95,7 @@ def test_a_slow_link_is_named_and_a_slow_host_instead_of_its_links() -> None:
 
 def test_a_link_that_was_disturbed_makes_no_slow_host_of_a_slow_link() -> None:
     measures = _healthy(4)
-    # Of node1's three links one is 351 times slower, and another 2.8 times.
+    # One of node1's three links is 351 times slower, and another 2.8 times slower.
     measures[0].links = _links(
         4, lambda pair: {(1, 3): 350 / 9, (1, 2): 0.2}.get(pair, 0)
     )
@@ -119,7 +119,7 @@ def test_a_dead_link_is_a_problem() -> None:
 def test_the_clock_that_is_off_is_named_and_not_those_it_is_compared_with(
     fast: int,
 ) -> None:
-    # All are compared with replica 0's, which may be the one that is off.
+    # All clocks are compared with that of replica 0, which may itself be wrong.
     measures = _healthy(4)
     for rank, told in enumerate(measures):
         told.clocks = _clock(3.0 * (rank == fast) - 3.0 * (fast == 0))
@@ -195,7 +195,7 @@ def test_ranks_that_the_launcher_has_bound_to_one_core_are_named() -> None:
         ("shared-core", (0, 1))
     ]
     assert not found.remarks
-    # There is no other core: that may be on purpose.
+    # The ranks share the only core, which may be intended.
     found = compare([_facts(rank, "node0", {0}) for rank in range(2)])
     assert not found.problems
     assert [one.name for one in found.remarks] == ["few-cores"]
@@ -204,7 +204,7 @@ def test_ranks_that_the_launcher_has_bound_to_one_core_are_named() -> None:
 def test_more_threads_than_cores_are_a_remark() -> None:
     found = compare([_facts(0, "node0", {0}, threads="4")])
     assert [one.name for one in found.remarks] == ["threads"]
-    # Enough on the host, but not where the rank is bound to.
+    # The host has enough cores, but not the set to which the rank is bound.
     ranks = [_facts(0, "node0", {0}, threads="2"), _facts(1, "node0", {1, 2, 3})]
     found = compare(ranks)
     assert [(one.name, one.ranks) for one in found.remarks] == [("threads", (0,))]
@@ -238,7 +238,7 @@ def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path: Path) -> None:
     assert not facts.problem + facts.unlockable
     assert facts.write_seconds > 0
     assert facts.is_seen
-    # Of another process, it is seen, too, as of this one's other descriptor.
+    # A lock of another descriptor counts, as a lock of another process would.
     assert facts.is_locked
     assert not list(tmp_path.iterdir())
     gone = look_at_folder(f"{folder}/none", "token", 1, 10.0)

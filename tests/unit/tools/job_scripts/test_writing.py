@@ -1,4 +1,4 @@
-"""The scripts that ``hpcstrat jobs new`` writes."""
+"""Scripts written by ``hpcstrat jobs new``."""
 
 from __future__ import annotations
 

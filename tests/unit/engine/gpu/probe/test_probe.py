@@ -1,6 +1,6 @@
-"""A trial of MPI in other processes: what is read from those that answer, die or hang.
+"""The trial of MPI in other processes, which succeed, die or hang.
 
-The programs here are real processes, without MPI; tests/gpu runs the real one.
+The programs here are real processes without MPI; tests/gpu runs the real program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Probing = Callable[..., ProbeReport]
 LIBRARY = "Some MPI 1.0"
 KIND = {"mpi": LIBRARY, "driver": "12.9", "gpus": "H100"}
 
-# Starts the program as two ranks, as mpirun does, and ends when one of them fails.
+# A launcher that starts two ranks like mpirun, and exits when one of them fails.
 LAUNCHER = """
 import os, subprocess, sys
 ranks = [
@@ -46,7 +46,7 @@ codes = [rank.wait() for rank in ranks]
 sys.exit(next((abs(code) for code in codes if code), 0))
 """
 
-# Does what FAKE_PLAN says of an operation and a size on a rank.
+# A program that does for each operation, size and rank what FAKE_PLAN says.
 PROGRAM = """
 import ctypes, faulthandler, json, os, sys, time
 from hpcstrat.engine.gpu.probe.outcome import OPERATIONS
@@ -91,7 +91,7 @@ say(done=True)
 
 @pytest.fixture
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Probing:
-    """Return a function that probes with a plan, on two ranks."""
+    """Return a function that runs a probe with a plan, on two ranks."""
     monkeypatch.setattr(module, "node_kind", lambda version: KIND)
     launcher, program = tmp_path / "launcher.py", tmp_path / "program.py"
     launcher.write_text(LAUNCHER)
@@ -128,7 +128,7 @@ def test_segmentation_fault_is_an_answer_and_the_others_are_tried(
     assert found.answers["allreduce"] == Answer(False, words)
     assert found.answers["send"].reason.endswith("SIGSEGV in Send of 8 B")
     assert found.answers["broadcast"].ok
-    # What needs the one that failed is not tried for nothing.
+    # Operations that need a failed operation are not tried.
     assert found.answers["exchange"].reason == "not tried, because send failed"
     assert found.answer(("send",)) == (
         False,
@@ -174,7 +174,7 @@ def test_launcher_that_does_not_end_is_killed(report: Probing) -> None:
     begin = time.monotonic()
     found = report({"send/8/0": "sleep", "send/8/1": "sleep"}, limit_seconds=8.0)
     assert not found.answers["send"].ok
-    # The program would take 60 seconds for each of the operations.
+    # Without the timeout, the program would take 60 seconds for each operation.
     assert time.monotonic() - begin < 60
 
 
@@ -184,7 +184,7 @@ def test_one_process_proves_no_yes(
     monkeypatch.setattr(module, "node_kind", lambda version: KIND)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    # Of no launcher.
+    # Set a variable that belongs to no launcher.
     monkeypatch.setenv("FAKE_PLAN", "{}")
     found = probe(LIBRARY, program=[str(program)])
     assert found.weak
@@ -224,7 +224,7 @@ def test_all_processes_of_a_launcher_end_with_it(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-# The environment of the trial.
+# Tests of the trial's environment.
 
 JOB = {
     "OMPI_COMM_WORLD_RANK": "0",
@@ -273,7 +273,7 @@ def test_traces_of_a_job_go_and_settings_of_the_user_stay(
     environment = {name: JOB[name] for name in job} | set_by_user | OTHER
     assert scrubbed(environment) == set_by_user | OTHER
     assert kept_settings(environment) == set_by_user
-    # A rank and a process outside of the job are of one kind of node.
+    # A rank, and a process outside of the job, have the same settings of the node.
     assert kept_settings(scrubbed(environment)) == kept_settings(environment)
 
 
@@ -311,12 +311,12 @@ def test_launcher_of_another_library_is_not_taken(
     assert "no mpirun of Open MPI" in find_launcher("Open MPI v5", environment)[1]
 
 
-# The cache.
+# Tests of the cache of reports.
 
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProbeReport:
-    """Keep a report."""
+    """Write a report to the cache, and return its file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "node_kind", lambda version: {**KIND, "mpi": version})
     answers = {name: Answer(name != "allreduce", "why") for name in OPERATIONS}

@@ -1,4 +1,4 @@
-"""Timelines: clocks on one axis, files that are readable at any time, a valid trace."""
+"""Timelines: aligned clocks, files that are readable at any time, a valid trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NS = st.integers(-(10**15), 10**15)
 
 
 def _reference(local: int, offset: int, millionths: int) -> int:
-    """The exact clock: an offset, and a drift in parts of a million."""
+    """Return the exact reference time: an offset, and a drift in parts per million."""
     return local + offset + local * millionths // 10**6
 
 
@@ -82,7 +82,7 @@ def test_times_between_measurements_are_as_good_as_these(
     found = alignment.reference_ns(inside)
     bound = max(map(abs, errors)) + 2
     assert abs(found - _reference(inside, offset, millionths)) <= bound
-    # As far behind the last as the first lies before it: twice the error, and its own.
+    # Extrapolate as far beyond the last sample as the samples span: thrice the error.
     after = times[-1] * 2
     bound = 3 * bound + 2
     found = alignment.reference_ns(after)
@@ -102,7 +102,7 @@ def test_any_measurements_give_a_time(
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> Iterator[Recorder]:
-    """Yield a recorder into the folder; ended after the test."""
+    """Yield a recorder that writes into the folder; the test's end closes it."""
     made = _recorder(tmp_path)
     active.recorder = made
     yield made
@@ -133,7 +133,7 @@ def test_ranges_nest_and_name_their_track(recorder: Recorder, tmp_path: Path) ->
                 pass
     recorder.close()
     text = Path(find_runs(str(tmp_path))["R1"][0]).read_text()
-    # Strictly JSON, as a file that was ended in order has to be.
+    # A file that was closed properly must be strict JSON.
     events = json.loads(text)
     [track] = check_trace(events).values()
     assert [event["name"] for event in track] == ["outer", "inner", "inner", "inner"]
@@ -190,7 +190,7 @@ def test_an_error_ends_its_ranges(recorder: Recorder, tmp_path: Path) -> None:
 
 def test_off_means_nothing_is_recorded() -> None:
     assert active.recorder is None
-    # One object serves all.
+    # All inactive traces are the same object.
     assert hs.trace("a") is hs.trace("b", x=1)
 
 
@@ -225,7 +225,7 @@ def test_full_file_says_so_once_and_stays_whole(
     made.add_clock(Sample(now + 1, 0, 0))
     made.close()
     events = json.loads(path.read_text())
-    # The rest of what was waiting when the limit was found.
+    # After the limit, only events that were already queued are written.
     assert len(events) < 200
     assert events[-1]["name"] == "hpcstrat_clock"
     assert "timeline_megabytes" in said[0][2]
@@ -256,7 +256,7 @@ def test_file_system_that_hangs_does_not_hold_the_program(
     made = _recorder(tmp_path)
     assert made.file is not None
     made.flush()
-    # A pipe that nobody reads takes 64 KiB, and then nothing more.
+    # An unread pipe accepts 64 KiB, and then blocks.
     reading, writing = os.pipe()
     os.dup2(writing, made.file._handle)
     for _ in range(3000):
@@ -282,7 +282,7 @@ def test_forked_child_does_not_record(recorder: Recorder, tmp_path: Path) -> Non
 
 
 class _Ranges:
-    """Stands for cupy.cuda.nvtx, which this machine has no device for."""
+    """A stand-in for cupy.cuda.nvtx, which needs a GPU."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -309,9 +309,9 @@ def test_ranges_reach_nvtx_without_a_file(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _write_two(folder: Path) -> None:
-    """Record on two workers, of which the second comes later to each of five calls."""
+    """Record five calls on two workers, of which the second arrives ever later."""
     now = time.perf_counter_ns()
-    # Its clock is an hour behind, and loses a millisecond in a second.
+    # The second worker's clock is an hour behind, and loses 1 ms per second.
     offset = 3600 * 10**9
     first = _recorder(folder, Track(0, 0, 2, "node1"), Sample(now, 0, 0))
     second = _recorder(
@@ -342,7 +342,7 @@ def test_merge_puts_all_clocks_on_one_axis(tmp_path: Path) -> None:
     tracks = check_trace(trace["traceEvents"])
     starts = [[e["ts"] for e in tracks[rank, rank]] for rank in (0, 1)]
     delays = [b - a for a, b in zip(*starts, strict=True)]
-    # 3 ms, and what the second clock has lost since the beginning.
+    # The delays are 3 ms plus the drift of the second clock.
     assert delays == pytest.approx([3000 + 1000 * n for n in range(5)], abs=10)
     clocks = trace["otherData"]["clocks"]
     assert clocks[1]["drift"] == pytest.approx(1e-3)
@@ -354,7 +354,7 @@ def test_summary_names_who_was_waited_for(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["timeline", "summary", str(tmp_path)])
     assert result.exit_code == 0, result.output
     rows = [line for line in result.output.splitlines() if "node" in line]
-    # 3 + 4 + 5 + 6 + 7 ms.
+    # The sum of the delays is 3 + 4 + 5 + 6 + 7 ms.
     assert "5 (100%)" in rows[0]
     assert "0.025" in rows[0]
     assert "node2" in rows[0]

@@ -1,4 +1,4 @@
-"""Predictions, from the trace to the command; SimGrid need not be there."""
+"""Predictions, from the trace to the command; most need no SimGrid."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ GIVEN = ["--latency", "2us", "--bandwidth", "10GB/s", "--compute-ms", "1"]
 
 
 def command(*words: str) -> Result:
-    """Run the command."""
+    """Run the command ``hpcstrat bench predict``."""
     return CliRunner().invoke(main, ["bench", "predict", *words])
 
 
 def network(kind: str = "ethernet") -> Network:
-    """Return a network without anything but its link."""
+    """Return a network with default values, except for its link."""
     return Network(kind, LATENCY, BANDWIDTH)
 
 
@@ -139,7 +139,8 @@ def test_platforms_have_all_nodes(kind: str, nodes: int) -> None:
             groups, _, switches, each = cluster.attrib["topo_parameters"].split(";")
             (groups, switches) = (int(w.split(",")[0]) for w in (groups, switches))
             assert groups * switches * int(each) == size
-            # Where SimGrid looks for the switch that leads to a group.
+            # SimGrid indexes the switches by group, so that there must be enough of
+            # them.
             assert groups <= switches
     assert found >= nodes
 
@@ -148,15 +149,15 @@ def test_platforms_have_all_nodes(kind: str, nodes: int) -> None:
 def test_two_nodes_take_what_a_calculation_by_hand_says() -> None:
     job = SimulatedJob(2, 2)
     step = ForecastStep(1e-3, ((16 * MIB,),))
-    # What memory takes is hidden behind the wire, or the other way round.
+    # The memory's time is hidden behind the network's, or vice versa.
     machine = replace(MACHINE, memory_bytes_per_second=1e15)
     point = predict_point(step, job, machine, network())
     nbytes = 64 * MIB
-    # Each sends half of the sum, and then half of the result.
+    # Each host sends half of its values, and then half of the sum.
     assert point.bandwidth_seconds == pytest.approx(nbytes / BANDWIDTH, rel=0.01)
-    # A message, and two steps inside of a node.
+    # The header costs one message, and two steps inside of a node.
     assert point.header_seconds == pytest.approx(LATENCY + 2 * 1e-6, rel=0.02)
-    # But for the last piece, messages of another one are on the way meanwhile.
+    # Only the last piece has visible latency, because other pieces overlap.
     assert 2 * LATENCY < point.latency_seconds < 0.02 * nbytes / BANDWIDTH
     assert point.step_seconds == pytest.approx(
         sum(
@@ -276,7 +277,7 @@ def test_words_that_are_none_are_said(words: list[str], said: str) -> None:
 
 
 def scaling_run(**changes: Any) -> dict[str, Any]:
-    """Return the file of a run on a node of two replicas, and a link between them."""
+    """Return the file of a run with two replicas on one node, and with their link."""
     step = {
         "name": "step",
         "scaling": "weak",
@@ -329,7 +330,7 @@ def test_a_run_says_what_a_step_computes_and_how_fast_memory_is(
     assert nbytes == pytest.approx(102_228_128, rel=1e-3)
     known = KnownFigures(latency=2e-6, bandwidth=1e10).over(given)
     step, machine = known.step(), known.machine()
-    # As long as the run's own copies took.
+    # The prediction equals the run's own copy time.
     (one,) = predict(step, known.job(), machine, known.network("fat-tree"), [1])
     assert one.inside_seconds == pytest.approx(0.08, rel=0.02)
     with pytest.raises(HpcstratError, match="--latency"):

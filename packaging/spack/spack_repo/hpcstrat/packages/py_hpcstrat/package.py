@@ -1,4 +1,4 @@
-# For Spack 1.0 or newer: builds what is committed in the clone that this file lies in.
+# Recipe for Spack 1.0 or newer, which builds the committed state of this clone.
 #   spack repo add packaging/spack/spack_repo/hpcstrat
 #   spack install py-hpcstrat ^openmpi   # or ^cray-mpich, ^intel-oneapi-mpi, ^mpich
 
@@ -13,7 +13,7 @@ class PyHpcstrat(PythonPackage):
     """Distribution strategies (replicas, mirrored variables, sync training) for MPI
     clusters, in NumPy or CuPy arrays."""
 
-    # No archive is published.
+    # The clone is the source, because no archive is published.
     git = Path(__file__).resolve().parents[6].as_uri()
 
     license("Apache-2.0")

@@ -1,4 +1,4 @@
-# Newer than Spack's own, which hpcstrat cannot use.
+# A newer version than Spack's own, which is too old for hpcstrat.
 
 from spack_repo.builtin.build_systems.python import PythonPackage
 
